@@ -1,0 +1,62 @@
+"""The data a step trains on, and the share of it that one rank sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+
+#: A target with this value is not predicted and not counted.
+IGNORE = -100
+
+
+@attrs.define(frozen=True, eq=False)
+class Batch:
+    """Token sequences and what to predict at each position, both int64 [B, S]."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor | None = None
+    """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
+
+    @property
+    def sequences(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        move = {"device": device, "non_blocking": True}
+        return Batch(
+            self.tokens.to(**move),  # type: ignore[call-overload]
+            None if self.targets is None else self.targets.to(**move),  # type: ignore[call-overload]
+        )
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Yield consecutive microbatches of ``size`` sequences; the last may be smaller."""
+        for start in range(0, self.sequences, size):
+            rows = slice(start, start + size)
+            yield Batch(self.tokens[rows], None if self.targets is None else self.targets[rows])
+
+    def target_tokens(self) -> torch.Tensor:
+        """Return how many positions are predicted, a scalar on the batch's device."""
+        if self.targets is None:
+            raise ValueError("a batch without targets has nothing to count")
+        return (self.targets != IGNORE).sum()
+
+
+@attrs.define(frozen=True)
+class Shard:
+    """Which consecutive rows of every global batch belong to this rank: the ``index``-th of ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, sequences: int) -> range:
+        """Return this shard's rows of a global batch of ``sequences``.
+
+        Raises:
+            ValueError: the batch does not divide evenly.
+        """
+        if sequences % self.count:
+            raise ValueError(f"{sequences} sequences do not divide over {self.count} data-parallel ranks")
+        each = sequences // self.count
+        return range(self.index * each, (self.index + 1) * each)

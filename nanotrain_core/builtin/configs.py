@@ -1,0 +1,205 @@
+"""The recipe tables of the built-in components, and their cross-checks. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+from attrs.validators import and_, ge, gt, lt
+
+from nanotrain_core.errors import Problem
+from nanotrain_core.recipe.tree import OptimizerConfig, path_field
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout import Layout
+    from nanotrain_core.recipe.tree import Recipe
+
+_degree = ge(1)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class GridConfig:
+    """``[topology] use = "grid"``: degrees whose product divides the world size."""
+
+    pp: int = attrs.field(default=1, validator=_degree)
+    """Pipeline stages."""
+    cp: int = attrs.field(default=1, validator=_degree)
+    """Ranks that share one sequence."""
+    tp: int = attrs.field(default=1, validator=_degree)
+    """Ranks that share one layer."""
+    ep: int = attrs.field(default=1, validator=_degree)
+    """Ranks that share one layer's experts, folded over dp x cp x tp."""
+    etp: int = attrs.field(default=1, validator=_degree)
+    """Ranks that share one expert."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class TransformerConfig:
+    """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
+
+    layers: int = attrs.field(validator=ge(1))
+    """Blocks."""
+    width: int = attrs.field(validator=ge(1))
+    """Size D of the residual stream."""
+    heads: int = attrs.field(validator=ge(1))
+    """Query heads."""
+    kv_heads: int = attrs.field(default=0, validator=ge(0))
+    """Key and value heads: `heads` is MHA, 1 is MQA, between is GQA. 0 means as many as `heads`."""
+    head_size: int = attrs.field(default=0, validator=ge(0))
+    """Size K of one head. 0 means `width / heads`."""
+    ffn: int = attrs.field(default=0, validator=ge(0))
+    """Size F of the feed-forward layer. 0 means 4 x `width`."""
+    vocab: int = attrs.field(validator=ge(2))
+    """Vocabulary size V."""
+    max_length: int = attrs.field(default=0, validator=ge(0))
+    """Rows of the table of learned positions, which needs it. 0 with RoPE: any length."""
+    positions: Literal["rope", "learned"] = "rope"
+    """How a token knows where it stands."""
+    rope_theta: float = attrs.field(default=10000.0, validator=gt(0.0))
+    """Base of the RoPE frequencies."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before attention, before the feed-forward layer and before the head."""
+    norm_eps: float = attrs.field(default=1e-5, validator=gt(0.0))
+    """Added to the variance."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Feed-forward layer: SwiGLU has three matrices, GELU (tanh form) two."""
+    bias: bool = False
+    """Biases on the linear layers and LayerNorms."""
+    tied: bool = False
+    """Use the embedding table as the head."""
+    init_std: float = attrs.field(default=0.02, validator=gt(0.0))
+    """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
+
+
+def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
+    """Check what one field alone cannot."""
+    kv_heads = config.kv_heads or config.heads
+    if not config.head_size and config.width % config.heads:
+        yield Problem(
+            "model.heads",
+            f"{config.heads} heads do not divide width {config.width}; set head_size or change heads",
+        )
+    elif config.positions == "rope" and (config.head_size or config.width // config.heads) % 2:
+        yield Problem("model.heads", "RoPE turns pairs of numbers: the size of a head must be even")
+    if config.heads % kv_heads:
+        yield Problem("model.kv_heads", f"{kv_heads} kv_heads do not divide {config.heads} heads")
+    if config.positions == "learned" and not config.max_length:
+        yield Problem("model.max_length", "learned positions need max_length, at least batch.length")
+    if config.max_length and recipe.batch.length > config.max_length:
+        yield Problem("batch.length", f"{recipe.batch.length} exceeds model.max_length = {config.max_length}")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    """``[optimizer] use = "adamw"``."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = attrs.field(default=1e-8, validator=gt(0.0))
+    """Added to the root of the second moment."""
+    weight_decay: float = attrs.field(default=0.1, validator=ge(0.0))
+    """Decoupled decay of tensors with two or more dimensions; norms and biases are not decayed."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class SGDConfig(OptimizerConfig):
+    """``[optimizer] use = "sgd"``."""
+
+    momentum: float = attrs.field(default=0.0, validator=and_(ge(0.0), lt(1.0)))
+    """Decay of the velocity; 0 keeps no state."""
+    weight_decay: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Added to the gradient of tensors with two or more dimensions, times the weight."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """``[precision] use = "fp64" | "fp32" | "bf16"``: no keys."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class FP16Config:
+    """``[precision] use = "fp16"``: the dynamic loss scale."""
+
+    initial_scale: float = attrs.field(default=2.0**16, validator=gt(0.0))
+    """Loss scale of the first step."""
+    growth_interval: int = attrs.field(default=2000, validator=ge(1))
+    """Steps without overflow after which the scale doubles. An overflow halves it and skips the step."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class AccumulateConfig:
+    """``[schedule] use = "accumulate"``: no keys."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class SimpleCheckpointConfig:
+    """``[checkpoint] use = "simple"``."""
+
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = attrs.field(default=2, validator=ge(1))
+    """Newest checkpoints to keep."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ConsoleConfig:
+    """``[[monitor]] use = "console"``."""
+
+    every: int = attrs.field(default=1, validator=ge(1))
+    """Steps between lines when the output is not a terminal; the live line follows every report."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class JsonlConfig:
+    """``[[monitor]] use = "jsonl"``: no keys."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class SampleConfig:
+    """``[[monitor]] use = "sample"``: text written by the model, on rank 0."""
+
+    prompt: str = "\n"
+    """What the model continues."""
+    tokens: int = attrs.field(default=200, validator=ge(1))
+    """Tokens to write."""
+    temperature: float = attrs.field(default=0.8, validator=ge(0.0))
+    """0 always takes the likeliest token."""
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between samples; 0 writes one at the end."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ReplicasConfig:
+    """``[[monitor]] use = "replicas"``: parameter norms and memory of every rank."""
+
+    every: int = attrs.field(default=1, validator=ge(1))
+    """Steps between comparisons."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class TextConfig:
+    """``[data] use = "text"``."""
+
+    paths: tuple[str, ...] = path_field(default=())
+    """Files and folders, relative to the recipe or absolute. None: the Python standard library's source."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
+    """Which files of a folder are read."""
+    tokenizer: str = path_field(default="bytes", words=("bytes",))
+    """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
+    validation_fraction: float = attrs.field(default=0.05, validator=and_(ge(0.0), lt(1.0)))
+    """Share of the sequences held out, spread evenly over the text."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """``[data] use = "synthetic"``: a random Markov chain, learnable down to its entropy."""
+
+    vocab: int = attrs.field(validator=ge(2))
+    """Number of tokens."""
+    branching: int = attrs.field(default=4, validator=ge(1))
+    """Tokens that can follow each token."""
+    sequences: int = attrs.field(default=4096, validator=ge(1))
+    """Sequences in one epoch of training data."""
+    validation_sequences: int = attrs.field(default=256, validator=ge(0))
+    """Sequences held out."""

@@ -1,0 +1,36 @@
+"""Rotary position embedding: turn pairs of numbers of each query and key by the position's angle.
+
+Shapes: B batch, S sequence, H heads, K head size. Number i of a head is paired with number i + K/2
+(the "rotate half" order of Llama's public weights).
+
+Source: Su et al., arXiv 2104.09864, equation 34.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: cos and sin of every angle, each [S, 1, K/2].
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -> Rotation:
+    """Return cos and sin of the angles of positions 0 to ``length`` - 1, on the device of ``like``.
+
+    Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
+    when a model built on ``meta`` gets its storage. Angles are float64, because position times
+    frequency loses digits of the angle in float32; the results are float32 (float64 for a float64 model).
+    """
+    pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=like.device)
+    position_S = torch.arange(length, dtype=torch.float64, device=like.device)
+    angle_S1K = torch.outer(position_S, theta ** (-pair_K / head_size)).unsqueeze(1)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return angle_S1K.cos().to(dtype), angle_S1K.sin().to(dtype)
+
+
+def rotate(x_BSHK: torch.Tensor, turn: Rotation) -> torch.Tensor:
+    """Return ``x_BSHK`` with each pair turned by its position's angle, in the dtype of ``x_BSHK``."""
+    cos, sin = turn
+    first, second = x_BSHK.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_BSHK.dtype)

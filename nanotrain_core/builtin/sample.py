@@ -1,0 +1,59 @@
+"""The ``sample`` monitor: text that the model writes, so that one can see what it has learned."""
+
+from __future__ import annotations
+
+import torch
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.configs import SampleConfig
+from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+
+
+class Sample(Monitor):
+    """Continues a prompt on rank 0. Draws from its own stream, so the run's numbers stay as they are."""
+
+    def __init__(self, config: SampleConfig) -> None:
+        self.config = config
+
+    def on_start(self, run: RunInfo) -> None:
+        """Encode the prompt."""
+        self.run = run
+        self.prompt = run.data.encode(self.config.prompt) or [0]
+
+    def on_step(self, report: StepReport) -> None:
+        """Write a sample every so many steps."""
+        if self.config.every and report.step % self.config.every == 0 and report.step != self.run.steps:
+            self._write(report.step)
+
+    def on_end(self, report: EndReport) -> None:
+        """Write the last sample."""
+        if report.reason != "failed":
+            self._write(report.step)
+
+    def _write(self, step: int) -> None:
+        if self.run.rank == 0:
+            text = self.run.data.decode(self._tokens(step))
+            print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
+
+    @torch.no_grad()
+    def _tokens(self, seed: int) -> list[int]:
+        """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
+        (model,) = self.run.parts
+        model.eval()
+        device, window = self.run.device, self.run.recipe.batch.length
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(self.prompt)
+        for _ in range(self.config.tokens):
+            context = torch.tensor([tokens[-window:]], device=device)
+            logits = model(context, Batch(context)).value[0, -1].float().cpu()
+            tokens.append(pick(logits, self.config.temperature, generator))
+        model.train()
+        return tokens
+
+
+def pick(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """Draw a token from logits [V]; temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    weights = torch.softmax(logits / temperature, dim=-1)
+    return int(torch.multinomial(weights, 1, generator=generator))

@@ -1,0 +1,227 @@
+"""The whole run in one safetensors file, assembled on rank 0.
+
+Tensors are stored whole under their global names, so any layout can read what any other wrote. That
+needs a model that fits one host's memory; larger ones want a sharded format. The file's metadata
+holds the JSON state and a SHA-256 over names, shapes, bytes and state: a damaged file is refused
+before anything live is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nanotrain_core.builtin.configs import SimpleCheckpointConfig
+from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.files import write_atomically
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Shape
+
+FORMAT = "nanotrain-simple-1"
+#: A block's name, its offset, and the shape of the whole tensor.
+Box = tuple[str, Shape, Shape]
+Form = tuple[Shape, torch.dtype]
+
+
+class SimpleCheckpoint:
+    """See :class:`~nanotrain_core.contracts.Checkpoint`."""
+
+    def __init__(self, config: SimpleCheckpointConfig) -> None:
+        self.config = config
+
+    def open(self, folder: Path, mesh: Mesh) -> None:
+        """Use ``folder``, made on the first save."""
+        self.folder, self.mesh = folder, mesh
+
+    def due(self, step: int) -> bool:
+        """Save every ``every`` steps."""
+        return bool(self.config.every) and step % self.config.every == 0
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of ``step`` is."""
+        return self.folder / f"step-{step:08d}.safetensors"
+
+    def steps(self) -> list[int]:
+        """Return the steps saved, oldest first."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
+
+    # --- save ---------------------------------------------------------------------------------
+
+    def save(self, step: int, state: TrainState) -> Path:
+        """Gather every block on rank 0, which writes. Fails on all ranks if it fails there."""
+        tensors = gather_whole(state.blocks, self.mesh)
+        streams = gather_streams(state.rank_tensors, self.mesh)
+        error = None
+        if self.mesh.rank == 0:
+            try:
+                self._write(step, {**tensors, **streams}, state.meta)
+            except OSError as problem:
+                error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
+        self._agree(error)
+        return self.path(step)
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        text = json.dumps({**meta, "world_size": self.mesh.world_size})
+        header = {"format": FORMAT, "state": text, "sha256": digest(tensors.items(), text)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path(step), lambda path: save_file(tensors, path, header))
+        for old in self.steps()[: -self.config.keep]:
+            self.path(old).unlink()
+
+    def _agree(self, error: str | None) -> None:
+        """Raise rank 0's error on every rank."""
+        verdict = [error]
+        if self.mesh.world_size > 1:
+            dist.broadcast_object_list(verdict, src=0)
+        if verdict[0]:
+            raise CheckpointError(verdict[0])
+
+    # --- load ---------------------------------------------------------------------------------
+
+    def load(self, which: str, state: TrainState) -> TrainState | None:
+        """Verify the whole file, check that every block fits, then fill the blocks."""
+        path = self._find(which)
+        if path is None:
+            return None
+        self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
+        with safe_open(path, framework="pt") as file:
+            names = frozenset(names_in(file))
+            problems = [text for block in state.blocks for text in misfit(file, names, block)]
+            if problems:
+                raise CheckpointError(f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)")
+            for block in state.blocks:
+                block.tensor.copy_(read_block(file, block))
+            meta = json.loads(file.metadata()["state"])
+            same_world = meta["world_size"] == self.mesh.world_size
+            prefix = f"rng/{self.mesh.rank}/"
+            streams = [name for name in names if same_world and name.startswith(prefix)]
+            return TrainState(
+                state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
+            )
+
+    def _find(self, which: str) -> Path | None:
+        steps = self.steps()
+        if which == "latest":
+            return self.path(steps[-1]) if steps else None
+        path = self.path(int(which)) if which.isdecimal() else Path(which)
+        if not path.is_file():
+            known = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"no checkpoint at {path}; steps saved in {self.folder}: {known}")
+        return path
+
+    def verify(self, step: int) -> Sequence[str]:
+        """Return what is wrong with the file of ``step``."""
+        return damage(self.path(step))
+
+
+def digest(tensors: Any, state: str) -> str:
+    """Return a SHA-256 over names, dtypes, shapes, bytes and the JSON state."""
+    total = hashlib.sha256(state.encode())
+    for name, tensor in sorted(tensors):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def damage(path: Path) -> list[str]:
+    """Return why ``path`` must not be loaded: empty if it is whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                return [f"{path} is not a {FORMAT} checkpoint (its format is {header.get('format')!r})"]
+            found = digest(((name, file.get_tensor(name)) for name in names_in(file)), header["state"])
+    except (OSError, SafetensorError, KeyError) as problem:
+        return [f"{path} is damaged: {problem}"]
+    return [] if found == header["sha256"] else [f"{path} is damaged: its bytes do not match its SHA-256"]
+
+
+def names_in(file: Any) -> list[str]:
+    """Return the names of a safetensors file, which cannot be iterated itself."""
+    return list(file.keys())
+
+
+def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
+    """Yield why a saved tensor cannot fill ``block``."""
+    if block.name not in names:
+        yield f"it has no tensor {block.name}"
+        return
+    saved = file.get_slice(block.name)
+    if tuple(saved.get_shape()) != tuple(block.global_shape):
+        yield f"{block.name} has shape {tuple(saved.get_shape())}, expected {tuple(block.global_shape)}"
+
+
+def read_block(file: Any, block: Block) -> torch.Tensor:
+    """Read the range of a saved tensor that ``block`` covers."""
+    if not block.global_shape:
+        return file.get_tensor(block.name)  # type: ignore[no-any-return]
+    index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
+    return file.get_slice(block.name)[index]  # type: ignore[no-any-return]
+
+
+# --- bringing blocks together -------------------------------------------------------------------
+
+
+def gather_whole(blocks: Sequence[Block], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Gather on rank 0: return every tensor whole, on the CPU; an empty dict on other ranks.
+
+    Of equal blocks the lowest rank's is taken. Ranks above 0 send theirs one by one, in one order.
+    """
+    mine = {(b.name, tuple(b.offset), tuple(b.global_shape)): b.tensor.detach() for b in blocks}
+    forms: list[dict[Box, Form]] = [{box: (tuple(t.shape), t.dtype) for box, t in mine.items()}]
+    if mesh.world_size > 1:
+        own, forms = forms[0], [{}] * mesh.world_size
+        dist.all_gather_object(forms, own)
+    owners: dict[Box, int] = {}
+    for rank, theirs in enumerate(forms):
+        for box in theirs:
+            owners.setdefault(box, rank)
+    whole: dict[str, torch.Tensor] = {}
+    for box, owner in owners.items():
+        if owner and mesh.rank == owner:
+            dist.send(mine[box].contiguous(), dst=0)
+        elif mesh.rank == 0:
+            put(whole, box, receive(forms[owner][box], owner, mesh) if owner else mine[box])
+    return whole
+
+
+def receive(form: Form, source: int, mesh: Mesh) -> torch.Tensor:
+    """Receive one block."""
+    shape, dtype = form
+    buffer = torch.empty(shape, dtype=dtype, device=mesh.device)
+    dist.recv(buffer, src=source)
+    return buffer
+
+
+def put(whole: dict[str, torch.Tensor], box: Box, tensor: torch.Tensor) -> None:
+    """Copy one block into its whole tensor."""
+    name, offset, shape = box
+    if tuple(tensor.shape) == shape:
+        whole[name] = tensor.cpu().contiguous()
+        return
+    target = whole.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
+    target[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor.cpu()
+
+
+def gather_streams(streams: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Gather on rank 0: return every rank's streams under ``rng/<rank>/``."""
+    mine = dict(streams)
+    everyone: list[dict[str, torch.Tensor] | None] = [mine]
+    if mesh.world_size > 1:
+        everyone = [None] * mesh.world_size
+        dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0)
+    return {
+        f"rng/{rank}/{name}": t
+        for rank, theirs in enumerate(everyone)
+        if theirs
+        for name, t in theirs.items()
+    }

@@ -1,0 +1,60 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.recipe.load import Resolution, resolve_recipe
+
+
+def add_plugin_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plugin`` and ``--no-plugin``."""
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+    )
+    parser.add_argument(
+        "--no-plugin", action="append", default=[], metavar="NAME", help="do not load this plugin"
+    )
+
+
+def plugin_arguments(args: argparse.Namespace) -> PluginArguments:
+    """Return what ``--plugin`` and ``--no-plugin`` said."""
+    return PluginArguments(local=args.plugin, blocked=args.no_plugin)
+
+
+def add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    """Add RECIPE and the options that change it."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, or the name of a shipped recipe")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value, for example optimizer.lr=1e-4 or parallel.0.overlap=false",
+    )
+    parser.add_argument("--nproc", type=_count, metavar="N", help="ranks on each machine")
+    parser.add_argument("--nnodes", type=_count, metavar="N", help="machines")
+    add_plugin_options(parser)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return int(text)
+
+
+def ranks(args: argparse.Namespace) -> int | None:
+    """Return the world size that ``--nproc`` and ``--nnodes`` ask for, None if neither does."""
+    if args.nproc is None and args.nnodes is None:
+        return None
+    return (args.nproc or 1) * (args.nnodes or 1)
+
+
+def resolve(args: argparse.Namespace) -> Resolution:
+    """Load and check the recipe of a command that has the recipe options; tell its notes on stderr."""
+    found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks(args))
+    for note in found.notes:
+        print(f"nanotrain: note: {note}", file=sys.stderr)
+    return found

@@ -1,0 +1,54 @@
+"""``nanotrain recipes``: the recipes that come with nanotrain."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from nanotrain_core.errors import Exit, FolderError
+from nanotrain_core.recipe.source import find_recipe, shipped_recipes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    actions = parser.add_subparsers(dest="action", metavar="ls|cp")
+    actions.add_parser("ls", help="list the recipes (the default)")
+    copy = actions.add_parser("cp", help="copy a recipe, to change it")
+    copy.add_argument("name", metavar="NAME", help="for example laptop")
+    copy.add_argument("destination", metavar="DEST", nargs="?", default=".", help="a file or a folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List recipes or copy one."""
+    if args.action == "cp":
+        print(_copy(find_recipe(args.name), Path(args.destination)))
+        return Exit.DONE
+    for name, path in shipped_recipes().items():
+        print(f"{name.removesuffix('.toml'):28} {_first_comment(path)}".rstrip())
+    return Exit.DONE
+
+
+def _first_comment(path: Path) -> str:
+    """Return what a recipe says of itself in its first line."""
+    with path.open(encoding="utf-8") as lines:
+        first = lines.readline()
+    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
+
+
+def _copy(source: Path, destination: Path) -> Path:
+    """Copy a recipe without ever replacing a file.
+
+    Raises:
+        FolderError: there is such a file already, or it cannot be written.
+    """
+    target = destination / source.name if destination.is_dir() else destination
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        part.write_bytes(source.read_bytes())
+        os.link(part, target)  # unlike a rename, refuses to replace what is there
+    except OSError as error:
+        raise FolderError(f"{target}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,77 @@
+"""``nanotrain run RECIPE``: train."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, ranks
+from nanotrain_core.environment import Ranks
+from nanotrain_core.recipe import Recipe, load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    add_recipe_options(parser)
+    parser.add_argument(
+        "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where several machines meet"
+    )
+    parser.add_argument("--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at that place")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks again after a failure, N times",
+    )
+    parser.add_argument(
+        "--folder", metavar="PATH", help="run folder; default: runs/<name>, numbered if taken"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="WHICH",
+        help="go on from a checkpoint: the latest (default), a step or a path",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, or be one of them under torchrun or srun."""
+    from nanotrain_core.launch import EXIT_OF, Nodes, launch, prepare
+    from nanotrain_core.worker import Job, train
+
+    plugins = plugin_arguments(args)
+    job = Job(
+        recipe=args.recipe, overrides=tuple(args.set), plugins=plugins, folder=args.folder, resume=args.resume
+    )
+    joined = Ranks.detect()
+    if joined is not None:
+        return EXIT_OF[train(job, joined)]
+    recipe = load_recipe(args.recipe, overrides=args.set, plugins=plugins, ranks=ranks(args))
+    nnodes = args.nnodes or 1
+    if recipe.run.ranks > 1:
+        prepare(max(1, recipe.run.ranks // nnodes))
+    if args.nproc is None and nnodes == 1:
+        recipe = fit_to_gpus(args, recipe)
+    nodes = Nodes(
+        count=nnodes,
+        nproc=recipe.run.ranks // nnodes,
+        endpoint=args.rdzv_endpoint,
+        run_id=args.rdzv_id,
+        max_restarts=args.max_restarts,
+    )
+    return launch(job, recipe, nodes)
+
+
+def fit_to_gpus(args: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """Take as many ranks as there are GPUs where the recipe asks for more: the global batch stays."""
+    if recipe.run.device == "cpu" or recipe.run.ranks == 1:
+        return recipe
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not 0 < gpus < recipe.run.ranks:
+        return recipe
+    print(f"nanotrain: {gpus} GPUs here, so {gpus} ranks in place of {recipe.run.ranks}", file=sys.stderr)
+    return load_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=gpus)

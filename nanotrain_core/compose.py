@@ -1,0 +1,162 @@
+"""Builds the objects of one rank's run from a resolved recipe, in the order they need one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.actions import Action
+from nanotrain_core.batch import Shard
+from nanotrain_core.contracts import (
+    Checkpoint,
+    Data,
+    GradientSync,
+    LossScale,
+    Model,
+    Monitor,
+    Optimizer,
+    Parallel,
+    Precision,
+    Schedule,
+    Topology,
+)
+from nanotrain_core.errors import DataError
+from nanotrain_core.feed import DataFeed, Feed
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.initialise import materialise
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter, place, placed_parameters
+from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
+from nanotrain_core.registry import Registry
+
+
+@attrs.define(frozen=True, eq=False, kw_only=True)
+class Run:
+    """Everything the step loop works with, whichever door it came through."""
+
+    name: str
+    recipe: Any
+    """The recipe, or a script's config."""
+    mesh: Mesh
+    stages: Mapping[int, nn.Module]
+    """This rank's model parts by stage number."""
+    placed: Sequence[PlacedParameter]
+    loss_weights: Mapping[str, float]
+    flops_per_token: float
+    gradients: GradientSync
+    optimizer: Optimizer
+    optimizer_config: OptimizerConfig
+    loss_scale: LossScale
+    actions: Sequence[Action]
+    """This rank's part of the schedule."""
+    feed: Feed
+    evaluation: EvaluationConfig
+    checkpoint: Checkpoint | None = None
+    monitors: Sequence[Monitor] = ()
+    strict_monitors: bool = False
+    log_every: int = 1
+    seed: int = 0
+
+
+def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.device | str = "cpu") -> Run:
+    """Build this rank's run. Collective over the world: every rank must call it with an equal recipe."""
+
+    def build(selection: Selection) -> Any:
+        return registry.get(selection.kind, selection.use).build(selection.config)
+
+    topology: Topology = build(recipe.topology)
+    model: Model = build(recipe.model)
+    wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
+    precision: Precision = build(recipe.precision)
+    optimizer: Optimizer = build(recipe.optimizer)
+    schedule: Schedule = build(recipe.schedule)
+    checkpoint: Checkpoint = build(recipe.checkpoint)
+    data: Data = build(recipe.data)
+    monitors: list[Monitor] = [build(selection) for selection in recipe.monitor]
+
+    data.open(length=recipe.batch.length, seed=recipe.run.seed)
+    _check_vocabulary(data, model, recipe)
+
+    layout = topology.layout(recipe.run.ranks)
+    timeout = timedelta(seconds=recipe.run.timeout)
+    mesh = Mesh(layout, rank=rank, device=device, timeout=timeout)
+
+    stages = build_stages(model, schedule, mesh)
+    placements = place(stages.values(), layout)
+    for wrapper in wrappers:
+        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
+    stages = {stage: precision.convert(part) for stage, part in stages.items()}
+    materialise(stages.values(), placements, recipe.run.seed, mesh.device)
+    placed = placed_parameters(stages.values(), placements)
+
+    mesh.agree_on_groups(parameter.placement.sync_dims(layout) for parameter in placed)
+    gradients = _gradient_sync(
+        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
+    )
+    gradients.attach(placed, mesh, precision.gradient_dtype)
+    optimizer.setup(placed, precision, gradients, mesh)
+
+    pp, pp_rank = pipeline(mesh)
+    shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
+    microbatches = len(shard.rows(recipe.batch.sequences)) // recipe.batch.microbatch
+    return Run(
+        name=recipe.run.name,
+        recipe=recipe,
+        mesh=mesh,
+        stages=stages,
+        placed=placed,
+        loss_weights=model.loss_weights,
+        flops_per_token=model.flops_per_token(recipe.batch.length),
+        gradients=gradients,
+        optimizer=optimizer,
+        optimizer_config=recipe.optimizer.config,
+        loss_scale=precision.loss_scale,
+        actions=schedule.actions(pp, microbatches)[pp_rank],
+        feed=DataFeed(data, model, recipe.batch, recipe.evaluation, shard, mesh.device),
+        evaluation=recipe.evaluation,
+        checkpoint=checkpoint,
+        monitors=monitors,
+        strict_monitors=recipe.run.strict_monitors,
+        log_every=recipe.run.log_every,
+        seed=recipe.run.seed,
+    )
+
+
+def pipeline(mesh: Mesh) -> tuple[int, int]:
+    """Return the number of pipeline ranks and this rank's place among them; (1, 0) without a pipeline."""
+    if "pp" not in mesh.layout.dims:
+        return 1, 0
+    return mesh.size("pp"), mesh.coordinate("pp")
+
+
+def build_stages(model: Model, schedule: Schedule, mesh: Mesh) -> dict[int, nn.Module]:
+    """Build this rank's parts of the model on ``meta``, numbered along the model."""
+    pp, rank = pipeline(mesh)
+    parts = schedule.parts(model.layers, pp)
+    in_order = sorted((part for mine in parts for part in mine), key=lambda part: part.first)
+    with torch.device("meta"):
+        return {in_order.index(part): model.build(part) for part in parts[rank]}
+
+
+def _gradient_sync(
+    recipe: Recipe, registry: Registry, built: Sequence[tuple[Selection, Any]]
+) -> GradientSync:
+    """Return the one component that provides gradient sync, else the core's local one."""
+    for selection, component in built:
+        if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
+            assert isinstance(component, GradientSync), f"{selection.use} lacks methods of GradientSync"
+            return component
+    return LocalGradients()
+
+
+def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
+    if data.vocab_size > model.vocab_size:
+        raise DataError(
+            f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
+            f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
+        )

@@ -1,0 +1,483 @@
+"""What the object behind each kind of component must offer.
+
+``Component.factory`` is called with the component's config and returns one of these. Protocols are
+structural: a plugin need not inherit from anything here, except that :class:`Monitor` is a base
+class with empty methods, so that a monitor writes only the events it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.actions import Action, Part
+from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.layout import Layout
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter, Placement, Placements, Shape
+
+# --- topology ---------------------------------------------------------------------------------
+
+
+class Topology(Protocol):
+    """Lays out the ranks. The factory's module must not import torch: every command uses it."""
+
+    def layout(self, world_size: int) -> Layout:
+        """Return the layout of ``world_size`` ranks.
+
+        Raises:
+            ValueError: the degrees do not fit; the text says which and what would.
+        """
+        ...
+
+
+# --- model ------------------------------------------------------------------------------------
+
+
+@attrs.define(frozen=True, eq=False)
+class PartOutput:
+    """What one part of a model computes from one microbatch."""
+
+    value: torch.Tensor | None
+    """Hidden states [B, S, D] for the next part. From the last part: logits [B, S, V] when the
+    batch has no targets, else None."""
+    losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Scalar *sums* of loss terms, by name. The engine divides each by its global count."""
+
+
+@attrs.define(frozen=True)
+class Initializer:
+    """How a parameter starts. ``normal`` has mean 0 and standard deviation ``value``."""
+
+    kind: Literal["normal", "constant"]
+    value: float
+
+
+class ModelPart(Protocol):
+    """An ``nn.Module`` built on ``meta``, parameters under their global names, roles tagged."""
+
+    def __call__(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+        """``inputs`` is tokens [B, S] for the part with the embedding, else hidden states [B, S, D]."""
+        ...
+
+    def initializer(self, name: str) -> Initializer:
+        """Return how the parameter of that global name starts."""
+        ...
+
+
+class Model(Protocol):
+    """A model's dimensions and its parts. Knows nothing of parallelism."""
+
+    layers: int
+    vocab_size: int
+    max_length: int | None
+    """Longest sequence, None if any length works."""
+    loss_weights: Mapping[str, float]
+    """Weight of each loss term in the training loss. ``"lm"`` is the next-token loss."""
+
+    def build(self, part: Part) -> nn.Module:
+        """Return a :class:`ModelPart`. Parameters need no values: they are initialised by name."""
+        ...
+
+    def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return what each loss term is averaged over in ``batch`` (``lm``: its target tokens).
+
+        Counts are summed over all microbatches of all ranks, then divide the sums before backward.
+        """
+        ...
+
+    def flops_per_token(self, length: int) -> float:
+        """Return model FLOPs of forward and backward for one token of a sequence of ``length``."""
+        ...
+
+
+# --- parallel ---------------------------------------------------------------------------------
+
+
+class Parallel(Protocol):
+    """Transforms a model part while it is still on ``meta``."""
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Return the transformed part (it may be the same object) and update ``placements`` to match."""
+        ...
+
+
+@runtime_checkable
+class GradientSync(Protocol):
+    """Owns every parameter's gradient between backward and the optimizer.
+
+    Offered by the one component of a run that provides ``gradient_sync``; without one the core's
+    :class:`~nanotrain_core.gradients.LocalGradients` serves, on a layout that needs no sums.
+    """
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own)."""
+        ...
+
+    def last_microbatch(self) -> None:
+        """Announce that the backward passes from here on complete the gradients of this step."""
+        ...
+
+    def finish(self) -> None:
+        """Return once every gradient is the complete sum over microbatches and ranks."""
+        ...
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient, in the shape of the parameter; zeros if no rank's backward reached it.
+
+        The optimizer may scale it in place.
+        """
+        ...
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        ...
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+class MasterWeight(Protocol):
+    """The weight an optimizer updates, in whatever form a precision keeps it."""
+
+    def load(self) -> torch.Tensor:
+        """Return the weight in the optimizer's dtype, shaped as the parameter. May be the live storage."""
+        ...
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep ``value`` as the new weight and write it through to the model's parameter."""
+        ...
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return live tensors beyond the parameter itself that a checkpoint must hold, by name."""
+        ...
+
+
+class LossScale(Protocol):
+    """Multiplies the loss before backward so that small gradients survive a narrow dtype."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step with a non-finite gradient norm is skipped, on all ranks alike."""
+        ...
+
+    def update(self, skipped: bool) -> None:
+        """Learn whether the step was skipped."""
+        ...
+
+    def meta(self) -> dict[str, Any]: ...
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None: ...
+
+
+class Precision(Protocol):
+    """Dtypes of a run."""
+
+    parameter_dtype: torch.dtype
+    """Of the model's parameters and activations."""
+    gradient_dtype: torch.dtype | None
+    """Of accumulated and reduced gradients; None keeps the parameter's."""
+    loss_scale: LossScale
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Return the part, still on ``meta``, with the dtypes and modules of this precision.
+
+        Parameters keep their names and shapes. Their initial values, drawn in float32, are then
+        rounded into the dtypes chosen here.
+        """
+        ...
+
+    def master(self, weight: torch.Tensor, name: str) -> MasterWeight:
+        """Return the master of ``weight``: a parameter, or a live view of a range of one.
+
+        Args:
+            weight: initialised; the master's ``store`` writes through to it.
+            name: the parameter's global name, with the range if it is part of one.
+        """
+        ...
+
+
+# --- optimizer --------------------------------------------------------------------------------
+
+
+@attrs.define(frozen=True, eq=False)
+class Block:
+    """A live tensor that a checkpoint saves and fills, and where it sits in the whole run."""
+
+    name: str
+    global_shape: Shape
+    offset: Shape
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, prefix: str, tensor: torch.Tensor, placement: Placement) -> Block:
+        """Name a tensor after its parameter, ``exp_avg/layers.0.attn.q.weight``.
+
+        It has the shape of the parameter's block, or it is a scalar that all blocks share.
+        """
+        name = f"{prefix}/{placement.name}" if prefix else placement.name
+        if not tensor.shape:
+            return cls(name, (), (), tensor)
+        return cls(name, placement.global_shape, placement.offset, tensor)
+
+
+@attrs.define(frozen=True, eq=False)
+class StepStats:
+    """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
+
+    grad_norm: torch.Tensor
+    """Global 2-norm before clipping, equal on every rank."""
+    skipped: bool = False
+
+
+class Optimizer(Protocol):
+    """Updates weights from summed gradients. Its config is an ``OptimizerConfig``."""
+
+    inner: torch.optim.Optimizer
+    """Holds ``param_groups`` for learning-rate schedulers."""
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Make the masters and allocate all state, so that a checkpoint can fill it before step 1."""
+        ...
+
+    def step(self, *, loss_scale: float = 1.0, skip_overflow: bool = False) -> StepStats:
+        """Divide gradients by ``loss_scale``, clip them to the config's global norm, update."""
+        ...
+
+    def blocks(self) -> Iterable[Block]:
+        """Yield every state tensor, masters included."""
+        ...
+
+    def meta(self) -> dict[str, Any]:
+        """Return the rest of the state, as JSON."""
+        ...
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None: ...
+
+
+# --- schedule ---------------------------------------------------------------------------------
+
+
+class Schedule(Protocol):
+    """A pipeline schedule as data. Torch-free."""
+
+    def parts(self, layers: int, pp: int) -> tuple[tuple[Part, ...], ...]:
+        """Return the parts of every pipeline rank; a rank with several holds virtual stages."""
+        ...
+
+    def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the ordered actions of every pipeline rank for one step."""
+        ...
+
+
+# --- checkpoint -------------------------------------------------------------------------------
+
+
+@attrs.define(frozen=True, eq=False)
+class TrainState:
+    """All that a run must remember: placed tensors, JSON, and each rank's own streams."""
+
+    blocks: Sequence[Block]
+    """Weights and optimizer state. Names are unique across the run; replicas are equal."""
+    meta: Mapping[str, Any]
+    """JSON, the same on every rank: step, scheduler, loss scale, data position, recipe."""
+    rank_tensors: Mapping[str, torch.Tensor]
+    """This rank's random-number streams, uint8, restored only on the same world size."""
+
+
+class Checkpoint(Protocol):
+    """Saves and restores a run in one folder. Every method but the last two is collective."""
+
+    def open(self, folder: Path, mesh: Mesh) -> None: ...
+
+    def due(self, step: int) -> bool:
+        """Say whether to save after ``step`` steps are done (the final save is always made)."""
+        ...
+
+    def save(self, step: int, state: TrainState) -> Path:
+        """Write a checkpoint that appears complete or not at all; return its path."""
+        ...
+
+    def load(self, which: str, state: TrainState) -> TrainState | None:
+        """Fill ``state.blocks`` in place and return what was saved, or None if there is nothing.
+
+        Args:
+            which: ``"latest"``, a step number, or a path.
+
+        Raises:
+            CheckpointError: it is damaged or does not fit; nothing live was touched.
+        """
+        ...
+
+    def steps(self) -> Sequence[int]:
+        """Return the steps with a complete checkpoint, oldest first."""
+        ...
+
+    def verify(self, step: int) -> Sequence[str]:
+        """Return what is wrong with a checkpoint: empty if it would load."""
+        ...
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+class Data(Protocol):
+    """Batches that are the same for every layout, with a position that can be saved."""
+
+    vocab_size: int
+    bytes_per_token: float | None
+    """Mean over the validation split, to report bits per byte; None when tokens are not text."""
+
+    def open(self, *, length: int, seed: int) -> None:
+        """Prepare sequences of ``length`` tokens.
+
+        Raises:
+            DataError: there is no data, or less than one sequence of it.
+        """
+        ...
+
+    def train_batch(self, sequences: int, shard: Shard) -> Batch:
+        """Advance by one global batch of ``sequences`` and return this shard's rows of it."""
+        ...
+
+    def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
+        """Return this shard's rows of the ``index``-th validation batch; None after the last.
+
+        Batches come in one fixed order. The last is padded with rows of ignored targets.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def meta(self) -> dict[str, Any]:
+        """Return the position and a fingerprint of the data, as JSON."""
+        ...
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go back to a position.
+
+        Raises:
+            DataError: the fingerprint is of other data.
+        """
+        ...
+
+
+# --- monitor ----------------------------------------------------------------------------------
+
+
+@attrs.define(frozen=True, eq=False)
+class RunInfo:
+    """What a monitor may know about the run it watches. Read-only by agreement."""
+
+    name: str
+    folder: Path | None
+    steps: int
+    first_step: int
+    """Steps already done when this run began: above 0 after a resume."""
+    rank: int
+    world_size: int
+    device: torch.device
+    parameters: int
+    """Of the whole model."""
+    tokens_per_step: int
+    flops_per_token: float
+    recipe: Any
+    """The frozen recipe, or the config of a script."""
+    optimizer_bytes: int
+    """Of optimizer state and masters on this rank."""
+    mesh: Mesh
+    parts: Sequence[nn.Module]
+    """This rank's model parts."""
+    placed: Sequence[PlacedParameter]
+    data: Any
+
+
+@attrs.define(frozen=True)
+class StepReport:
+    """One logged step. Every number is global and equal on every rank."""
+
+    step: int
+    """Steps done, this one included: the first is 1."""
+    loss: float
+    """The training loss: weighted sum of the terms, each a mean over its global count."""
+    losses: Mapping[str, float]
+    """Each term's unweighted mean."""
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Seen since the beginning of the run, resumed parts included."""
+    tokens_per_second: float
+    """Since the previous report, over all ranks."""
+    seconds: float
+    """Of one step, mean since the previous report."""
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+
+@attrs.define(frozen=True)
+class EvaluationReport:
+    """One pass over the validation batches."""
+
+    step: int
+    loss: float
+    """Mean next-token loss, in nats."""
+    bits_per_byte: float | None
+    """The same loss per byte of text, in bits, where tokens are text."""
+    tokens: int
+    """Predicted tokens it is the mean of."""
+
+
+@attrs.define(frozen=True)
+class CheckpointReport:
+    """A checkpoint that is complete and in place."""
+
+    step: int
+    path: Path
+    seconds: float
+
+
+@attrs.define(frozen=True)
+class EndReport:
+    """How a run ended."""
+
+    step: int
+    reason: Literal["done", "stopped", "preempted", "interrupted", "failed"]
+    tokens: int
+
+
+#: What a monitor may return from ``on_step`` or ``on_evaluation``.
+Request = Literal["stop"]
+
+
+class Monitor:
+    """Reacts to the events of a run, on every rank. Must not draw random numbers or change tensors.
+
+    An exception inside a monitor is logged and the run goes on, unless ``[run] strict_monitors`` is
+    set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text.
+    """
+
+    def on_start(self, run: RunInfo) -> None: ...
+
+    def on_step(self, report: StepReport) -> Request | None: ...
+
+    def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
+
+    def on_checkpoint(self, report: CheckpointReport) -> None: ...
+
+    def on_end(self, report: EndReport) -> None: ...

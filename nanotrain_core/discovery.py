@@ -1,0 +1,265 @@
+"""Finds plugins and loads each on its own, so that a broken one harms only who needs it.
+
+pluggy's own loader skips a duplicate name silently, stops at the first import error and takes the
+order of the file system. Here each plugin gets a manager of its own, in the order of names, and
+whatever goes wrong is kept as that plugin's error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pluggy
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import nanotrain_core
+from nanotrain_core import hookspecs
+from nanotrain_core.component import KINDS, Component
+from nanotrain_core.errors import PluginError, did_you_mean
+from nanotrain_core.recipe.tree import OptimizerConfig
+from nanotrain_core.recipe.types import check_config_types
+
+#: Entry-point group in which a distribution names its plugins.
+GROUP = "nanotrain.plugins"
+
+
+def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(os.path.abspath(path) for path in paths)
+
+
+def _strings(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(words)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PluginArguments:
+    """Which plugins to load besides the installed ones, and which not. Every rank needs the same."""
+
+    local: tuple[str, ...] = attrs.field(default=(), converter=_absolute)
+    """Files given with ``--plugin``."""
+    blocked: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    """Plugin or distribution names given with ``--no-plugin``."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PluginInfo:
+    """One plugin, as ``nanotrain plugins`` shows it."""
+
+    name: str
+    """Of its entry point; of a local plugin, the file's name without ``.py``."""
+    distribution: str
+    """What ``pip`` calls it; of a local plugin, the file's name."""
+    version: str
+    """Of the distribution; of a local plugin, a hash of the file."""
+    module: str
+    """What is imported: a module, or the path of a local plugin."""
+    error: str | None = None
+    """Why it cannot be used; None when it can."""
+    components: tuple[tuple[str, Component], ...] = ()
+    """(kind, component) of everything it announced."""
+    requires_core: str = ""
+    """The versions of nanotrain-core that it asks for, for example ``>=0.1,<0.2``."""
+    local: bool = False
+
+    def __str__(self) -> str:
+        return f"plugin '{self.name}' ({self.distribution} {self.version})"
+
+
+Import = Callable[[], Any]
+
+
+def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
+    """Load every installed and every local plugin that is not blocked, sorted by name.
+
+    Raises:
+        PluginError: a local plugin's file is missing, or a blocked name is not installed.
+    """
+    found = [*map(_installed, entry_points(group=GROUP)), *map(_local, arguments.local)]
+    found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
+    found = list(_unblocked(found, arguments.blocked))
+    times = Counter(info.name for info, _ in found)
+    return tuple(
+        _load(info, importer) if times[info.name] == 1 else _clash(info, found) for info, importer in found
+    )
+
+
+def _installed(entry: EntryPoint) -> tuple[PluginInfo, Import]:
+    distribution = entry.dist
+    assert distribution is not None, "importlib.metadata sets dist on all that entry_points() returns"
+    info = PluginInfo(
+        name=entry.name,
+        distribution=canonicalize_name(distribution.name),
+        version=distribution.version,
+        module=entry.value,
+        requires_core=_requires_core(distribution),
+    )
+    return info, entry.load
+
+
+def _requires_core(distribution: Distribution) -> str:
+    for line in distribution.requires or ():
+        requirement = Requirement(line)
+        if canonicalize_name(requirement.name) == "nanotrain-core":
+            return str(requirement.specifier)
+    return ""
+
+
+def _local(file: str) -> tuple[PluginInfo, Import]:
+    path = Path(file)
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise PluginError(f"--plugin {file}: {error.strerror}") from None
+    info = PluginInfo(
+        name=path.stem, distribution=path.name, version=f"sha256-{digest[:12]}", module=file, local=True
+    )
+    return info, lambda: _import_file(path)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, so that ``f"{__name__}:Thing"`` works as a factory."""
+    name = f"nanotrain_local_{path.stem.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError("not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _unblocked(
+    found: list[tuple[PluginInfo, Import]], blocked: tuple[str, ...]
+) -> Iterator[tuple[PluginInfo, Import]]:
+    known = {word for info, _ in found for word in (info.name, info.distribution)}
+    for word in blocked:
+        if word not in known:
+            raise PluginError(f"--no-plugin {word}: no such plugin{did_you_mean(word, sorted(known))}")
+    yield from (pair for pair in found if not {pair[0].name, pair[0].distribution} & set(blocked))
+
+
+def _clash(info: PluginInfo, found: list[tuple[PluginInfo, Import]]) -> PluginInfo:
+    owners = " and ".join(f"{i.distribution} {i.version}" for i, _ in found if i.name == info.name)
+    return attrs.evolve(info, error=f"announced by {owners}; block one with --no-plugin DISTRIBUTION")
+
+
+def _load(info: PluginInfo, importer: Import) -> PluginInfo:
+    """Import a plugin and collect its components; on any failure return it with the error."""
+    components: list[tuple[str, Component]] = []
+    try:
+        _check_core(info.requires_core)
+        _announce(importer(), components)
+    except PluginError as error:
+        return attrs.evolve(info, error=str(error), components=tuple(components))
+    except Exception as error:
+        return attrs.evolve(info, error=_describe(error), components=tuple(components))
+    return attrs.evolve(info, components=tuple(components))
+
+
+def _check_core(specifier: str) -> None:
+    version = nanotrain_core.__version__
+    if not Requirement(f"nanotrain-core{specifier}").specifier.contains(version, prereleases=True):
+        raise PluginError(f"needs nanotrain-core {specifier}, but {version} is installed")
+
+
+def _describe(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _announce(module: Any, components: list[tuple[str, Component]]) -> None:
+    """Call the hooks of one plugin and append what it registers.
+
+    Raises:
+        PluginError: a hook or a component is not as the contract wants it.
+    """
+    manager = pluggy.PluginManager("nanotrain")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(module)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginError(_known_hooks(str(error).strip().replace("\n", " "))) from None
+    _check_hooks(module, manager)
+    for kind in KINDS:
+
+        def register(component: Component, kind: str = kind) -> None:
+            _check_component(kind, component, components)
+            components.append((kind, component))
+
+        getattr(manager.hook, f"nanotrain_register_{kind}")(register=register)
+    if not components:
+        raise PluginError(f"announces no component; hooks are {', '.join(_hooks())}")
+
+
+def _hooks() -> tuple[str, ...]:
+    return tuple(f"nanotrain_register_{kind}" for kind in KINDS)
+
+
+def _known_hooks(text: str) -> str:
+    """Add the nearest hook to pluggy's text about one that does not exist."""
+    unknown = re.search(r"unknown hook '(\w+)'", text)
+    return text + did_you_mean(unknown.group(1), _hooks()) if unknown else text
+
+
+def _check_hooks(module: Any, manager: pluggy.PluginManager) -> None:
+    for name in dir(module):
+        if name in _hooks() and manager.parse_hookimpl_opts(module, name) is None:
+            raise PluginError(f"{name} lacks @hookimpl: from nanotrain_core import hookimpl")
+    for caller in manager.get_hookcallers(module) or ():
+        for implementation in caller.get_hookimpls():
+            for parameter in inspect.signature(implementation.function).parameters.values():
+                if parameter.default is not parameter.empty:
+                    # pluggy 1.6 passes such a default and ignores the caller's value, 1.7 the reverse.
+                    raise PluginError(f"{caller.name}: argument '{parameter.name}' must not have a default")
+
+
+def _check_component(kind: str, component: Component, earlier: list[tuple[str, Component]]) -> None:
+    if not isinstance(component, Component):
+        raise PluginError(f"a {kind} hook registered {component!r}, which is not a Component")
+    label, config = f"{kind} '{component.name}'", component.config
+    if not re.fullmatch(r"[a-z0-9_]+", component.name):
+        raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")
+    if not re.fullmatch(r"[^:\s]+:[^:\s]+", component.factory):
+        raise PluginError(f"{label}: factory {component.factory!r} is not of the form 'module:attribute'")
+    if any(kind == other and component.name == it.name for other, it in earlier):
+        raise PluginError(f"{label} is registered twice")
+    if not _is_frozen(config):
+        raise PluginError(f"{label}: config must be a frozen attrs class: @attrs.define(frozen=True)")
+    if kind == "optimizer" and not issubclass(config, OptimizerConfig):
+        raise PluginError(f"{label}: {config.__name__} must derive from recipe.tree.OptimizerConfig")
+    try:
+        check_config_types(config)
+    except (TypeError, NameError) as error:
+        raise PluginError(f"{label}: {error}") from None
+
+
+def _is_frozen(config: Any) -> bool:
+    """Try to change an instance: attrs has no public way to ask before 25.4."""
+    if not (isinstance(config, type) and attrs.has(config)):
+        return False
+    try:
+        setattr(object.__new__(config), "any", None)  # noqa: B010
+    except attrs.exceptions.FrozenInstanceError:
+        return True
+    except AttributeError:
+        return False
+    return False

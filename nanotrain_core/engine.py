@@ -1,0 +1,298 @@
+"""The one path every run takes: restore, then step, report, evaluate and save until done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nanotrain_core import random_state
+from nanotrain_core.compose import Run, compose
+from nanotrain_core.contracts import (
+    Block,
+    CheckpointReport,
+    EndReport,
+    EvaluationReport,
+    Monitor,
+    RunInfo,
+    StepReport,
+    StepStats,
+    TrainState,
+)
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.events import Events
+from nanotrain_core.executor import Executor, Losses
+from nanotrain_core.lr_schedule import lr_scheduler
+from nanotrain_core.pace import Pace
+from nanotrain_core.stop import StopRequest
+
+if TYPE_CHECKING:
+    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.registry import Registry
+    from nanotrain_core.script import Loader, ScriptConfig
+
+
+class RuntimeEngine:
+    """Trains. Built from a recipe, or in a script from a model and an optimizer of your own::
+
+    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), ScriptConfig(clip_norm=1.0))
+    engine.fit(train_loader, val_loader, steps=1000)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: ScriptConfig | None = None,
+        *,
+        callbacks: Sequence[Monitor] = (),
+        **options: Any,
+    ) -> None:
+        """Wrap a plain model and optimizer; :func:`nanotrain_core.script.adapt` documents ``options``."""
+        from nanotrain_core.script import adapt
+
+        self._take(adapt(model, optimizer, config, callbacks=callbacks, **options))
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: Recipe | str | Path,
+        *,
+        registry: Registry | None = None,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
+        resume: str | None = None,
+    ) -> RuntimeEngine:
+        """Compose a recipe on this rank.
+
+        Args:
+            recipe: resolved, or the path or name of a recipe file.
+            registry: the plugins; all installed ones by default.
+            rank: this process's; above 0 only in an initialised process group.
+            device: where this rank computes.
+            folder: the run folder; without one nothing is saved.
+            resume: the checkpoint to start from: ``"latest"``, a step or a path.
+        """
+        from nanotrain_core.recipe import load_recipe
+        from nanotrain_core.registry import load_plugins
+
+        if isinstance(recipe, str | Path):
+            recipe = load_recipe(recipe)
+        engine = cls.__new__(cls)
+        run = compose(recipe, registry or load_plugins(), rank=rank, device=device)
+        engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)
+        return engine
+
+    def _take(
+        self, run: Run, *, steps: int = 0, folder: Path | None = None, resume: str | None = None
+    ) -> None:
+        self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
+        self.step = 0
+        """Optimizer steps done, those before a resume included."""
+        self.executor = Executor(run.stages, run.gradients)
+        self.stop = StopRequest()
+        self.events = Events(run.monitors, self.stop, strict=run.strict_monitors)
+        self.pace = Pace()
+
+    # --- the story ----------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_loader: Loader | None = None,
+        val_loader: Loader | None = None,
+        *,
+        steps: int | None = None,
+    ) -> EndReport:
+        """Train until ``steps`` optimizer steps are done or somebody asks to stop.
+
+        Args:
+            train_loader: a script's batches, iterated again when they run out. Recipes name their data.
+            val_loader: a script's validation batches.
+            steps: in all; a script must give it, a recipe has it.
+        """
+        self.run.feed.use(train_loader, val_loader)
+        self.steps = steps or self.steps
+        self._restore()
+        self.pace.restart(self.step)
+        self.events.start(self._info())
+        try:
+            with self.stop.on_signals():
+                self._loop()
+        except BaseException:
+            self.events.end(self._end("failed"))
+            raise
+        report = self._end(self.stop.reason or "done")
+        self.events.end(report)
+        return report
+
+    def _loop(self) -> None:
+        run = self.run
+        config = run.optimizer_config.lr_schedule
+        scheduler = lr_scheduler(run.optimizer.inner, config, self.steps, done=self.step)
+        if run.evaluation.every and self.step == 0:
+            self._evaluate()
+        while self.step < self.steps and not self.stop.reason:
+            lr = float(scheduler.get_last_lr()[0])
+            losses, counts, stats = self._train_step()
+            scheduler.step()
+            self.step += 1
+            last = self.step == self.steps
+            if self.step % run.log_every == 0 or last:
+                self._report(losses, counts, stats, lr)
+            if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
+                self._evaluate()
+            if run.checkpoint and (last or self.stop.reason or run.checkpoint.due(self.step)):
+                self._save()
+
+    def _train_step(self) -> tuple[Losses, Losses, StepStats]:
+        """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
+        run = self.run
+        microbatches = run.feed.microbatches()
+        counts = self._global_counts(microbatches)
+        scale = run.loss_scale.value
+        weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
+        losses = self.executor.run(run.actions, microbatches, weights)
+        run.gradients.finish()
+        stats = run.optimizer.step(loss_scale=scale, skip_overflow=run.loss_scale.skips_overflow)
+        run.gradients.zero()
+        run.loss_scale.update(stats.skipped)
+        return losses, counts, stats
+
+    def _global_counts(self, microbatches: Sequence[Any]) -> Losses:
+        """Sum what each loss term is averaged over, over all microbatches of all data ranks."""
+        counts = [self.run.feed.counts(batch) for batch in microbatches]
+        names = list(self.run.loss_weights)
+        total = torch.stack([sum((c[name] for c in counts), start=torch.zeros(())) for name in names])
+        total = self._sum_over_data(total, once_per_pipeline=True)
+        return dict(zip(names, total.clamp(min=1).unbind(), strict=True))
+
+    # --- what happens between steps -----------------------------------------------------------
+
+    def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float) -> None:
+        """Tell monitors about the step just done, and agree with all ranks on whether to stop."""
+        run, names = self.run, list(self.run.loss_weights)
+        sums = self._sum_over_data(torch.stack([losses.get(name, torch.zeros(())) for name in names]))
+        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=run.mesh.device)
+        run.mesh.all_reduce(flags)
+        self.stop.agree(flags.tolist())
+        means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
+        seconds = self.pace.seconds_per_step(self.step)
+        self.events.step(
+            StepReport(
+                step=self.step,
+                loss=sum(run.loss_weights[name] * value for name, value in means.items()),
+                losses=means,
+                grad_norm=stats.grad_norm.item(),
+                lr=lr,
+                tokens=self.step * run.feed.tokens_per_step,
+                tokens_per_second=run.feed.tokens_per_step / seconds,
+                seconds=seconds,
+                loss_scale=run.loss_scale.value,
+                skipped=stats.skipped,
+            )
+        )
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Mean next-token loss over the validation batches, equal on every layout."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.run.mesh.device)
+        for batch in self.run.feed.validation():
+            total[0] += self.executor.forward(batch).get("lm", 0.0)
+            total[1] += self.run.feed.counts(batch)["lm"]
+        loss, count = self._sum_over_data(total).tolist()
+        if not count:
+            return
+        per_token = self.run.feed.bytes_per_token
+        bits = loss / count / per_token / math.log(2) if per_token else None
+        self.events.evaluation(EvaluationReport(self.step, loss / count, bits, int(count)))
+        self.pace.restart(self.step)
+
+    def _save(self) -> None:
+        """Write a checkpoint; nothing without a run folder."""
+        checkpoint = self.run.checkpoint
+        if checkpoint is None or self.folder is None:
+            return
+        began = time.monotonic()
+        path = checkpoint.save(self.step, self._state())
+        self.events.checkpoint(CheckpointReport(self.step, path, time.monotonic() - began))
+        self.pace.restart(self.step)
+
+    def _restore(self) -> None:
+        """Open the run folder's checkpoints and go back to the one asked for."""
+        run = self.run
+        if run.checkpoint is None or self.folder is None:
+            return
+        run.checkpoint.open(self.folder / "checkpoints", run.mesh)
+        if self.resume is None:
+            return
+        saved = run.checkpoint.load(self.resume, self._state())
+        if saved is None:
+            raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+        self.step = saved.meta["step"]
+        run.optimizer.load_meta(saved.meta["optimizer"])
+        run.loss_scale.load_meta(saved.meta["loss_scale"])
+        run.feed.load_meta(saved.meta["data"])
+        random_state.restore(saved.rank_tensors)
+
+    def _state(self) -> TrainState:
+        run = self.run
+        weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
+        meta = {
+            "step": self.step,
+            "optimizer": run.optimizer.meta(),
+            "loss_scale": run.loss_scale.meta(),
+            "data": run.feed.meta(),
+        }
+        return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
+
+    # --- sums and reports ---------------------------------------------------------------------
+
+    def _sum_over_data(self, values: torch.Tensor, *, once_per_pipeline: bool = False) -> torch.Tensor:
+        """All-reduce over the world what differs between data ranks, counting each replica once.
+
+        Stages of a pipeline compute different losses, which add up, but see the same batch.
+        """
+        mesh = self.run.mesh
+        total = values.to(mesh.device, torch.float64)
+        if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
+            total = torch.zeros_like(total)
+        mesh.all_reduce(total)
+        return total
+
+    def _end(self, reason: Any) -> EndReport:
+        return EndReport(self.step, reason, self.step * self.run.feed.tokens_per_step)
+
+    def _info(self) -> RunInfo:
+        run = self.run
+        return RunInfo(
+            name=run.name,
+            folder=self.folder,
+            steps=self.steps,
+            first_step=self.step,
+            rank=run.mesh.rank,
+            world_size=run.mesh.world_size,
+            device=run.mesh.device,
+            parameters=self._count_parameters(),
+            tokens_per_step=run.feed.tokens_per_step,
+            flops_per_token=run.flops_per_token,
+            recipe=run.recipe,
+            optimizer_bytes=sum(b.tensor.nbytes for b in run.optimizer.blocks()),
+            mesh=run.mesh,
+            parts=tuple(run.stages.values()),
+            placed=run.placed,
+            data=run.feed.data,
+        )
+
+    def _count_parameters(self) -> int:
+        """Count the whole model's parameters from every rank's blocks."""
+        mesh = self.run.mesh
+        mine = sum(p.parameter.numel() / p.placement.replicas(mesh.layout) for p in self.run.placed)
+        total = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
+        mesh.all_reduce(total)
+        return round(total.item())

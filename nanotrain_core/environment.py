@@ -1,0 +1,88 @@
+"""Which rank this process is, when something else started it: torchrun or Slurm's srun. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+
+import attrs
+
+from nanotrain_core.errors import LaunchError
+
+
+@attrs.define(frozen=True)
+class Ranks:
+    """One process's place in the world."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "nanotrain"
+
+    @classmethod
+    def detect(cls, environment: Mapping[str, str] = os.environ) -> Ranks | None:
+        """Return the place that torchrun or srun gave this process, None if neither did.
+
+        Raises:
+            LaunchError: the environment is incomplete or not numeric.
+        """
+        if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(environment):
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            return _ranks(environment, names, "torchrun")
+        if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
+            names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+            return _ranks(environment, names, "srun")
+        return None
+
+    def threads(self) -> int:
+        """Return how many threads this rank may use so that the ranks of a host share its cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.local_world_size)
+
+
+def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> Ranks:
+    values = []
+    for name in names:
+        text = environment.get(name, "")
+        digits = text.partition("(")[0].partition(",")[0]  # Slurm writes "4(x2)" for 4 tasks on 2 nodes
+        if not digits.isdecimal():
+            raise LaunchError(f"started by {launcher}, but {name} is {text!r} where a number was expected")
+        values.append(int(digits))
+    rank, world_size, local_rank, local_world_size = values
+    return Ranks(rank, world_size, local_rank, local_world_size, launcher)
+
+
+def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return host and port where rank 0 of a joined run listens.
+
+    Raises:
+        LaunchError: nothing says where.
+    """
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if ranks.launcher == "srun":
+        port = 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000
+        return environment.get("MASTER_ADDR") or _first_slurm_host(environment), port
+    raise LaunchError(f"started by {ranks.launcher}, but MASTER_ADDR and MASTER_PORT are not set")
+
+
+def _first_slurm_host(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if not set("[,") & set(nodes):
+        return nodes or socket.gethostname()
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as problem:
+        raise LaunchError(
+            f"cannot tell the first host of {nodes!r} ({problem}): set MASTER_ADDR"
+        ) from problem
+
+
+def loopback() -> str | None:
+    """Return the name of the loopback interface, to keep a single host's traffic off the network."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)

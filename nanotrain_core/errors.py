@@ -1,0 +1,82 @@
+"""Errors that are the user's to mend: shown as plain text, without a traceback, with an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import attrs
+
+
+class Exit:
+    """Exit codes of ``nanotrain``; the table in docs/recipes.md is tested against these."""
+
+    DONE = 0
+    FAILED = 1  # a rank crashed; the first cause and its rank were printed
+    USER = 2  # the recipe, a plugin, the data or the command line is wrong; nothing was started
+    DIVERGED = 3  # training diverged and was given up
+    LOCKED = 4  # another run owns the run folder
+    PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to go on
+    INTERRUPTED = 130  # stopped by Ctrl-C
+
+
+class NanotrainError(Exception):
+    """A mistake with a remedy. Its text is all the user sees."""
+
+    exit_code = Exit.USER
+
+
+class PluginError(NanotrainError):
+    """A plugin is missing, broken, too old or clashes with another."""
+
+
+class DataError(NanotrainError):
+    """The training data is missing, unreadable, too small or not what the model expects."""
+
+
+class FolderError(NanotrainError):
+    """The run folder cannot be written or already holds a run."""
+
+
+class CheckpointError(NanotrainError):
+    """A checkpoint is missing, damaged or does not fit the model."""
+
+
+class LaunchError(NanotrainError):
+    """The ranks could not be started or disagree about what they are to run."""
+
+
+class FolderLocked(FolderError):
+    """Another live run owns the run folder."""
+
+    exit_code = Exit.LOCKED
+
+
+class Diverged(NanotrainError):
+    """Training went wrong numerically and was stopped."""
+
+    exit_code = Exit.DIVERGED
+
+
+@attrs.define(frozen=True)
+class Problem:
+    """One thing wrong with a recipe."""
+
+    key: str
+    """Dotted path in the recipe, list items by number: ``parallel.0.sequence_parallel``."""
+    message: str
+    """What is wrong, what was expected, and the nearest valid choice."""
+
+
+class RecipeError(NanotrainError):
+    """One or more problems with a recipe, each with the place it was written at."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines = tuple(lines)
+        super().__init__("\n".join(lines))
+
+
+def did_you_mean(word: str, choices: Sequence[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string."""
+    near = get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -1,0 +1,89 @@
+"""Where gradients live between backward and the optimizer.
+
+``LocalGradients`` is the plain case, one rank or only replicas that agree. Data-parallel plugins
+build on it: it owns the hook that fires when a microbatch's gradient of a parameter is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter
+
+
+class LocalGradients:
+    """Accumulates gradients over microbatches, in ``dtype`` where that is wider than the parameter's.
+
+    Autograd adds gradients in the parameter's dtype. Adding many bfloat16 microbatches that way loses
+    the small ones, so each microbatch's gradient is moved into a wider sum as soon as it is complete.
+    """
+
+    def __init__(self) -> None:
+        self._wide: dict[nn.Parameter, torch.Tensor] = {}
+        self.placed: Sequence[PlacedParameter] = ()
+        self.completing = False
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Watch ``parameters``. See :class:`~nanotrain_core.contracts.GradientSync`."""
+        self.placed = parameters
+        self.dtype = dtype
+        self.check(mesh)
+        for placed in parameters:
+            if placed.parameter.requires_grad:
+                placed.parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuse a layout whose gradients are partial: nobody here would add them up."""
+        for placed in self.placed:
+            partial = placed.placement.sync_dims(mesh.layout)
+            if partial:
+                raise ValueError(
+                    f"the gradient of {placed.placement.name} is partial along {', '.join(partial)} and no "
+                    'component provides gradient_sync (for example [[parallel]] use = "ddp")'
+                )
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if self.dtype is not None and parameter.dtype != self.dtype:
+            self._widen(parameter)
+        if self.completing:
+            self.completed(parameter)
+
+    def _widen(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        wide = self._wide.get(parameter)
+        if wide is None:
+            self._wide[parameter] = parameter.grad.to(self.dtype)
+        else:
+            wide.add_(parameter.grad)
+        parameter.grad = None
+
+    def completed(self, parameter: nn.Parameter) -> None:
+        """React to the last microbatch's gradient of ``parameter``; nothing to do without other ranks."""
+
+    def last_microbatch(self) -> None:
+        """Start treating gradients as complete when they arrive."""
+        self.completing = True
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+        self.completing = False
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the complete gradient."""
+        local = self._wide.get(parameter, parameter.grad)
+        return torch.zeros_like(parameter, dtype=self.dtype) if local is None else local
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Free the gradient this rank accumulated for ``parameter``."""
+        self._wide.pop(parameter, None)
+        parameter.grad = None
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        for placed in self.placed:
+            self.drop(placed.parameter)

@@ -1,0 +1,64 @@
+"""The whole contract between nanotrain and a plugin: one hook for each kind of component.
+
+A plugin implements the hooks of the kinds it offers and calls ``register`` once per component,
+with a :class:`~nanotrain_core.component.Component`. A hook describes; it never builds, and it
+never imports torch. The built-in components enter through these same hooks.
+"""
+
+from collections.abc import Callable
+
+import pluggy
+
+from nanotrain_core.component import Component
+
+#: Grows by a minor number when a hook gains an argument, by a major one when a hook changes meaning.
+HOOKSPEC_VERSION = "1.0"
+
+hookspec = pluggy.HookspecMarker("nanotrain")
+
+Register = Callable[[Component], None]
+
+
+@hookspec
+def nanotrain_register_topology(register: Register) -> None:
+    """Register topologies: how the ranks of a run are laid out in named dimensions."""
+
+
+@hookspec
+def nanotrain_register_model(register: Register) -> None:
+    """Register models: plain single-device modules that say which role each of their layers plays."""
+
+
+@hookspec
+def nanotrain_register_parallel(register: Register) -> None:
+    """Register parallel wrappers: they transform a model by its roles and update its placements."""
+
+
+@hookspec
+def nanotrain_register_optimizer(register: Register) -> None:
+    """Register optimizers: they turn summed gradients into new weights."""
+
+
+@hookspec
+def nanotrain_register_precision(register: Register) -> None:
+    """Register precisions: dtypes of compute, of gradients and of the weights the optimizer owns."""
+
+
+@hookspec
+def nanotrain_register_schedule(register: Register) -> None:
+    """Register schedules: the order of forward and backward passes over stages and microbatches."""
+
+
+@hookspec
+def nanotrain_register_checkpoint(register: Register) -> None:
+    """Register checkpoint formats: they save placed blocks and read them back on any layout."""
+
+
+@hookspec
+def nanotrain_register_monitor(register: Register) -> None:
+    """Register monitors: they react to the events of a run and never change its numbers."""
+
+
+@hookspec
+def nanotrain_register_data(register: Register) -> None:
+    """Register data sources: batches with a position that can be saved and restored."""

@@ -1,0 +1,91 @@
+"""Where every rank stands in the named dimensions of a run. Pure arithmetic, no torch.
+
+A layout has one or more *views* of the same ranks. The dense view (pp, dp, cp, tp) places
+attention and dense weights; the expert view (pp, edp, ep, etp) folds the ranks of each pipeline
+stage a second time, for experts. A dimension belongs to every view that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+
+import attrs
+
+
+@attrs.define(frozen=True)
+class View:
+    """One row-major grid over all ranks: the first dimension varies slowest.
+
+    >>> View(("pp", "dp", "tp"), (2, 2, 2)).ranks(5, ["tp"])
+    (4, 5)
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    def size(self, dim: str) -> int:
+        return self.sizes[self.dims.index(dim)]
+
+    def stride(self, dim: str) -> int:
+        """Distance in rank numbers between neighbours along ``dim``."""
+        return prod(self.sizes[self.dims.index(dim) + 1 :])
+
+    def coordinate(self, rank: int, dim: str) -> int:
+        return rank // self.stride(dim) % self.size(dim)
+
+    def ranks(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
+        wanted = [dim for dim in self.dims if dim in set(dims)]
+        origin = rank - sum(self.coordinate(rank, dim) * self.stride(dim) for dim in wanted)
+        steps = [range(0, self.size(dim) * self.stride(dim), self.stride(dim)) for dim in wanted]
+        return tuple(origin + sum(offsets) for offsets in product(*steps))
+
+
+@attrs.define(frozen=True)
+class Layout:
+    """The views of one run. ``data_dims`` are those whose ranks see different training data."""
+
+    views: dict[str, View]
+    data_dims: tuple[str, ...] = ("dp",)
+
+    @property
+    def world_size(self) -> int:
+        return next(iter(self.views.values())).world_size
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Every dimension of every view, each once."""
+        return tuple(dict.fromkeys(dim for view in self.views.values() for dim in view.dims))
+
+    def view(self, dims: Sequence[str]) -> View:
+        """Return a view that has all of ``dims``.
+
+        Raises:
+            KeyError: no single view has them all.
+        """
+        for view in self.views.values():
+            if set(dims) <= set(view.dims):
+                return view
+        known = "; ".join(f"{name}: {', '.join(v.dims)}" for name, v in self.views.items())
+        raise KeyError(f"no view of the layout has all of {list(dims)} (views are {known})")
+
+    def size(self, *dims: str) -> int:
+        """Return how many ranks differ along ``dims``: 1 for no dimension."""
+        return prod(self.view(dims).size(dim) for dim in dims)
+
+    def coordinate(self, rank: int, *dims: str) -> int:
+        """Return the position of ``rank`` along ``dims`` taken together, in their given order."""
+        view, position = self.view(dims), 0
+        for dim in dims:
+            position = position * view.size(dim) + view.coordinate(rank, dim)
+        return position
+
+    def ranks(self, rank: int, *dims: str) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
+        return self.view(dims).ranks(rank, dims)

@@ -1,0 +1,49 @@
+"""Learning-rate schedules, as factors for ``torch.optim.lr_scheduler.LambdaLR``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import cos, pi
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from nanotrain_core.recipe.tree import ScheduleConfig
+
+
+def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
+    """Return the multiplier of the peak rate as a function of the steps already done, from 0.
+
+    Warm-up rises linearly: the first step has 1 / warmup_steps, the last of warm-up the full rate.
+    Decay begins from the full rate and would reach ``final_ratio`` one step after the run's last.
+
+    Source: cosine from Loshchilov and Hutter, arXiv 1608.03983 (one period, no restart); WSD from
+    Hu et al., arXiv 2404.06395 (with linear decay).
+    """
+    decay = config.decay_steps
+    if decay is None:
+        decay = max(1, steps // 10 if config.use == "wsd" else steps - config.warmup_steps)
+    decay_begins = steps - decay
+
+    def at(done: int) -> float:
+        if done < config.warmup_steps:
+            return (done + 1) / config.warmup_steps
+        if config.use == "constant" or done <= decay_begins:
+            return 1.0
+        progress = min(1.0, (done - decay_begins) / decay)
+        remaining = (1 + cos(pi * progress)) / 2 if config.use == "cosine" else 1 - progress
+        return config.final_ratio + (1 - config.final_ratio) * remaining
+
+    return at
+
+
+def lr_scheduler(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int, *, done: int = 0
+) -> LambdaLR:
+    """Return the scheduler of a run of ``steps`` optimizer steps, ``done`` of them before a resume.
+
+    The rate is a function of the step alone, so a resumed run may change its peak.
+    """
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return LambdaLR(optimizer, factor(config, steps), last_epoch=done - 1)

@@ -1,0 +1,161 @@
+"""Where a rank's block of a tensor sits in the whole model, and how its gradient is completed.
+
+Everything that must treat parameters differently because of the layout (gradient sync, norm,
+clipping, ZeRO, checkpoints, the planner, the replica check) reads placements and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from nanotrain_core.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+
+@attrs.define(frozen=True)
+class Placement:
+    """One rank's block of one global tensor.
+
+    Each dimension of ``view`` but the pipeline's is in exactly one of the three sets.
+    """
+
+    name: str
+    """The same on every layout, for example ``layers.7.attn.q.weight``."""
+    global_shape: Shape
+    shape: Shape
+    """Shape of this rank's block."""
+    offset: Shape
+    """Where the block begins in the global tensor."""
+    view: str = "dense"
+    sharded: frozenset[str] = frozenset()
+    """Mesh dimensions along which blocks differ."""
+    summed: frozenset[str] = frozenset()
+    """Mesh dimensions whose replicas hold partial gradients: add them."""
+    same: frozenset[str] = frozenset()
+    """Mesh dimensions whose replicas already agree on the gradient."""
+
+    @classmethod
+    def whole(cls, name: str, shape: Iterable[int], layout: Layout, view: str = "dense") -> Placement:
+        """Place an unsplit tensor: gradients are partial along the data dimensions, equal elsewhere."""
+        full = tuple(shape)
+        dims = frozenset(layout.views[view].dims) - {"pp"}
+        summed = dims & frozenset(layout.data_dims)
+        return cls(name, full, full, (0,) * len(full), view, summed=summed, same=dims - summed)
+
+    def split(self, axis: int, dim: str, index: int, count: int) -> Placement:
+        """Return the ``index``-th of ``count`` equal blocks along tensor axis ``axis``.
+
+        Raises:
+            ValueError: the axis does not divide, or ``dim`` already splits this tensor.
+        """
+        if dim in self.sharded:
+            raise ValueError(f"{self.name} is already split along {dim!r}")
+        if self.shape[axis] % count:
+            raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
+        length = self.shape[axis] // count
+        shape, offset = list(self.shape), list(self.offset)
+        shape[axis], offset[axis] = length, offset[axis] + index * length
+        return attrs.evolve(
+            self,
+            shape=tuple(shape),
+            offset=tuple(offset),
+            sharded=self.sharded | {dim},
+            summed=self.summed - {dim},
+            same=self.same - {dim},
+        )
+
+    def sum_over(self, *dims: str) -> Placement:
+        """Return this placement with ``dims`` moved from *same* to *summed*."""
+        moved = frozenset(dims)
+        return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
+
+    def sync_dims(self, layout: Layout) -> tuple[str, ...]:
+        """Return the dimensions to sum a gradient over, those of size 1 left out, in the view's order."""
+        return tuple(d for d in layout.views[self.view].dims if d in self.summed and layout.size(d) > 1)
+
+    def replicas(self, layout: Layout) -> int:
+        """Return how many ranks of a pipeline stage hold this same block."""
+        return layout.size(*sorted(self.summed | self.same))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The block as an index into the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+#: The placements of every parameter on this rank, by global name. Wrappers replace entries.
+Placements = dict[str, Placement]
+
+
+@attrs.define(frozen=True, eq=False)
+class PlacedParameter:
+    """A live parameter together with its placement."""
+
+    parameter: nn.Parameter
+    placement: Placement
+
+
+def place(parts: Iterable[nn.Module], layout: Layout) -> Placements:
+    """Place every parameter of freshly built, unsplit model parts."""
+    return {
+        name: Placement.whole(name, parameter.shape, layout)
+        for part in parts
+        for name, parameter in part.named_parameters()
+    }
+
+
+def placed_parameters(
+    parts: Iterable[nn.Module], placements: Mapping[str, Placement]
+) -> list[PlacedParameter]:
+    """Pair the parameters of ``parts`` with their placements, in model order.
+
+    Raises:
+        ValueError: a parameter has no placement, or its shape is not the placed block's: a wrapper
+            changed one without the other.
+    """
+    found = []
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            placement = placements.get(name)
+            if placement is None:
+                raise ValueError(f"parameter {name} has no placement: the wrapper that made it must add one")
+            if tuple(parameter.shape) != placement.shape:
+                raise ValueError(
+                    f"parameter {name} has shape {tuple(parameter.shape)} but is placed as {placement.shape}"
+                )
+            found.append(PlacedParameter(parameter, placement))
+    return found
+
+
+def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
+    """All-reduce: the 2-norm of a whole model's gradient from every rank's blocks.
+
+    A block held by n ranks counts 1/n on each, so one sum over the world counts every element once,
+    whatever the layout. The result is equal on every rank.
+
+    Returns:
+        A scalar tensor on the mesh's device, float64 for float64 gradients, else float32.
+    """
+    import torch
+
+    squares: dict[int, list[torch.Tensor]] = {}
+    for gradient, placement in gradients:
+        squares.setdefault(placement.replicas(mesh.layout), []).append(gradient)
+    dtype = torch.float32
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for replicas, blocks in squares.items():
+        norms = torch.stack(torch._foreach_norm(blocks)) if blocks else torch.zeros(1)
+        dtype = torch.promote_types(dtype, norms.dtype)
+        total += norms.double().square().sum() / replicas
+    mesh.all_reduce(total)
+    return total.sqrt().to(dtype)

@@ -1,0 +1,34 @@
+"""Recipes: TOML files that say everything about a run, read into one frozen, typed tree.
+
+In the order a recipe passes through them: ``source`` (files and options), ``merge`` (layers, and
+where each value came from), ``resolve`` and ``structure`` (types and components), ``combine`` (do
+they fit together), ``write`` (back to TOML); ``load`` ties them together. ``tree`` has the result.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from nanotrain_core.recipe.tree import Recipe as Recipe
+
+if TYPE_CHECKING:
+    from nanotrain_core.recipe.combine import check_combination as check_combination
+    from nanotrain_core.recipe.load import load_recipe as load_recipe
+    from nanotrain_core.recipe.load import resolve_recipe as resolve_recipe
+    from nanotrain_core.recipe.write import recipe_hash as recipe_hash
+    from nanotrain_core.recipe.write import write_resolved as write_resolved
+
+_HOMES = {
+    "check_combination": "combine",
+    "load_recipe": "load",
+    "resolve_recipe": "load",
+    "recipe_hash": "write",
+    "write_resolved": "write",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because plugins import ``recipe.tree`` while the registry that ``load`` needs is loading them.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"nanotrain_core.recipe.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

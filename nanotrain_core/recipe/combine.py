@@ -1,0 +1,119 @@
+"""Checks that the components of a recipe can work together, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
+from nanotrain_core.errors import Problem, RecipeError
+from nanotrain_core.layout import Layout
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry import Registry
+
+
+@attrs.define(frozen=True)
+class Member:
+    """One selected component and where the recipe selects it."""
+
+    key: str
+    selection: Selection
+    component: Component
+
+    @property
+    def word(self) -> str:
+        """How ``Component.conflicts`` names it."""
+        return f"{self.selection.kind}:{self.selection.use}"
+
+    def __str__(self) -> str:
+        return f"{self.selection.kind} '{self.selection.use}'"
+
+
+def check_combination(recipe: Recipe, registry: Registry) -> Layout:
+    """Return the layout of a recipe whose components fit together.
+
+    Raises:
+        RecipeError: they do not; one line ``key: what`` for each reason.
+    """
+    layout, problems = find_problems(recipe, registry)
+    if problems or layout is None:
+        raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
+    return layout
+
+
+def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, list[Problem]]:
+    """Return the layout, None if the degrees do not fit, and every reason against the combination."""
+    members = _members(recipe, registry)
+    problems = list(_capabilities(members, registry))
+    topology = registry.get("topology", recipe.topology.use).build(recipe.topology.config)
+    try:
+        layout: Layout = topology.layout(recipe.run.ranks)
+    except ValueError as error:
+        return None, [
+            *problems,
+            Problem("run.ranks", f"{recipe.run.ranks} ranks do not fit [topology]: {error}"),
+        ]
+    problems += _batch(recipe, layout)
+    problems += _dimensions(members, layout)
+    for member in members:
+        if member.component.check is not None:
+            problems += member.component.check(recipe, member.selection.config, layout)
+    return layout, problems
+
+
+def _members(recipe: Recipe, registry: Registry) -> list[Member]:
+    members: list[Member] = []
+    for selection in recipe.selections():
+        index = sum(member.selection.kind == selection.kind for member in members)
+        key = f"{selection.kind}.{index}" if selection.kind in LISTED_KINDS else selection.kind
+        members.append(Member(key, selection, registry.get(selection.kind, selection.use)))
+    return members
+
+
+def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem]:
+    """Check what components provide, require and cannot stand, against each other."""
+    for word, meaning in EXCLUSIVE_CAPABILITIES.items():
+        providers = [member for member in members if word in member.component.provides]
+        for second in providers[1:]:
+            text = f"{providers[0]} and {second} both provide {word} ({meaning}); keep one of them"
+            yield Problem(second.key, text)
+    for member in members:
+        others = [other for other in members if other is not member]
+        provided = {word for other in others for word in other.component.provides}
+        for word in sorted(member.component.requires - provided):
+            offers = ", ".join(registry.providers(word)) or "none"
+            yield Problem(
+                member.key, f"{member} needs {word}; installed components that provide it: {offers}"
+            )
+        for other in others:
+            for word in sorted(member.component.conflicts & {other.word, *other.component.provides}):
+                reason = "" if word == other.word else f", which provides {word}"
+                yield Problem(member.key, f"{member} cannot be combined with {other}{reason}")
+
+
+def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
+    """Check that every rank gets whole microbatches. dp alone shares out rows: cp ranks see the same ones."""
+    dp = layout.size("dp") if "dp" in layout.dims else 1
+    unit = dp * recipe.batch.microbatch
+    sequences = recipe.batch.sequences
+    if sequences % unit:
+        low = sequences // unit * unit
+        nearest = f"{low} or {low + unit}" if low else str(unit)
+        product = f"{unit} = dp {dp} x microbatch {recipe.batch.microbatch}"
+        yield Problem("batch.sequences", f"{sequences} is not a multiple of {product}; nearest: {nearest}")
+
+
+def _dimensions(members: list[Member], layout: Layout) -> Iterator[Problem]:
+    """Check that some component handles each dimension that has more than one rank."""
+    handled = {dim for member in members for dim in member.component.mesh_dims}
+    synced = any("gradient_sync" in member.component.provides for member in members)
+    experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
+    data = set(layout.data_dims) | ({"edp"} if experts_split else set())
+    for dim in (dim for dim in layout.dims if layout.size(dim) > 1):
+        size = f"{dim} = {layout.size(dim)}"
+        if dim in data and not synced:
+            remedy = 'add [[parallel]] with use = "ddp", or change the number of ranks'
+            yield Problem("parallel", f"{size}, but nothing sums the gradients of these ranks; {remedy}")
+        elif dim not in {*handled, "dp", "edp"}:
+            yield Problem(f"topology.{dim}", f"{size}, but no component of this recipe handles {dim}")

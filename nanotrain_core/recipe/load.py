@@ -1,0 +1,109 @@
+"""From a file's name to a frozen recipe: read, merge, resolve, check."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.errors import PluginError, Problem, RecipeError
+from nanotrain_core.layout import Layout
+from nanotrain_core.recipe.combine import find_problems
+from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.resolve import Resolver
+from nanotrain_core.recipe.source import (
+    default_source,
+    file_sources,
+    find_recipe,
+    option_source,
+    override_source,
+)
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry import Registry, load_plugins
+
+
+@attrs.define(frozen=True, eq=False)
+class Resolution:
+    """A recipe that can run, and what was found out on the way."""
+
+    recipe: Recipe
+    registry: Registry
+    layout: Layout
+    merged: Merged
+    """Knows where each value came from."""
+    notes: tuple[str, ...]
+    """What the user may want to know: versions other than those a resolved recipe was written with."""
+
+
+def load_recipe(
+    path: str | os.PathLike[str],
+    *,
+    overrides: Sequence[str] = (),
+    plugins: PluginArguments = PluginArguments(),  # noqa: B008 (frozen)
+    ranks: int | None = None,
+) -> Recipe:
+    """Return the checked recipe of a file; see :func:`resolve_recipe`."""
+    return resolve_recipe(path, overrides=overrides, plugins=plugins, ranks=ranks).recipe
+
+
+def resolve_recipe(
+    path: str | os.PathLike[str],
+    *,
+    overrides: Sequence[str] = (),
+    plugins: PluginArguments = PluginArguments(),  # noqa: B008 (frozen)
+    ranks: int | None = None,
+) -> Resolution:
+    """Read a recipe, type every section, and check that its components fit together.
+
+    Args:
+        path: a file, or the name of a shipped recipe such as ``laptop``.
+        overrides: TOML lines laid over the file, as from ``--set``.
+        plugins: what to load besides the installed plugins, and what not.
+        ranks: world size; None takes the recipe's ``run.ranks``.
+
+    Raises:
+        RecipeError: with one line for every problem found, ``file:line: key: what``.
+        PluginError: a plugin given by path cannot be loaded.
+    """
+    registry = load_plugins(block=plugins.blocked, local=plugins.local)
+    for plugin in registry.broken:
+        if plugin.local:
+            raise PluginError(f"--plugin {plugin.module}: {plugin.error}")
+    merged = _merge(path, overrides, ranks)
+    resolver = Resolver(merged, registry)
+    recipe = resolver.recipe()
+    if recipe is None:
+        raise RecipeError(_lines(merged, resolver.problems))
+    layout, problems = find_problems(recipe, registry)
+    if problems or layout is None:
+        raise RecipeError(_lines(merged, problems))
+    notes = tuple(_changed_versions(merged.label, resolver.written_versions(), recipe.versions))
+    return Resolution(recipe, registry, layout, merged, notes)
+
+
+def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | None) -> Merged:
+    merged = Merged()
+    sources = [default_source(), *file_sources(find_recipe(path))]
+    sources += [override_source(number, text) for number, text in enumerate(overrides, start=1)]
+    if ranks is not None:
+        sources.append(option_source("--nproc", "run.ranks", ranks))
+    for source in sources:
+        merged.add(source)
+    if merged.problems:
+        raise RecipeError([f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems])
+    return merged
+
+
+def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
+    return [f"{merged.place(problem.key)}: {problem.key}: {problem.message}" for problem in problems]
+
+
+def _changed_versions(label: str, written: Mapping[str, Any], installed: Mapping[str, str]) -> Iterator[str]:
+    """Yield which versions a resolved recipe was written with that are not those of today."""
+    for name, old in written.items():
+        now = installed.get(name, "not used")
+        if now != old:
+            yield f"{label} was resolved with {name} {old}; now {now}"

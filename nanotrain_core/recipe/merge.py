@@ -1,0 +1,79 @@
+"""Lays the sources of a recipe over each other and remembers where each value came from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from nanotrain_core.errors import Problem
+from nanotrain_core.recipe.locate import join, keys_of
+from nanotrain_core.recipe.source import Source
+
+
+class Merged:
+    """The tables of a whole recipe, not yet typed.
+
+    Tables merge, anything else replaces. A table whose ``use`` changes is replaced whole: the keys
+    of another component would mean nothing. A table of numbers (``parallel.0.overlap=false``)
+    changes items of an array, and the number after the last one appends.
+    """
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.problems: list[tuple[Source, Problem]] = []
+        self._origins: dict[str, Source] = {}
+        self.label = ""
+
+    def add(self, source: Source) -> None:
+        """Lay ``source`` over what is there."""
+        for name, value in source.data.items():
+            self.tree[name] = self._merge(self.tree.get(name), value, name, source)
+        self.label = self.label if source.label.startswith("--") else source.label
+
+    def origin(self, key: str) -> Source | None:
+        """Return the source that wrote ``key``, or None if it was left to its default."""
+        return self._origins.get(key)
+
+    def place(self, key: str) -> str:
+        """Return ``file:line`` or the option at which ``key``, or the nearest table around it, was set."""
+        near = key
+        while near and near not in self._origins:
+            near = near.rpartition(".")[0]
+        origin = self._origins.get(near)
+        return self.label if origin is None or origin.label == "default" else origin.place(key)
+
+    def _merge(self, base: Any, over: Any, key: str, source: Source) -> Any:
+        if isinstance(base, list) and isinstance(over, dict) and over and all(map(str.isdigit, over)):
+            return self._merge_items(base, over, key, source)
+        changed = (
+            isinstance(base, dict)
+            and isinstance(over, dict)
+            and over.get("use", base.get("use")) != base.get("use")
+        )
+        if not isinstance(base, dict) or not isinstance(over, dict) or changed:
+            self._record(over, key, source)
+            return copy.deepcopy(over)
+        self._origins[key] = source
+        return base | {
+            name: self._merge(base.get(name), value, join(key, name), source) for name, value in over.items()
+        }
+
+    def _merge_items(self, base: list[Any], over: dict[str, Any], key: str, source: Source) -> list[Any]:
+        items = list(base)
+        for number, value in sorted(over.items(), key=lambda pair: int(pair[0])):
+            index = int(number)
+            if index > len(items):
+                text = f"there is no item {index}; the next free number is {len(items)}"
+                self.problems.append((source, Problem(join(key, number), text)))
+                continue
+            items[index:] = [
+                self._merge(items[index] if index < len(items) else None, value, join(key, index), source),
+                *items[index + 1 :],
+            ]
+        return items
+
+    def _record(self, value: Any, key: str, source: Source) -> None:
+        """Forget who wrote ``key`` and all below it before, and write down ``source``."""
+        for old in [old for old in self._origins if old == key or old.startswith(f"{key}.")]:
+            del self._origins[old]
+        self._origins.update(dict.fromkeys(keys_of(value, key), source))

@@ -1,0 +1,137 @@
+"""Gives every section of a merged recipe its type and its component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import attrs
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from nanotrain_core.component import KINDS, LISTED_KINDS
+from nanotrain_core.errors import PluginError, Problem, did_you_mean
+from nanotrain_core.recipe.frozen import FrozenMapping
+from nanotrain_core.recipe.locate import join
+from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.structure import absolute_paths, structure
+from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, Recipe, RunConfig, Selection
+from nanotrain_core.recipe.types import found
+from nanotrain_core.registry import Registry
+
+_TABLES = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
+
+
+class Resolver:
+    """Collects the sections of one recipe, and all problems instead of the first."""
+
+    def __init__(self, merged: Merged, registry: Registry) -> None:
+        self.problems: list[Problem] = []
+        self._merged = merged
+        self._tree = merged.tree
+        self._registry = registry
+
+    def recipe(self) -> Recipe | None:
+        """Return the typed recipe, or None when ``problems`` tell why there is none."""
+        sections: dict[str, Any] = {name: self._table(name, config) for name, config in _TABLES.items()}
+        for kind in KINDS:
+            sections[kind] = self._listed(kind) if kind in LISTED_KINDS else self._single(kind)
+        sections["requires"] = self._requirements()
+        names = [field.name for field in attrs.fields(Recipe)]
+        for name in sorted(set(self._tree) - set(names)):
+            near = did_you_mean(name, names)
+            self.problems.append(Problem(name, f"unknown section '{name}'{near}; valid: {', '.join(names)}"))
+        if self.problems:
+            return None
+        return Recipe(**sections, versions=self._versions(sections))
+
+    def written_versions(self) -> Mapping[str, Any]:
+        """Return the ``[versions]`` a resolved recipe was written with, empty for others."""
+        table = self._tree.get("versions", {})
+        return table if isinstance(table, dict) else {}
+
+    def _structure(self, table: Any, config: type, key: str) -> Any:
+        instance, problems = structure(absolute_paths(table, config, key, self._merged), config, key)
+        self.problems += problems
+        return instance
+
+    def _table(self, name: str, config: type) -> Any:
+        return self._structure(self._tree.get(name, {}), config, name)
+
+    def _single(self, kind: str) -> Selection | None:
+        if kind not in self._tree:
+            names = ", ".join(self._registry.names(kind))
+            self.problems.append(
+                Problem(kind, f'missing: write [{kind}] with use = "NAME"; installed: {names}')
+            )
+            return None
+        return self._selection(kind, kind, self._tree[kind], f"[{kind}]")
+
+    def _listed(self, kind: str) -> tuple[Selection | None, ...]:
+        tables = self._tree.get(kind, [])
+        if not isinstance(tables, list):
+            self.problems.append(Problem(kind, f"expected an array of tables: write [[{kind}]]"))
+            return ()
+        return tuple(
+            self._selection(kind, join(kind, index), table, f"[[{kind}]]")
+            for index, table in enumerate(tables)
+        )
+
+    def _selection(self, kind: str, key: str, table: Any, header: str) -> Selection | None:
+        """Take ``use`` out of a table and give the rest to that component's config class."""
+        if not isinstance(table, dict):
+            self.problems.append(Problem(key, f"expected a table: write {header}, got {found(table)}"))
+            return None
+        rest = dict(table)
+        use = rest.pop("use", None)
+        if not isinstance(use, str):
+            names = ", ".join(self._registry.names(kind))
+            text = "missing" if use is None else f"expected a string, got {found(use)}"
+            self.problems.append(Problem(join(key, "use"), f"{text}; installed: {names}"))
+            return None
+        try:
+            component = self._registry.get(kind, use)
+        except PluginError as error:
+            self.problems.append(Problem(join(key, "use"), str(error)))
+            return None
+        return Selection(kind, use, self._structure(rest, component.config, key))
+
+    def _requirements(self) -> tuple[str, ...]:
+        lines = self._tree.get("requires", [])
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            text = 'expected an array of strings, for example ["nanotrain-ddp>=0.1"]'
+            self.problems.append(Problem("requires", text))
+            return ()
+        for index, line in enumerate(lines):
+            self.problems += (Problem(f"requires.{index}", text) for text in self._unmet(line))
+        return tuple(lines)
+
+    def _unmet(self, line: str) -> Iterator[str]:
+        """Yield why a requirement such as ``nanotrain-ddp>=0.1`` is not met."""
+        try:
+            requirement = Requirement(line)
+            installed = version(requirement.name)
+        except InvalidRequirement:
+            yield f"'{line}' is not a requirement such as 'nanotrain-ddp>=0.1'"
+            return
+        except PackageNotFoundError:
+            yield f"{requirement.name} is not installed: pip install '{line}'"
+            return
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield f"needs {line}, but {installed} is installed: pip install '{line}'"
+        for plugin in self._registry.broken:
+            if plugin.distribution == canonicalize_name(requirement.name):
+                yield f"{plugin} is broken: {plugin.error}"
+
+    def _versions(self, sections: dict[str, Any]) -> FrozenMapping[str]:
+        """Return the versions of what the recipe uses: the core, torch and the plugins it names."""
+        selections = [s for kind in KINDS for s in _as_tuple(sections[kind])]
+        used = {self._registry.owner(s.kind, s.use).distribution for s in selections}
+        used |= {canonicalize_name(Requirement(line).name) for line in sections["requires"]}
+        used |= {"nanotrain-core", "torch"}
+        return FrozenMapping({name: v for name, v in self._registry.versions().items() if name in used})
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

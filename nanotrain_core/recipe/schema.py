@@ -1,0 +1,120 @@
+"""A JSON Schema of recipes, made from the installed plugins, so that an editor can complete and check."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import attrs
+
+from nanotrain_core.component import KINDS, LISTED_KINDS, Component
+from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
+from nanotrain_core.recipe.types import field_types, members, type_schema
+from nanotrain_core.registry import Registry
+
+Schema = dict[str, Any]
+
+
+def recipe_schema(registry: Registry) -> Schema:
+    """Return a draft-07 schema of a recipe file.
+
+    ``use`` selects the definition that the rest of a table must match; a table without ``use``, as
+    in a recipe that extends another, must match one of that kind. Draft 07 because editors know it.
+    """
+    definitions: Schema = {}
+    properties: Schema = {
+        "extends": {"type": "string", "description": "Recipe that this one is laid over."},
+        "requires": {"type": "array", "items": {"type": "string"}},
+        "versions": {"type": "object", "additionalProperties": {"type": "string"}},
+        "run": _table(RunConfig),
+        "batch": _table(BatchConfig),
+        "evaluation": _table(EvaluationConfig),
+    }
+    for kind in KINDS:
+        components = [registry.get(kind, name) for name in registry.names(kind)]
+        definitions |= {f"{kind}.{c.name}": _component(c) for c in components}
+        section = _section(kind, components)
+        properties[kind] = {"type": "array", "items": section} if kind in LISTED_KINDS else section
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "nanotrain recipe",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        "if": {"not": {"required": ["extends"]}},
+        "then": {"required": ["run", "batch", "model"]},
+        "definitions": definitions,
+    }
+
+
+def _section(kind: str, components: list[Component]) -> Schema:
+    references = {c.name: {"$ref": f"#/definitions/{kind}.{c.name}"} for c in components}
+    chosen = [
+        {"if": {"properties": {"use": {"const": name}}, "required": ["use"]}, "then": reference}
+        for name, reference in references.items()
+    ]
+    unnamed = {"if": {"not": {"required": ["use"]}}, "then": {"anyOf": list(references.values())}}
+    return {
+        "type": "object",
+        "properties": {"use": {"enum": list(references), "description": f"Which {kind}."}},
+        "allOf": [*chosen, unnamed],
+    }
+
+
+def _component(component: Component) -> Schema:
+    schema = _table(component.config)
+    schema["description"] = component.summary
+    schema["properties"] = {"use": {"const": component.name}, **schema["properties"]}
+    return schema
+
+
+def _table(config: type) -> Schema:
+    """Return the schema of an attrs class: types, defaults, and the text under each field."""
+    types, texts = field_types(config), field_docs(config)
+    properties = {}
+    for field in attrs.fields(config):
+        schema = _nested(types[field.name]) or type_schema(types[field.name])
+        if field.name in texts:
+            schema["description"] = texts[field.name]
+        if isinstance(field.default, bool | int | float | str):
+            schema["default"] = field.default
+        properties[field.name] = schema
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _nested(type_: Any) -> Schema | None:
+    for member in members(type_) or (type_,):
+        if isinstance(member, type) and attrs.has(member):
+            return _table(member)
+    return None
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """Return field name -> the string literal under it, of a class and its bases.
+
+    Python drops these strings, so they are read from the source, where there is one.
+    """
+    texts: dict[str, str] = {}
+    for cls in reversed(config.__mro__):
+        if attrs.has(cls):
+            texts |= dict(_docs_in(cls))
+    return texts
+
+
+def _docs_in(cls: type) -> Iterator[tuple[str, str]]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    for field, text in pairwise(body):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
+                yield name, inspect.cleandoc(words)

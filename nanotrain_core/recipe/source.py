@@ -1,0 +1,180 @@
+"""The places values of a recipe come from: files, ``--set`` options, and the built-in defaults."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+
+from nanotrain_core.component import LISTED_KINDS
+from nanotrain_core.errors import RecipeError, did_you_mean
+from nanotrain_core.recipe.locate import key_lines
+from nanotrain_core.recipe.tree import DEFAULT_USE
+
+
+class Source:
+    """One layer of a recipe: its tables as written, and where they were written."""
+
+    def __init__(
+        self, label: str, data: dict[str, Any], *, text: str = "", folder: Path | None = None
+    ) -> None:
+        self.label = label
+        self.data = data
+        self.folder = folder or Path.cwd()
+        self._text = text
+
+    @cached_property
+    def _lines(self) -> dict[str, int]:
+        return key_lines(self._text)
+
+    def place(self, key: str) -> str:
+        """Return ``file:line`` of a key or of the nearest table around it, or only the label."""
+        while key and key not in self._lines:
+            key = key.rpartition(".")[0]
+        return f"{self.label}:{self._lines[key]}" if key else self.label
+
+
+def default_source() -> Source:
+    """Return the layer under every recipe: the components a recipe that names none gets."""
+    data: dict[str, Any] = {}
+    for kind, use in DEFAULT_USE.items():
+        data[kind] = [{"use": name} for name in use] if kind in LISTED_KINDS else {"use": use}
+    return Source("default", data)
+
+
+def option_source(name: str, key: str, value: Any) -> Source:
+    """Return the layer of one command-line option that sets ``section.key``."""
+    section, _, field = key.partition(".")
+    return Source(name, {section: {field: value}})
+
+
+def override_source(number: int, text: str) -> Source:
+    """Return the layer of one ``--set``: a line of TOML, or ``key=word`` with an unquoted string.
+
+    Raises:
+        RecipeError: it is neither.
+    """
+    label = f"--set #{number}"
+    key, equals, word = text.partition("=")
+    if not equals:
+        raise RecipeError([f"{label}: expected KEY=VALUE, for example optimizer.lr=1e-3, got '{text}'"])
+    try:
+        data = tomli.loads(text)
+    except tomli.TOMLDecodeError:
+        quoted = tomli_w.dumps({"word": word.strip()}).partition("=")[2]
+        try:
+            data = tomli.loads(f"{key}={quoted}")
+        except tomli.TOMLDecodeError as error:
+            raise RecipeError([f"{label}: '{text}': {error}"]) from None
+    if "extends" in data:
+        raise RecipeError([f"{label}: extends: only a file can extend another"])
+    return Source(label, data)
+
+
+def file_source(path: Path) -> Source:
+    """Read one recipe file.
+
+    Raises:
+        RecipeError: it cannot be read or is not TOML.
+    """
+    label = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        return Source(label, tomli.loads(text), text=text, folder=path.parent)
+    except OSError as error:
+        raise RecipeError([f"{label}: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
+    except tomli.TOMLDecodeError as error:
+        raise RecipeError([f"{label}:{error.lineno}: {error.msg} (column {error.colno})"]) from None
+
+
+def file_sources(path: Path) -> list[Source]:
+    """Read a recipe file and those it extends, the most basic first.
+
+    Raises:
+        RecipeError: one cannot be read, or they extend each other in a circle.
+    """
+    chain: list[Source] = []
+    seen: list[Path] = []
+    following: Path | None = path.resolve()
+    while following is not None:
+        source = file_source(following)
+        seen.append(following)
+        chain.append(source)
+        following = _parent(source)
+        if following in seen:
+            names = " -> ".join(p.name for p in [*seen[seen.index(following) :], following])
+            raise RecipeError([f"{source.place('extends')}: extends: recipes extend each other: {names}"])
+    return chain[::-1]
+
+
+def _parent(source: Source) -> Path | None:
+    """Take ``extends`` out of a source and return the file it means: beside it, or a shipped one."""
+    name = source.data.pop("extends", None)
+    if name is None:
+        return None
+    place = f"{source.place('extends')}: extends"
+    if not isinstance(name, str):
+        raise RecipeError([f"{place}: expected the path of one recipe, got {name!r}"])
+    beside = source.folder / name
+    if beside.is_file():
+        return beside.resolve()
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name].resolve()
+    around = [p.name for p in source.folder.glob("*.toml")]
+    near = did_you_mean(name, sorted({*around, *shipped}))
+    raise RecipeError([f"{place}: no file {beside} and no shipped recipe '{name}'{near}"])
+
+
+def find_recipe(name: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe given by path, or of a shipped one given by name (``laptop``).
+
+    Raises:
+        RecipeError: there is none; the nearest name is suggested.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise RecipeError([f"{path}: is a folder; name a recipe file in it"])
+    shipped = shipped_recipes()
+    for candidate in (str(name), f"{name}.toml"):
+        if candidate in shipped:
+            return shipped[candidate]
+    around = [str(p) for p in path.parent.glob("*.toml")]
+    names = [*around, *(file.removesuffix(".toml") for file in shipped)]
+    near = did_you_mean(str(name), names) or did_you_mean(path.stem, names)
+    raise RecipeError([f"{name}: no such recipe{near}; `nanotrain recipes` lists those shipped"])
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> file of all recipes in ``./recipes`` and in the installation.
+
+    A name is the path below the folder: ``laptop.toml``, ``fragments/deepseek_tiny.toml``.
+    """
+    checkout = Path(__file__).parents[2]
+    found = _installed_recipes()
+    if (checkout / "pyproject.toml").is_file():
+        found |= _recipes_in(checkout / "recipes")
+    return dict(sorted((found | _recipes_in(Path("recipes"))).items()))
+
+
+def _recipes_in(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.toml")}
+
+
+def _installed_recipes() -> dict[str, Path]:
+    """Find the recipes that the wheel put under ``share/nanotrain/recipes`` of the environment."""
+    try:
+        listed = files("nanotrain-core") or ()
+    except PackageNotFoundError:
+        return {}
+    shared = ((file, file.as_posix().partition("share/nanotrain/recipes/")[2]) for file in listed)
+    return {name: Path(str(file.locate())).resolve() for file, name in shared if name.endswith(".toml")}

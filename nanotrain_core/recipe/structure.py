@@ -1,0 +1,193 @@
+"""Turns plain tables into typed, frozen configs, strictly, and says precisely what does not fit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+import attrs
+from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.errors import IterableValidationNote
+from cattrs.gen import make_dict_structure_fn
+
+from nanotrain_core.errors import Problem, did_you_mean
+from nanotrain_core.recipe.frozen import FrozenMapping
+from nanotrain_core.recipe.locate import join
+from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.types import expected, field_types, found, is_mapping, is_tuple, is_union, members
+
+
+def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
+    """Return an instance of the attrs class ``config`` made from ``table``, and what is wrong with it.
+
+    The instance is None if the types do not fit; validators are asked only when they do.
+
+    Args:
+        key: where the table stands in the recipe, for the problems.
+    """
+    try:
+        # All validators are run afterwards, so that each failure is reported, with its own key.
+        with attrs.validators.disabled():
+            instance = _converter().structure(table, config)
+    except Exception as error:
+        return None, list(_problems(error, key))
+    return instance, list(_invalid(instance, key))
+
+
+def absolute_paths(table: Any, config: type, key: str, merged: Merged) -> Any:
+    """Return ``table`` with the paths of ``path_field`` fields made absolute, beside who wrote them."""
+    if not isinstance(table, dict):
+        return table
+    result = dict(table)
+    for field in attrs.fields(config):
+        origin = merged.origin(join(key, field.name))
+        if field.metadata.get("nanotrain") == "path" and origin is not None and field.name in table:
+            result[field.name] = _absolute(table[field.name], origin.folder, field.metadata["words"])
+    return result
+
+
+def _absolute(value: Any, folder: os.PathLike[str], words: tuple[str, ...]) -> Any:
+    if isinstance(value, list):
+        return [_absolute(item, folder, words) for item in value]
+    return (
+        os.path.normpath(os.path.join(folder, value))
+        if isinstance(value, str) and value not in words
+        else value
+    )
+
+
+@cache
+def _converter() -> Converter:
+    """cattrs without its coercions: it would take ``"false"`` for true and 3.7 for 3."""
+    converter = Converter(forbid_extra_keys=True)
+    for scalar in (bool, int, float, str):
+        converter.register_structure_hook(scalar, _scalar)
+    converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _literal)
+    converter.register_structure_hook_func(is_tuple, lambda v, t: _tuple(converter, v, t))
+    converter.register_structure_hook_func(is_mapping, lambda v, t: _mapping(converter, v, t))
+    converter.register_structure_hook_func(is_union, lambda v, t: _union(converter, v, t))
+    converter.register_structure_hook_factory(attrs.has, lambda cls: _table(converter, cls))
+    return converter
+
+
+def _scalar(value: Any, type_: type) -> Any:
+    if type_ is float and type(value) is int:
+        return float(value)
+    if type(value) is not type_:
+        raise TypeError(_mismatch(value, type_))
+    return value
+
+
+def _mismatch(value: Any, type_: Any) -> str:
+    return f"expected {expected(type_)}, got {found(value)}"
+
+
+def _literal(value: Any, type_: Any) -> Any:
+    for choice in get_args(type_):
+        if type(choice) is type(value) and choice == value:
+            return choice
+    near = did_you_mean(value, [str(c) for c in get_args(type_)]) if isinstance(value, str) else ""
+    raise ValueError(_mismatch(value, type_) + near)
+
+
+def _tuple(converter: Converter, value: Any, type_: Any) -> tuple[Any, ...]:
+    types = get_args(type_)
+    if not isinstance(value, list):
+        raise TypeError(_mismatch(value, type_))
+    if types[-1] is Ellipsis:
+        types = types[:1] * len(value)
+    if len(types) != len(value):
+        raise ValueError(f"expected an array of {len(types)} items, got {len(value)}")
+    items, errors = [], []
+    for index, (item, item_type) in enumerate(zip(value, types, strict=True)):
+        try:
+            items.append(converter.structure(item, item_type))
+        except Exception as error:
+            error.add_note(IterableValidationNote(f"item {index}", index, item_type))
+            errors.append(error)
+    if errors:
+        raise IterableValidationError("wrong items", errors, type_)
+    return tuple(items)
+
+
+def _mapping(converter: Converter, value: Any, type_: Any) -> FrozenMapping[Any]:
+    if not isinstance(value, dict):
+        raise TypeError(_mismatch(value, type_))
+    plain: Any = dict[str, get_args(type_)[1]]
+    return FrozenMapping(converter.structure(value, plain))
+
+
+def _union(converter: Converter, value: Any, type_: Any) -> Any:
+    """Take the first member that fits; a union with only one says itself what does not fit."""
+    choices = members(type_)
+    for choice in choices[:-1]:
+        try:
+            return converter.structure(value, choice)
+        except Exception:
+            continue
+    try:
+        return converter.structure(value, choices[-1])
+    except Exception:
+        if len(choices) == 1:
+            raise
+        raise TypeError(_mismatch(value, type_)) from None
+
+
+def _table(converter: Converter, config: type) -> Callable[[Any, Any], Any]:
+    fill: Callable[[Any, Any], Any] = make_dict_structure_fn(
+        config, converter, _cattrs_forbid_extra_keys=True
+    )
+
+    def structure_table(value: Any, type_: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError(_mismatch(value, config))
+        return fill(value, type_)
+
+    return structure_table
+
+
+def _problems(error: BaseException, key: str, config: type | None = None) -> Iterator[Problem]:
+    """Walk cattrs' tree of exceptions and yield one Problem for each leaf, under its dotted key."""
+    if isinstance(error, ClassValidationError):
+        noted, rest = error.group_exceptions()
+        for inner, note in noted:
+            yield from _problems(inner, join(key, note.name), error.cl)
+        for inner in rest:
+            yield from _problems(inner, key)
+    elif isinstance(error, IterableValidationError):
+        for inner, item in error.group_exceptions()[0]:
+            yield from _problems(inner, join(key, item.index))
+    elif isinstance(error, ForbiddenExtraKeysError):
+        names = [field.name for field in attrs.fields(error.cl)]
+        for name in sorted(error.extra_fields):
+            valid = f"valid: {', '.join(names)}" if names else "this table has no keys"
+            yield Problem(join(key, name), f"unknown key '{name}'{did_you_mean(name, names)}; {valid}")
+    elif config is not None and isinstance(error, KeyError):
+        name = key.rpartition(".")[2]
+        yield Problem(key, f"missing; expected {expected(field_types(config)[name])}")
+    else:
+        yield Problem(key, str(error))
+
+
+def _invalid(config: Any, key: str) -> Iterator[Problem]:
+    """Run the validators of a config and of the configs in it."""
+    for field in attrs.fields(type(config)):
+        value, below = getattr(config, field.name), join(key, field.name)
+        if field.validator is not None:
+            try:
+                field.validator(config, field, value)
+            except (ValueError, TypeError) as error:
+                yield Problem(below, str(error.args[0]))
+        for name, part in _parts(value):
+            yield from _invalid(part, join(below, name) if name else below)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the configs that a field's value is or holds."""
+    if attrs.has(type(value)):
+        yield "", value
+    elif isinstance(value, tuple | FrozenMapping):
+        pairs = value.items() if isinstance(value, FrozenMapping) else enumerate(value)
+        yield from ((str(name), part) for name, part in pairs if attrs.has(type(part)))

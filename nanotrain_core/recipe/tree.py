@@ -1,0 +1,160 @@
+"""The shape of a resolved recipe: frozen attrs classes, one per section of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+from attrs.validators import ge, gt, optional
+
+from nanotrain_core.recipe.frozen import FrozenMapping
+
+
+def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
+    """Return an ``attrs.field`` that holds a path, or a tuple of paths, as ``str``.
+
+    A relative path means: beside the file that wrote it, or in the working directory when it comes
+    from ``--set``. It is made absolute when the recipe is loaded.
+
+    Args:
+        words: values that are no path and stay as they are.
+        options: passed to ``attrs.field``.
+    """
+    return attrs.field(metadata={"nanotrain": "path", "words": words}, **options)
+
+
+@attrs.define(frozen=True)
+class Selection:
+    """A component picked by name, with its own table as that component's config class."""
+
+    kind: str
+    use: str
+    config: Any
+
+
+@attrs.define(frozen=True, kw_only=True)
+class RunConfig:
+    """``[run]``: what is run, for how long, where its results go."""
+
+    name: str = "run"
+    """Names the run folder, ``runs/<name>``."""
+    steps: int = attrs.field(validator=ge(1))
+    """Optimizer steps in all."""
+    seed: int = 1234
+    """Of the initial weights and of the order of the data."""
+    ranks: int = attrs.field(default=1, validator=ge(1))
+    """World size: `--nproc` times `--nnodes` overrides it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs when there are any."""
+    folder: str | None = None
+    """Run folder. Unset: `runs/<name>`, then `runs/<name>-2` and so on, so that no run is overwritten."""
+    log_every: int = attrs.field(default=1, validator=ge(1))
+    """Steps between reports to monitors. Each report makes the host wait for the device."""
+    timeout: float = attrs.field(default=300.0, validator=gt(0))
+    """Seconds a collective may take before the run fails."""
+    strict_monitors: bool = False
+    """Let an exception inside a monitor stop the run."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels only."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class BatchConfig:
+    """``[batch]``: the global batch of one optimizer step, the same for every layout."""
+
+    sequences: int = attrs.field(validator=ge(1))
+    """Sequences per optimizer step over the whole run."""
+    microbatch: int = attrs.field(validator=ge(1))
+    """Sequences one rank passes through the model at once."""
+    length: int = attrs.field(validator=ge(1))
+    """Tokens per sequence."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """``[evaluation]``: loss on data that is never trained on."""
+
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between evaluations; 0 evaluates only at the end."""
+    sequences: int = attrs.field(default=64, validator=ge(0))
+    """Validation sequences to use, rounded up to whole batches; 0 turns evaluation off."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """``lr_schedule`` of an optimizer: the learning rate over the steps of the run."""
+
+    use: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up. `wsd` stays constant and then decays linearly over `decay_steps`."""
+    warmup_steps: int = attrs.field(default=0, validator=ge(0))
+    """Steps of linear rise to the full rate; the first step already has a rate above 0."""
+    decay_steps: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run."""
+    final_ratio: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Rate at the last step, as a fraction of `lr`."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What every optimizer's table has; an optimizer's config class derives from this."""
+
+    lr: float = attrs.field(default=1e-3, validator=gt(0.0))
+    """Peak learning rate."""
+    clip_norm: float = attrs.field(default=1.0, validator=ge(0.0))
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
+    lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
+    """Learning rate over the steps of the run."""
+
+
+def _frozen(versions: Mapping[str, str]) -> Mapping[str, str]:
+    return FrozenMapping(versions)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Recipe:
+    """A whole resolved recipe. Nothing changes it after it is built."""
+
+    run: RunConfig
+    batch: BatchConfig
+    evaluation: EvaluationConfig = attrs.field(factory=EvaluationConfig)
+    topology: Selection
+    model: Selection
+    parallel: tuple[Selection, ...] = ()
+    schedule: Selection
+    optimizer: Selection
+    precision: Selection
+    checkpoint: Selection
+    monitor: tuple[Selection, ...] = ()
+    data: Selection
+    requires: tuple[str, ...] = ()
+    """Distributions the recipe needs, as version specifiers: `nanotrain-ddp>=0.1`."""
+    versions: Mapping[str, str] = attrs.field(factory=FrozenMapping, converter=_frozen)
+    """Of core, torch and plugins when it was resolved; written to the run folder."""
+
+    def selections(self) -> tuple[Selection, ...]:
+        """Return every selected component, in the order a run builds them."""
+        return (
+            self.topology,
+            self.model,
+            *self.parallel,
+            self.precision,
+            self.optimizer,
+            self.schedule,
+            self.checkpoint,
+            self.data,
+            *self.monitor,
+        )
+
+
+#: What a recipe that leaves a section out gets. ``model`` has no default.
+DEFAULT_USE: dict[str, str | tuple[str, ...]] = {
+    "topology": "grid",
+    "parallel": (),
+    "schedule": "accumulate",
+    "optimizer": "adamw",
+    "precision": "fp32",
+    "checkpoint": "simple",
+    "monitor": ("console", "jsonl"),
+    "data": "text",
+}

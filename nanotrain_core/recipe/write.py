@@ -1,0 +1,56 @@
+"""Writes a resolved recipe as TOML: complete, so that the file alone reproduces the run."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import attrs
+import tomli_w
+
+from nanotrain_core.recipe.frozen import FrozenMapping
+from nanotrain_core.recipe.locate import key_lines
+from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.tree import Recipe, Selection
+
+
+def write_resolved(recipe: Recipe) -> str:
+    """Return ``recipe`` as TOML with every default spelled out. Loading it gives an equal recipe."""
+    tables = {field.name: _plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
+    # TOML wants plain keys before the first table; a key without a value means its default.
+    tables = {"requires": tables.pop("requires"), **tables}
+    return tomli_w.dumps({name: value for name, value in tables.items() if value not in ((), {}, [])})
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Return the SHA-256 of the resolved recipe with its versions: equal on all ranks of a run."""
+    return hashlib.sha256(write_resolved(recipe).encode()).hexdigest()
+
+
+def explain(recipe: Recipe, merged: Merged) -> str:
+    """Return the resolved recipe with a comment on each value that says where it came from."""
+    text = write_resolved(attrs.evolve(recipe, versions={}))
+    lines = text.splitlines()
+    width = min(48, max(map(len, lines)))
+    for key, number in key_lines(text).items():
+        line = lines[number - 1]
+        if "=" in line and "  # " not in line and not line.startswith("["):
+            lines[number - 1] = f"{line:{width}}  # {_origin(merged, key)}"
+    return "\n".join(lines) + "\n"
+
+
+def _origin(merged: Merged, key: str) -> str:
+    origin = merged.origin(key)
+    return "default" if origin is None else origin.place(key)
+
+
+def _plain(value: Any) -> Any:
+    """Return attrs classes and mappings as dicts without None, tuples as lists."""
+    if isinstance(value, Selection):
+        return {"use": value.use, **_plain(value.config)}
+    if attrs.has(type(value)):
+        pairs = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
+        return {name: _plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, FrozenMapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,126 @@
+"""What is tested: one component in a small recipe. Torch-free; ranks get the case and rebuild the rest."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli_w
+
+from nanotrain_core.component import KINDS, LISTED_KINDS, Component
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry import Registry, load_plugins
+
+Tables = dict[str, Any]
+
+#: The recipe around the component: a tiny model, in double precision so that equality can be strict.
+TINY: Tables = {
+    "run": {"name": "conformance", "steps": 3, "seed": 7, "device": "cpu", "strict_monitors": True},
+    "batch": {"sequences": 8, "microbatch": 2, "length": 16},
+    "evaluation": {"sequences": 0},
+    "topology": {"use": "grid"},
+    "model": {"use": "transformer", "layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2},
+    "optimizer": {"use": "sgd", "lr": 0.1, "clip_norm": 0.0},
+    "precision": {"use": "fp64"},
+    "schedule": {"use": "accumulate"},
+    "checkpoint": {"use": "simple"},
+    "monitor": [],
+    "data": {"use": "synthetic", "vocab": 64, "sequences": 64, "validation_sequences": 10},
+}
+
+#: Degrees that say nothing about the world size: dp is what the others leave, experts are folded.
+REMAINDER, FOLDED = {"dp", "edp"}, {"edp", "ep", "etp"}
+
+
+@attrs.define(frozen=True)
+class Case:
+    """One component, how it is configured, and the layout it is tested on.
+
+    >>> Case("parallel", use="ddp", config={"bucket_mb": 0.01}, topology={"dp": 2}).id
+    'ddp-w2'
+    """
+
+    kind: str = attrs.field(validator=attrs.validators.in_(KINDS))
+    use: str = attrs.field(kw_only=True)
+    config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+    """The component's own table."""
+    topology: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
+    """Degrees, data parallelism among them: ``{"dp": 2, "tp": 2}``."""
+    world_size: int = attrs.field(kw_only=True)
+    """The product of the degrees, unless given."""
+    overrides: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+    """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``."""
+    plugins: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=tuple)
+    """Plugin files to load, for components without packaging."""
+    plain: bool = attrs.field(default=False, kw_only=True)
+    """Leave out layout, wrappers and pipeline: see :meth:`alone`."""
+
+    @world_size.default
+    def _product(self) -> int:
+        return prod(degree for dim, degree in self.topology.items() if dim not in FOLDED)
+
+    @property
+    def id(self) -> str:
+        """Names the case in test ids: ``tp-w4-tp2``."""
+        degrees = [f"{dim}{n}" for dim, n in self.topology.items() if dim not in REMAINDER]
+        return "-".join([self.use, f"w{self.world_size}", *degrees])
+
+    def registry(self) -> Registry:
+        """Return the plugins of this process, the case's own among them."""
+        return load_plugins(local=self.plugins)
+
+    def component(self) -> Component:
+        """Return the description under test.
+
+        Raises:
+            PluginError: there is none of that name.
+        """
+        return self.registry().get(self.kind, self.use)
+
+    def alone(self) -> Case:
+        """Return the single-process run that this case must equal: no layout, wrapper or pipeline."""
+        return attrs.evolve(self, topology={}, world_size=1, plain=True)
+
+    def tables(self, **changes: Any) -> Tables:
+        """Return the recipe as TOML tables: the tiny one, then overrides, the component, ``changes``."""
+        degrees = {dim: n for dim, n in self.topology.items() if dim not in REMAINDER}
+        layout = {"run": {"ranks": self.world_size}, "topology": degrees}
+        tables = merge(merge(TINY, layout), self.overrides)
+        own = {"use": self.use, **self.config}
+        if self.kind in LISTED_KINDS:
+            tables[self.kind] = [*tables.get(self.kind, []), own]
+        else:
+            tables = merge(tables, {self.kind: own})
+        if self.plain:
+            tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"], "parallel": []}
+        return merge(tables, changes)
+
+    def recipe(self, **changes: Any) -> Recipe:
+        """Return the checked recipe, sections replaced or extended by ``changes``.
+
+        Raises:
+            RecipeError: the case does not make a recipe that can run.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "case.toml")
+            path.write_text(tomli_w.dumps(self.tables(**changes)))
+            return load_recipe(path, plugins=PluginArguments(local=self.plugins))
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
+    """Lay one set of tables over another; a table that uses another component replaces the one below."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        same = isinstance(value, Mapping) and isinstance(old, Mapping)
+        if same and value.get("use", old.get("use")) == old.get("use"):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged

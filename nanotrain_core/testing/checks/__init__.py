@@ -1,0 +1,66 @@
+"""The checks: a flat list of named invariants. One module per kind, and ``every`` for all kinds.
+
+A check takes a :class:`~nanotrain_core.testing.case.Case` and returns nothing, or raises
+AssertionError with the numbers. Its docstring states the invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TypeVar
+
+import attrs
+
+from nanotrain_core.component import KINDS
+from nanotrain_core.testing.case import Case
+
+Function = Callable[..., None]
+F = TypeVar("F", bound=Function)
+Applies = Callable[[Case], bool]
+
+
+@attrs.define(frozen=True)
+class Check:
+    """One invariant that every component of a kind keeps."""
+
+    kind: str
+    """A kind of component, or ``every``."""
+    name: str
+    since: str
+    """Version of the core that brought it. New checks come only in minor versions."""
+    variants: tuple[str, ...]
+    applies: Applies
+    function: Function
+
+    @property
+    def invariant(self) -> str:
+        """The invariant in words."""
+        return " ".join((self.function.__doc__ or "").split())
+
+
+_CHECKS: list[Check] = []
+
+
+def check(
+    kind: str, *, since: str, variants: tuple[str, ...] = (), applies: Applies = lambda case: True
+) -> Callable[[F], F]:
+    """Add a function to the checks of ``kind``, under the function's name."""
+
+    def add(function: F) -> F:
+        _CHECKS.append(Check(kind, function.__name__, since, variants, applies, function))
+        return function
+
+    return add
+
+
+def distributed(case: Case) -> bool:
+    """For checks that need more than one rank."""
+    return case.world_size > 1
+
+
+def checks_of(case: Case) -> list[Check]:
+    """Return the checks that apply to a case, those of every kind first."""
+    for module in ("every", *KINDS):
+        import_module(f"{__name__}.{module}")
+    return [c for kind in ("every", case.kind) for c in _CHECKS if c.kind == kind and c.applies(case)]

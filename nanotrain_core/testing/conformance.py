@@ -1,0 +1,93 @@
+"""Runs the checks of a component's kind: as a pytest test, or from ``nanotrain conformance``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from nanotrain_core.errors import did_you_mean
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import Check, checks_of
+
+
+@attrs.define(frozen=True)
+class Trial:
+    """One check of one case, in one of the check's variants."""
+
+    case: Case
+    check: Check
+    variant: str | None
+
+    @property
+    def label(self) -> str:
+        """``weights_equal[adamw]``: what ``expected_failures`` names."""
+        return f"{self.check.name}[{self.variant}]" if self.variant else self.check.name
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.label}"
+
+    def run(self) -> None:
+        """Run the check.
+
+        Raises:
+            AssertionError: the component breaks the invariant; the text has the numbers.
+        """
+        arguments = (self.variant,) if self.variant else ()
+        self.check.function(self.case, *arguments)
+
+
+def trials(case: Case) -> Iterator[Trial]:
+    """Yield everything that is checked about a case."""
+    for check in checks_of(case):
+        for variant in check.variants or (None,):
+            yield Trial(case, check, variant)
+
+
+def failures(case: Case) -> dict[str, Exception]:
+    """Run all checks of a case and return what went wrong, by label."""
+    found: dict[str, Exception] = {}
+    for trial in trials(case):
+        try:
+            trial.run()
+        except Exception as error:
+            found[trial.label] = error
+    return found
+
+
+def conformance(*cases: Case, expected_failures: Mapping[str, str] | None = None) -> Callable[..., None]:
+    """Return a pytest test with one parametrised item for every check of every case::
+
+        test_conformance = conformance(Case("parallel", use="tp", topology={"tp": 2}))
+
+    Args:
+        expected_failures: label of a check -> why it fails. A check listed here that passes is a failure.
+
+    Raises:
+        ValueError: an expected failure names no check of these cases.
+    """
+    import pytest
+
+    expected = dict(expected_failures or {})
+    listed = [trial for case in cases for trial in trials(case)]
+    _check_labels(expected, {trial.label for trial in listed})
+
+    def parameter(trial: Trial) -> Any:
+        reason = expected.get(trial.label)
+        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        return pytest.param(trial, id=trial.id, marks=marks)
+
+    @pytest.mark.parametrize("trial", [parameter(trial) for trial in listed])
+    def test_conformance(trial: Trial) -> None:
+        trial.run()
+
+    return test_conformance
+
+
+def _check_labels(expected: Mapping[str, str], labels: set[str]) -> None:
+    for label in expected:
+        if label not in labels:
+            near = did_you_mean(label, sorted(labels))
+            raise ValueError(f"expected_failures: no check is named '{label}'{near}")

@@ -1,0 +1,195 @@
+"""The other side of :mod:`nanotrain_core.testing.pool`: one rank that runs functions it is sent.
+
+Torch is imported inside functions only; the pool's fork server has it loaded before a worker starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any, Literal
+
+import attrs
+
+#: What the other ranks' errors say when one rank has gone: a consequence, never the cause.
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Broken pipe",
+    "monitoredBarrier",
+)
+
+
+@attrs.define(frozen=True)
+class Target:
+    """A function as a worker finds it: by module name, or by file where the name is not importable."""
+
+    module: str
+    file: str | None
+    name: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Target:
+        """Describe ``function``.
+
+        Raises:
+            TypeError: it is not at the top level of a module, so no other process can find it.
+        """
+        module = sys.modules.get(function.__module__)
+        name = getattr(function, "__qualname__", repr(function))
+        if module is None or not name.isidentifier() or not hasattr(module, name):
+            raise TypeError(f"a rank can only run a function at the top level of a module, not {name}")
+        return cls(function.__module__, getattr(module, "__file__", None), name)
+
+    def resolve(self) -> Callable[..., Any]:
+        """Import the module in this process and return the function."""
+        function: Callable[..., Any] = getattr(self._module(), self.name)
+        return function
+
+    def _module(self) -> ModuleType:
+        loaded = sys.modules.get(self.module)
+        if loaded is None:
+            with contextlib.suppress(ImportError):
+                loaded = import_module(self.module)
+        if loaded is not None and (self.file is None or getattr(loaded, "__file__", None) == self.file):
+            return loaded
+        return self._load_file()
+
+    def _load_file(self) -> ModuleType:
+        """Execute the file under the same name: test modules often are in no package."""
+        spec = spec_from_file_location(self.module, self.file or "")
+        if spec is None or spec.loader is None:
+            raise ImportError(f"cannot import {self.module} from {self.file}")
+        module = module_from_spec(spec)
+        sys.modules[self.module] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+@attrs.define(frozen=True)
+class Job:
+    """One call, the same for every rank. Arguments are pickled apart, to be read once ``path`` is set."""
+
+    path: tuple[str, ...]
+    target: Target
+    arguments: bytes
+    store: str
+    backend: str | None
+    check_collectives: bool
+
+
+@attrs.define(frozen=True)
+class Failure:
+    """What became of a rank that did not return."""
+
+    rank: int
+    kind: Literal["raised", "died", "hung"]
+    summary: str
+    """One line."""
+    detail: str = ""
+    """Traceback or stack, most recent call last for exceptions and first for stacks."""
+
+    @property
+    def consequence(self) -> bool:
+        """Whether the rank only noticed that another had gone."""
+        return any(text in self.summary for text in CONSEQUENCES)
+
+
+def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -> None:
+    """Answer jobs until the pool closes the connection."""
+    with open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks)  # a crash in C code leaves its Python stack
+        faulthandler.register(signal.SIGUSR1, stacks)  # and so does a hang, when the pool asks
+        while True:
+            try:
+                job: Job = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            connection.send_bytes(answer(job, rank, world_size))
+
+
+def answer(job: Job, rank: int, world_size: int) -> bytes:
+    """Run the job and return its pickled result or :class:`Failure`.
+
+    Plain ``pickle`` copies a tensor's values. The multiprocessing pickler would send a handle of
+    shared memory, which dies with the worker.
+    """
+    try:
+        sys.path[:] = job.path
+        function = job.target.resolve()
+        args, kwargs = pickle.loads(job.arguments)
+        reset(check_collectives=job.check_collectives and job.backend is not None)
+        with process_group(job, rank, world_size):
+            return pickle.dumps(function(*args, **kwargs))
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        lines = traceback.format_exception(error)
+        summary = f"{type(error).__name__}: {error}".strip()
+        return pickle.dumps(Failure(rank, "raised", summary, "".join(lines)))
+
+
+def reset(*, check_collectives: bool) -> None:
+    """Undo what an earlier function may have left set in this process."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    level = dist.DebugLevel.DETAIL if check_collectives else dist.DebugLevel.OFF  # type: ignore[attr-defined]
+    dist.set_debug_level(level)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def process_group(job: Job, rank: int, world_size: int) -> Iterator[None]:
+    """Give the function a new default group, which no earlier function's messages can reach.
+
+    The group's own timeout is long: it is the pool that notices a hang, and asks for the stacks.
+    """
+    if job.backend is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        job.backend,
+        store=dist.FileStore(job.store, world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),
+    )
+    yield  # after an exception the pool kills this process: it needs no clean group
+    dist.barrier()  # a collective that some ranks forgot is noticed here
+    dist.destroy_process_group()
+
+
+def signal_name(exit_code: int | None) -> str:
+    """Say how a process ended: ``died of SIGKILL``, ``exited with code 3``."""
+    if exit_code is not None and exit_code < 0:
+        return f"died of {signal.Signals(-exit_code).name}"
+    return f"exited with code {exit_code}"
+
+
+def ask_for_stack(pid: int) -> None:
+    """Make the worker ``pid`` write where it is to its stack file."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)

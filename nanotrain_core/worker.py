@@ -1,0 +1,191 @@
+"""What one rank's process does, from its first line to its exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.agreement import agree
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.environment import Ranks, rendezvous_address
+from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.folder import RunFolder
+from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
+from nanotrain_core.registry import Registry, load_plugins
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Job:
+    """What a rank is to run, as plain values that survive the way into another process."""
+
+    recipe: str
+    """Path or name."""
+    overrides: tuple[str, ...] = ()
+    plugins: PluginArguments = attrs.field(factory=PluginArguments)
+    folder: str | None = None
+    """As the user asked; None picks one by the run's name."""
+    claimed: str | None = None
+    """The run folder, when the launcher holds its lock."""
+    resume: str | None = None
+    scratch: str | None = None
+    """The launcher's folder on one host: rendezvous and failures. None when ranks joined by themselves."""
+    launcher_pid: int | None = None
+
+
+def run_rank(job: Job) -> str:
+    """Run one local rank under our own launcher; return how the run ended.
+
+    A failure is left in the scratch folder for the launcher to tell, and ends the process at once: a
+    failed rank must not wait for others in a destructor.
+    """
+    ranks = Ranks.detect()
+    assert ranks is not None
+    assert job.scratch is not None
+    os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
+    threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
+    try:
+        return train(job, ranks)
+    except BaseException as problem:
+        code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
+        failure = {
+            "rank": ranks.rank,
+            "time": time.time(),
+            "text": str(problem) or type(problem).__name__,
+            "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
+            "code": code,
+        }
+        Path(job.scratch, f"failure-{ranks.rank}.json").write_text(json.dumps(failure))
+        os._exit(code)
+
+
+def _exit_with_launcher(pid: int | None) -> None:
+    """End this rank when its launcher is gone, however it went: nobody else would stop it."""
+    while pid is not None:
+        time.sleep(1)
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            os._exit(Exit.FAILED)
+
+
+def train(job: Job, ranks: Ranks) -> str:
+    """Load, agree with the other ranks, train; return how it ended."""
+    registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
+    recipe = load_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
+
+    import torch
+    import torch.distributed as dist
+
+    from nanotrain_core.engine import RuntimeEngine
+    from nanotrain_core.random_state import seed_all
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(ranks.threads())
+    torch.use_deterministic_algorithms(recipe.run.deterministic)
+    device = choose_device(recipe.run.device, ranks)
+    seed_all(recipe.run.seed, ranks.rank)
+    store = join(job, ranks, recipe, device, registry)
+    folder, lock = share_folder(job, ranks, recipe, store)
+    try:
+        if ranks.rank == 0:
+            (folder / "recipe.toml").write_text(write_resolved(recipe), encoding="utf-8")
+        engine = RuntimeEngine.from_recipe(
+            recipe, registry=registry, rank=ranks.rank, device=device, folder=folder, resume=job.resume
+        )
+        return engine.fit().reason
+    finally:
+        if lock is not None:
+            lock.release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: str, ranks: Ranks) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        NanotrainError: CUDA was asked for and is not there.
+    """
+    import torch
+
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise NanotrainError(
+            f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
+            f'{torch.cuda.device_count()} GPUs: start fewer ranks, or set run.device = "cpu"'
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(
+    job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry
+) -> Store | None:
+    """Meet the other ranks, make sure all run the same thing, make the world's process group."""
+    if ranks.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=recipe.run.timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store: Store
+    if job.scratch is not None:
+        store = dist.FileStore(str(Path(job.scratch, f"store-{attempt}")), ranks.world_size)
+    else:
+        host, port = rendezvous_address(ranks)
+        hosts_it = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
+        store = dist.PrefixStore(f"nanotrain-{attempt}", tcp)
+    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe)}
+    agree(store, ranks.rank, ranks.world_size, facts)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout,
+    )
+    return store
+
+
+def share_folder(
+    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
+) -> tuple[Path, RunFolder | None]:
+    """Return the run folder, and this process's claim on it if the launcher has none.
+
+    Rank 0 claims for all; the others learn the path, or the reason why there is none.
+    """
+    if job.claimed is not None:
+        return Path(job.claimed), None
+    lock, problem = None, None
+    if ranks.rank == 0:
+        try:
+            folder = job.folder or recipe.run.folder
+            lock = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
+        except NanotrainError as error:
+            problem = error
+        if store is not None:
+            store.set("folder", json.dumps([str(lock.path) if lock else None, str(problem)]))
+    if problem is not None:
+        raise problem
+    if lock is not None:
+        return lock.path, lock
+    assert store is not None
+    path, text = json.loads(store.get("folder"))
+    if path is None:
+        raise NanotrainError(text)
+    return Path(path), None

@@ -1,0 +1,38 @@
+"""Data parallelism: every rank trains on its own rows and gradients are summed, bucket by bucket.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+import attrs
+from attrs.validators import gt
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """``[[parallel]] use = "ddp"``."""
+
+    bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
+    """Megabytes of gradient summed by one all-reduce: small ones start early, large ones cost less each."""
+    overlap: bool = True
+    """Start a bucket's all-reduce during backward, as soon as its last gradient is there."""
+
+
+@hookimpl
+def nanotrain_register_parallel(register: Register) -> None:
+    """Announce ``ddp``."""
+    register(
+        Component(
+            name="ddp",
+            config=DataParallelConfig,
+            factory="nanotrain_ddp.wrapper:DataParallel",
+            summary="bucketed gradient all-reduce overlapped with backward",
+            provides={"gradient_sync"},
+            mesh_dims={"dp"},
+        )
+    )

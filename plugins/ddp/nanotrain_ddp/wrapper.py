@@ -1,0 +1,142 @@
+"""Sums gradients over the ranks whose gradients are partial, in buckets, while backward still runs.
+
+Buckets are filled in the order in which backward reaches parameters, last layers first. A bucket's
+all-reduce starts when its last gradient has arrived *and* every earlier bucket has started, so all
+ranks issue the same collectives in the same order even if gradients arrive differently. Which ranks
+to sum over is read from placements: this code knows neither data parallelism nor experts.
+
+Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums in place of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter, Placements
+from nanotrain_ddp import DataParallelConfig
+
+
+class Bucket:
+    """Gradients that one all-reduce sums: consecutive ranges of a flat buffer."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+    ) -> None:
+        self.parameters = parameters
+        self.group = group
+        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        ranges = self.flat.split([p.numel() for p in parameters])
+        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, ranges, strict=True)}
+        self.missing = set(parameters)
+        self.work: dist.Work | None = None
+
+    def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Copy one gradient into its range."""
+        self.views[parameter].copy_(gradient)
+        self.missing.discard(parameter)
+
+    def start(self) -> None:
+        """Begin to sum over the group."""
+        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Return when the sum is there, and be ready for the next step."""
+        assert self.work is not None
+        self.work.wait()
+        self.work, self.missing = None, set(self.parameters)
+
+
+class DataParallel(LocalGradients):
+    """The ``ddp`` component: a wrapper that leaves the model alone, and the run's gradient sync."""
+
+    def __init__(self, config: DataParallelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[nn.Parameter, Bucket] = {}
+        self.started = 0
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Leave the model as it is: its placements already say that data ranks hold partial gradients."""
+        return part
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Assign every parameter with a partial gradient to a bucket."""
+        super().attach(parameters, mesh, dtype)
+        limit = int(self.config.bucket_mb * 2**20)
+        self.buckets = list(make_buckets(parameters, mesh, dtype, limit))
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+
+    def check(self, mesh: Mesh) -> None:
+        """Any layout will do."""
+
+    def completed(self, parameter: nn.Parameter) -> None:
+        """Put a gradient into its bucket and start every bucket whose turn has come."""
+        bucket = self.bucket_of.get(parameter)
+        if bucket is None:
+            return
+        bucket.put(parameter, super().gradient(parameter))
+        self.drop(parameter)
+        if self.config.overlap:
+            self.start_complete()
+
+    def start_complete(self) -> None:
+        """Start the next buckets in line, as far as they are complete."""
+        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+            self.buckets[self.started].start()
+            self.started += 1
+
+    def finish(self) -> None:
+        """Start what backward did not complete, with zeros for gradients no loss reached, and wait."""
+        for bucket in self.buckets[self.started :]:
+            for parameter in tuple(bucket.missing):
+                bucket.put(parameter, super().gradient(parameter))
+                self.drop(parameter)
+            bucket.start()
+        for bucket in self.buckets:
+            bucket.wait()
+        self.started = 0
+        super().finish()
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the sum over ranks, a view of a bucket."""
+        bucket = self.bucket_of.get(parameter)
+        return super().gradient(parameter) if bucket is None else bucket.views[parameter]
+
+
+def make_buckets(
+    parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None, limit: int
+) -> Iterable[Bucket]:
+    """Yield buckets of at most ``limit`` bytes (or one parameter), last parameters first.
+
+    A bucket holds parameters of one dtype that are summed over the same ranks; parameters whose
+    gradient is complete on this rank are in none.
+    """
+    filling: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+    for placed in reversed(parameters):
+        parameter, dims = placed.parameter, placed.placement.sync_dims(mesh.layout)
+        if not dims or not parameter.requires_grad:
+            continue
+        key = (dims, dtype or parameter.dtype)
+        members = filling.setdefault(key, [])
+        size = sum(p.numel() for p in members) + parameter.numel()
+        if members and size * key[1].itemsize > limit:
+            yield bucket(members, key, mesh)
+            filling[key] = members = []
+        members.append(parameter)
+    for key, members in filling.items():
+        yield bucket(members, key, mesh)
+
+
+def bucket(members: Sequence[nn.Parameter], key: tuple[tuple[str, ...], torch.dtype], mesh: Mesh) -> Bucket:
+    """Make the bucket of ``members``, which are summed over the dimensions ``key[0]``."""
+    dims, dtype = key
+    group = mesh.group(*dims)
+    assert group is not None, f"summing over {dims}, each of size 1"
+    return Bucket(members, group, dtype)

@@ -1,0 +1,50 @@
+"""Which rank a process is, read from what torchrun and Slurm set."""
+
+import pytest
+
+from nanotrain_core.environment import Ranks, rendezvous_address
+from nanotrain_core.errors import LaunchError
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_NODELIST": "node7",
+}
+
+
+def test_torchrun_and_srun_give_the_same_place():
+    assert Ranks.detect(TORCHRUN) == Ranks(5, 8, 1, 4, "torchrun")
+    assert Ranks.detect(SRUN) == Ranks(5, 8, 1, 4, "srun")
+
+
+def test_a_plain_shell_and_a_slurm_batch_script_are_no_rank():
+    assert Ranks.detect({}) is None
+    assert Ranks.detect({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(LaunchError, match=r"started by torchrun, but LOCAL_RANK is '' where a number"):
+        Ranks.detect({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_the_meeting_place_of_a_slurm_step_is_its_first_host_and_a_port_of_its_job():
+    assert rendezvous_address(Ranks.detect(SRUN), SRUN) == ("node7", 23456)
+
+
+def test_master_addr_and_port_win():
+    given = {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert rendezvous_address(Ranks.detect(given), given) == ("10.0.0.1", 1234)
+
+
+def test_torchrun_without_a_meeting_place_is_refused():
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        rendezvous_address(Ranks.detect(TORCHRUN), TORCHRUN)
+
+
+def test_ranks_share_the_cores_of_a_host():
+    alone, shared = Ranks(), Ranks(local_world_size=10_000)
+    assert alone.threads() >= shared.threads() == 1

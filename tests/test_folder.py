@@ -1,0 +1,65 @@
+"""One live run owns a run folder, and no run is overwritten."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nanotrain_core.errors import Exit, FolderError, FolderLocked
+from nanotrain_core.folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_fresh_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run_once(name: str, **options) -> str:
+    folder = RunFolder.claim(name, **options)
+    (folder.path / "metrics.jsonl").write_text("")
+    folder.release()
+    return str(folder.path)
+
+
+def test_new_runs_of_one_name_are_numbered():
+    assert [run_once("a"), run_once("a"), run_once("a")] == ["runs/a", "runs/a-2", "runs/a-3"]
+
+
+def test_a_resumed_run_takes_the_newest():
+    run_once("a")
+    run_once("a")
+    assert run_once("a", resume=True) == "runs/a-2"
+
+
+def test_a_named_folder_that_holds_a_run_is_refused_unless_resumed():
+    run_once("a", folder="here")
+    with pytest.raises(FolderError, match="holds a run already: add --resume"):
+        RunFolder.claim("a", folder="here")
+    assert run_once("a", folder="here", resume=True) == "here"
+
+
+def test_a_second_run_in_a_folder_is_told_who_owns_it():
+    first = RunFolder.claim("a", folder="here")
+    with pytest.raises(FolderLocked, match=f"process {os.getpid()} on ") as caught:
+        RunFolder.claim("a", folder="here", resume=True)
+    assert caught.value.exit_code == Exit.LOCKED
+    first.release()
+
+
+def test_the_lock_of_a_killed_run_is_free_again(tmp_path):
+    code = (
+        "import os, signal; from nanotrain_core.folder import RunFolder; "
+        "claim = RunFolder.claim('a', folder='here'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
+    assert killed.returncode == -9
+    assert json.loads((tmp_path / "here" / ".lock").read_text())["pid"] != os.getpid()
+    RunFolder.claim("a", folder="here").release()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="the run folder file/run cannot be written: Not a directory"):
+        RunFolder.claim("a", folder="file/run")

@@ -1,0 +1,75 @@
+"""Placements: blocks, sums and norms."""
+
+import pytest
+import torch
+
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Placement, global_norm, place, placed_parameters
+
+LAYOUT = Layout(
+    {
+        "dense": View(("pp", "dp", "cp", "tp"), (1, 2, 1, 4)),
+        "expert": View(("pp", "edp", "ep", "etp"), (1, 2, 4, 1)),
+    },
+    data_dims=("dp", "cp"),
+)
+
+
+def test_an_unsplit_tensor_is_partial_along_data_and_the_same_elsewhere():
+    placement = Placement.whole("w", (8, 4), LAYOUT)
+    assert placement.summed == {"dp", "cp"}
+    assert placement.same == {"tp"}
+    assert placement.sync_dims(LAYOUT) == ("dp",)
+    assert placement.replicas(LAYOUT) == 8
+
+
+def test_a_split_moves_the_block_and_the_dimension():
+    placement = Placement.whole("w", (8, 4), LAYOUT).split(0, "tp", 3, 4)
+    assert (placement.shape, placement.offset) == ((2, 4), (6, 0))
+    assert placement.sharded == {"tp"}
+    assert placement.replicas(LAYOUT) == 2
+    whole = torch.arange(32).view(8, 4)
+    assert torch.equal(whole[placement.slices], whole[6:8])
+
+
+def test_blocks_split_twice_cover_the_tensor_once():
+    whole, seen = Placement.whole("w", (8, 4), LAYOUT), torch.zeros(8, 4)
+    for tp in range(4):
+        for dp in range(2):
+            seen[whole.split(0, "tp", tp, 4).split(1, "dp", dp, 2).slices] += 1
+    assert torch.equal(seen, torch.ones(8, 4))
+
+
+def test_a_split_that_does_not_divide_or_repeats_is_refused():
+    placement = Placement.whole("w", (6, 4), LAYOUT)
+    with pytest.raises(ValueError, match="axis 0 of \\(6, 4\\) does not divide by tp = 4"):
+        placement.split(0, "tp", 0, 4)
+    with pytest.raises(ValueError, match="already split along 'tp'"):
+        placement.split(1, "tp", 0, 4).split(1, "tp", 0, 2)
+
+
+def test_sum_over_makes_a_dimension_partial():
+    placement = Placement.whole("w", (8,), LAYOUT).sum_over("tp")
+    assert placement.sync_dims(LAYOUT) == ("dp", "tp")
+    assert placement.same == set()
+
+
+def test_global_norm_of_one_rank_is_the_norm_of_all_gradients():
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    gradients = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)]
+    pairs = [(g, Placement.whole(str(i), g.shape, mesh.layout)) for i, g in enumerate(gradients)]
+    expected = torch.cat([g.flatten() for g in gradients]).norm()
+    torch.testing.assert_close(global_norm(pairs, mesh), expected)
+
+
+def test_a_parameter_whose_wrapper_forgot_its_placement_is_named():
+    layout, model = Layout({"dense": View(("dp",), (1,))}), torch.nn.Linear(2, 3)
+    placements = place([model], layout)
+    model.weight = torch.nn.Parameter(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match=r"weight has shape \(1, 2\) but is placed as \(3, 2\)"):
+        placed_parameters([model], placements)
+    del placements["bias"]
+    model.weight = torch.nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="bias has no placement"):
+        placed_parameters([model], placements)
