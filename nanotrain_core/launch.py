@@ -9,6 +9,8 @@ What torch leaves to its caller is done here, once:
 * On one host the rendezvous is a file in a private folder and gloo uses the loopback interface:
   nothing listens on the network.
 * Cores are divided among the ranks.
+* The agent runs in a thread, where it leaves signals alone: it would kill ranks that wait to hand
+  over their result. Signals go to the ranks through :class:`~nanotrain_core.forward.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is told instead, with its rank.
 """
 
@@ -22,6 +24,7 @@ import os
 import signal
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,10 @@ import attrs
 from nanotrain_core.environment import Ranks, loopback
 from nanotrain_core.errors import Exit, LaunchError, NanotrainError
 from nanotrain_core.folder import RunFolder
+from nanotrain_core.forward import SignalForwarder
 from nanotrain_core.recipe import Recipe
+from nanotrain_core.stop import SIGNALS
 from nanotrain_core.worker import Job, run_rank, train
-
-#: Seconds the agent lets ranks take for a last checkpoint after a signal.
-GRACE = 120
 
 EXIT_OF = {
     "done": Exit.DONE,
@@ -85,26 +87,27 @@ def prepare(nproc: int) -> None:
 
 def _run_agent(job: Job, nodes: Nodes) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     interface = loopback()
     if nodes.count == 1 and interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     prepare(nodes.nproc)
 
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    for name in ("torch.distributed", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        ends = elastic_launch(_agent_config(job, nodes), run_rank)(job)
-    except SignalException as ended:
-        _raise_failure(job, None)
-        return Exit.INTERRUPTED if ended.sigval == signal.SIGINT else Exit.PREEMPTED
-    except ChildFailedError as failed:
-        _raise_failure(job, failed)
-        return Exit.FAILED
+    for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
+        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL)
+    forwarder = SignalForwarder(Path(job.scratch or ""))
+    with ThreadPoolExecutor(1) as thread:
+        agent = thread.submit(elastic_launch(_agent_config(job, nodes), run_rank), job)
+        try:
+            ends = forwarder.wait(agent)
+        except ChildFailedError as failed:
+            if forwarder.received is not None:
+                return EXIT_OF[SIGNALS[forwarder.received]]
+            _tell_failure(job, failed)
+            return Exit.FAILED
     return EXIT_OF[next(iter(ends.values()))]
 
 
@@ -127,29 +130,21 @@ def _agent_config(job: Job, nodes: Nodes) -> Any:
     )
 
 
-def _raise_failure(job: Job, failed: Any) -> None:
-    """Tell the first cause: a mistake of the user's, else a death, else the first crash that is not an echo."""
+def _tell_failure(job: Job, failed: Any) -> None:
+    """Tell the first cause: a mistake of the user's, a crash, a death; an echo of these only if alone.
+
+    Raises:
+        NanotrainError: the user's mistake, as a rank met it.
+    """
     reports = [json.loads(path.read_text()) for path in Path(job.scratch or "").glob("failure-*.json")]
-    reports.sort(key=lambda report: (report["trace"] is not None, _is_echo(report["text"]), report["time"]))
-    mended = [report for report in reports if report["trace"] is None]
-    if mended:
-        error = NanotrainError(mended[0]["text"])
-        error.exit_code = mended[0]["code"]
+    reports.sort(key=lambda report: (report["trace"] is not None, report["echo"], report["time"]))
+    first = reports[0] if reports else None
+    if first and first["trace"] is None:
+        error = NanotrainError(first["text"])
+        error.exit_code = first["code"]
         raise error
-    for rank, failure in sorted(failed.failures.items()) if failed else ():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            print(
-                f"nanotrain: rank {rank} was killed by {signal.Signals(-failure.exitcode).name}",
-                file=sys.stderr,
-            )
-            return
-    if reports:
-        first = reports[0]
+    killed = {rank: failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
+    if first and (not first["echo"] or not killed):
         print(f"{first['trace']}nanotrain: rank {first['rank']} failed: {first['text']}", file=sys.stderr)
-
-
-def _is_echo(text: str) -> bool:
-    """Say whether an error only tells that another rank went away."""
-    return any(
-        sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
-    )
+    for rank, code in sorted(killed.items()) if not first or first["echo"] else ():
+        print(f"nanotrain: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.stop import SIGNALS
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,9 @@ def run_rank(job: Job) -> str:
     ranks = Ranks.detect()
     assert ranks is not None
     assert job.scratch is not None
+    for number in SIGNALS:  # until training handles them; a background job of a shell ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
+    Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
@@ -63,11 +68,19 @@ def run_rank(job: Job) -> str:
             "rank": ranks.rank,
             "time": time.time(),
             "text": str(problem) or type(problem).__name__,
+            "echo": is_echo(str(problem)),
             "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
             "code": code,
         }
         Path(job.scratch, f"failure-{ranks.rank}.json").write_text(json.dumps(failure))
+        if failure["echo"]:
+            time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
+
+
+def is_echo(text: str) -> bool:
+    """Say whether an error only tells that another rank went away."""
+    return any(sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe"))
 
 
 def _exit_with_launcher(pid: int | None) -> None:

@@ -198,8 +198,13 @@ class SyntheticConfig:
     vocab: int = attrs.field(validator=ge(2))
     """Number of tokens."""
     branching: int = attrs.field(default=4, validator=ge(1))
-    """Tokens that can follow each token."""
+    """Tokens that can follow each token, at most `vocab`."""
     sequences: int = attrs.field(default=4096, validator=ge(1))
     """Sequences in one epoch of training data."""
     validation_sequences: int = attrs.field(default=256, validator=ge(0))
     """Sequences held out."""
+
+    @branching.validator
+    def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
+        if value > self.vocab:
+            raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")

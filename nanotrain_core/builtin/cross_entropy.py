@@ -6,12 +6,12 @@ are at hand, so that only one chunk of them ever exists; on a CPU the chunk also
 
 Shapes: T tokens, D width, V vocabulary, C tokens of one chunk.
 
-Source of the idea: Wijmans et al., "Cut your losses", arXiv 2411.09009; Hsu et al., "Liger kernel",
-arXiv 2410.10989, section 3.2 (gradients in the forward pass).
+Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from nanotrain_core.batch import IGNORE
 
-#: Logits of one chunk, about, and its fewest tokens: matrix products of fewer rows are slow.
-CHUNK = {"cpu": (2**20, 256), "cuda": (2**27, 1024)}
+#: Logits of one chunk, about, and its fewest tokens: matrix products of few rows are slow.
+CHUNK = {"cpu": (2**20, 128), "cuda": (2**27, 1024)}
 
 
 def linear_cross_entropy(
@@ -31,53 +31,67 @@ def linear_cross_entropy(
     Targets of :data:`~nanotrain_core.batch.IGNORE` add nothing. The sum is float32, or float64 for
     float64 inputs.
     """
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, target_T, torch.is_grad_enabled())
-    return loss
+    if torch.is_grad_enabled():
+        loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, target_T)  # type: ignore[no-untyped-call]
+        return loss
+    chunks = _chunks(target_T, weight_VD)
+    return torch.stack([_nll(_log_p(hidden_TD[c], weight_VD), target_T[c]) for c in chunks]).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward: loss, and its gradients at a loss gradient of 1. Backward: scale them."""
+    """Forward: the loss, and its gradients for a loss gradient of 1. Backward: scale them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, train: bool
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor
     ) -> torch.Tensor:
-        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=hidden_TD.device)
-        d_hidden_TD = torch.empty_like(hidden_TD) if train else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if train else None
-        size = _chunk_tokens(weight_VD)
-        for start in range(0, len(target_T), size):
-            rows = slice(start, start + size)
-            hidden_CD = hidden_TD[rows]
-            counted_C1 = target_T[rows, None] != IGNORE
-            target_C1 = target_T[rows, None] * counted_C1
-            log_p_CV = torch.log_softmax(F.linear(hidden_CD, weight_VD), dim=-1, dtype=wide)
-            loss -= (log_p_CV.gather(1, target_C1) * counted_C1).sum()
-            if d_hidden_TD is not None and d_weight_VD is not None:
-                # The gradient of the logits is p - onehot(target); ignored rows are zeroed where they are narrow.
-                p_CV = log_p_CV.exp_()
-                d_logits_CV = p_CV.scatter_add_(1, target_C1, p_CV.new_full((), -1.0).expand_as(target_C1))
-                d_logits_CV = d_logits_CV.to(hidden_TD.dtype)
-                torch.mul(d_logits_CV @ weight_VD, counted_C1, out=d_hidden_TD[rows])
-                _add_product(d_weight_VD, d_logits_CV.T, hidden_CD * counted_C1)
-        if d_hidden_TD is not None and d_weight_VD is not None:
-            ctx.save_for_backward(d_hidden_TD, d_weight_VD.to(weight_VD.dtype))
-        return loss
+        d_hidden_TD = torch.empty_like(hidden_TD)
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD))
+        losses = []
+        for rows in _chunks(target_T, weight_VD):
+            hidden_CD, target_C = hidden_TD[rows], target_T[rows]
+            log_p_CV = _log_p(hidden_CD, weight_VD)
+            losses.append(_nll(log_p_CV, target_C))
+            d_logits_CV = _d_logits_(log_p_CV, target_C).to(hidden_TD.dtype)
+            torch.mm(d_logits_CV, weight_VD, out=d_hidden_TD[rows])
+            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
+        ctx.save_for_backward(d_hidden_TD, d_weight_VD.to(weight_VD.dtype))
+        return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss, d_weight_VD * d_loss, None, None
+        return d_hidden_TD * d_loss, d_weight_VD * d_loss, None
 
 
-def _chunk_tokens(weight_VD: torch.Tensor) -> int:
-    logits, tokens = CHUNK.get(weight_VD.device.type, CHUNK["cpu"])
-    return max(tokens, logits // len(weight_VD))
+def _chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+    logits, fewest = CHUNK.get(weight_VD.device.type, CHUNK["cuda"])
+    size = max(fewest, logits // len(weight_VD))
+    return (slice(start, start + size) for start in range(0, len(target_T), size))
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may be wider than they are."""
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _log_p(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(F.linear(hidden_CD, weight_VD), dim=-1, dtype=_wide(hidden_CD))
+
+
+def _nll(log_p_CV: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(log_p_CV, target_C, ignore_index=IGNORE, reduction="sum")
+
+
+def _d_logits_(log_p_CV: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+    """Turn log-probabilities in place into p - onehot(target), zero in ignored rows."""
+    ignored_C1 = (target_C == IGNORE).unsqueeze(1)
+    log_p_CV.masked_fill_(ignored_C1, -torch.inf)  # its exponential is 0
+    minus_one_C1 = ignored_C1.to(log_p_CV.dtype) - 1
+    return log_p_CV.exp_().scatter_add_(1, target_C.clamp(min=0).unsqueeze(1), minus_one_C1)
+
+
+def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``left @ right`` to ``total``, which may have a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

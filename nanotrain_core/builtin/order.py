@@ -79,8 +79,8 @@ class SequenceData:
         """
         if sequences > self.train:
             raise DataError(
-                f"a batch of {sequences} sequences of {self.length} tokens is more than the training data has "
-                f"({self.train}): lower batch.sequences or batch.length, or add data"
+                f"one batch takes {sequences} sequences of {self.length} tokens, but the training data has "
+                f"{self.train}: lower batch.sequences or batch.length, or add data"
             )
         rows = shard.rows(sequences)
         numbers = self._train_order.at(self.position + row for row in rows)

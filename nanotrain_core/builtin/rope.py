@@ -8,6 +8,8 @@ Source: Su et al., arXiv 2104.09864, equation 34.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 #: cos and sin of every angle, each [S, 1, K/2].
@@ -30,7 +32,25 @@ def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -
 
 def rotate(x_BSHK: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """Return ``x_BSHK`` with each pair turned by its position's angle, in the dtype of ``x_BSHK``."""
-    cos, sin = turn
+    y_BSHK: torch.Tensor = _Rotate.apply(x_BSHK, *turn)  # type: ignore[no-untyped-call]
+    return y_BSHK
+
+
+class _Rotate(torch.autograd.Function):
+    """Forward: turn. Backward: turn back, which is cheaper than what autograd would derive."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x_BSHK, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_BSHK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(d_y_BSHK, cos, -sin), None, None
+
+
+def _turn(x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x_BSHK.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BSHK.dtype)

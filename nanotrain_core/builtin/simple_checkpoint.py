@@ -72,8 +72,9 @@ class SimpleCheckpoint:
     def _write(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         text = json.dumps({**meta, "world_size": self.mesh.world_size})
         header = {"format": FORMAT, "state": text, "sha256": digest(tensors.items(), text)}
+        metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path(step), lambda path: save_file(tensors, path, header))
+        write_atomically(self.path(step), lambda path: save_file(tensors, path, metadata))
         for old in self.steps()[: -self.config.keep]:
             self.path(old).unlink()
 
@@ -100,7 +101,7 @@ class SimpleCheckpoint:
                 raise CheckpointError(f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)")
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
-            meta = json.loads(file.metadata()["state"])
+            meta = json.loads(read_header(file)["state"])
             same_world = meta["world_size"] == self.mesh.world_size
             prefix = f"rng/{self.mesh.rank}/"
             streams = [name for name in names if same_world and name.startswith(prefix)]
@@ -136,13 +137,19 @@ def damage(path: Path) -> list[str]:
     """Return why ``path`` must not be loaded: empty if it is whole."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = read_header(file)
             if header.get("format") != FORMAT:
                 return [f"{path} is not a {FORMAT} checkpoint (its format is {header.get('format')!r})"]
             found = digest(((name, file.get_tensor(name)) for name in names_in(file)), header["state"])
-    except (OSError, SafetensorError, KeyError) as problem:
+    except (OSError, SafetensorError, KeyError, ValueError) as problem:
         return [f"{path} is damaged: {problem}"]
     return [] if found == header["sha256"] else [f"{path} is damaged: its bytes do not match its SHA-256"]
+
+
+def read_header(file: Any) -> dict[str, str]:
+    """Return format, JSON state and SHA-256 of an open file; empty if it is not one of ours."""
+    header: dict[str, str] = json.loads((file.metadata() or {}).get("nanotrain", "{}"))
+    return header
 
 
 def names_in(file: Any) -> list[str]:

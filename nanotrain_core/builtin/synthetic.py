@@ -97,7 +97,8 @@ class Synthetic(SequenceData):
     def describe(self) -> str:
         """Return what a model can learn here, in one line."""
         vocab = self.config.vocab
-        return f"Markov chain, {vocab} tokens, entropy {self.entropy:.3f} nats (ln {vocab} = {math.log(vocab):.3f})"
+        uniform = f"ln {vocab} = {math.log(vocab):.3f}"
+        return f"Markov chain, {vocab} tokens, entropy {self.entropy:.3f} nats ({uniform})"
 
     def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the walks of those numbers."""

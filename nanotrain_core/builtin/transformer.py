@@ -21,6 +21,7 @@ from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.builtin.rope import Rotation, rotate, rotation
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.roles import Role, tag
@@ -217,6 +218,8 @@ class Head(nn.Module):
     It owns its weight [V, D], or is lent the embedding's at every call when they are tied.
     """
 
+    weight: nn.Parameter | None
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         own = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.width))
@@ -227,6 +230,7 @@ class Head(nn.Module):
     ) -> torch.Tensor:
         """Return logits [B, S, V], or with targets the summed cross-entropy, a scalar."""
         weight_VD = self.weight if table_VD is None else table_VD
+        assert weight_VD is not None
         if targets_BS is None:
             return F.linear(x_BSD, weight_VD)
         return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
@@ -234,5 +238,5 @@ class Head(nn.Module):
 
 def _norm(config: TransformerConfig) -> nn.Module:
     if config.norm == "rmsnorm":
-        return tag(nn.RMSNorm(config.width, eps=config.norm_eps), Role.NORM)
+        return tag(RMSNorm(config.width, eps=config.norm_eps), Role.NORM)
     return tag(nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias), Role.NORM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, ranks
+from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.environment import Ranks
 from nanotrain_core.recipe import Recipe, load_recipe
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     joined = Ranks.detect()
     if joined is not None:
         return EXIT_OF[train(job, joined)]
-    recipe = load_recipe(args.recipe, overrides=args.set, plugins=plugins, ranks=ranks(args))
+    recipe = resolve(args).recipe
     nnodes = args.nnodes or 1
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))

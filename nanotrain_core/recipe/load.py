@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 
@@ -101,7 +100,7 @@ def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
     return [f"{merged.place(problem.key)}: {problem.key}: {problem.message}" for problem in problems]
 
 
-def _changed_versions(label: str, written: Mapping[str, Any], installed: Mapping[str, str]) -> Iterator[str]:
+def _changed_versions(label: str, written: Mapping[str, str], installed: Mapping[str, str]) -> Iterator[str]:
     """Yield which versions a resolved recipe was written with that are not those of today."""
     for name, old in written.items():
         now = installed.get(name, "not used")

@@ -41,15 +41,20 @@ class Resolver:
         names = [field.name for field in attrs.fields(Recipe)]
         for name in sorted(set(self._tree) - set(names)):
             near = did_you_mean(name, names)
-            self.problems.append(Problem(name, f"unknown section '{name}'{near}; valid: {', '.join(names)}"))
+            valid = ", ".join(["extends", *names])
+            self.problems.append(Problem(name, f"unknown section '{name}'{near}; valid: {valid}"))
+        self.written_versions()
         if self.problems:
             return None
         return Recipe(**sections, versions=self._versions(sections))
 
-    def written_versions(self) -> Mapping[str, Any]:
+    def written_versions(self) -> Mapping[str, str]:
         """Return the ``[versions]`` a resolved recipe was written with, empty for others."""
         table = self._tree.get("versions", {})
-        return table if isinstance(table, dict) else {}
+        if isinstance(table, dict) and all(isinstance(version, str) for version in table.values()):
+            return table
+        self.problems.append(Problem("versions", "expected a table of distribution = version, both strings"))
+        return {}
 
     def _structure(self, table: Any, config: type, key: str) -> Any:
         instance, problems = structure(absolute_paths(table, config, key, self._merged), config, key)

@@ -142,12 +142,12 @@ def find_recipe(name: str | os.PathLike[str]) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if path.is_dir():
-        raise RecipeError([f"{path}: is a folder; name a recipe file in it"])
     shipped = shipped_recipes()
     for candidate in (str(name), f"{name}.toml"):
         if candidate in shipped:
             return shipped[candidate]
+    if path.is_dir():
+        raise RecipeError([f"{path}: is a folder; name a recipe file in it"])
     around = [str(p) for p in path.parent.glob("*.toml")]
     names = [*around, *(file.removesuffix(".toml") for file in shipped)]
     near = did_you_mean(str(name), names) or did_you_mean(path.stem, names)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import attrs
 from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
@@ -16,7 +17,16 @@ from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
-from nanotrain_core.recipe.types import expected, field_types, found, is_mapping, is_tuple, is_union, members
+from nanotrain_core.recipe.types import (
+    expected,
+    field_types,
+    found,
+    is_literal,
+    is_mapping,
+    is_tuple,
+    is_union,
+    members,
+)
 
 
 def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
@@ -30,7 +40,7 @@ def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
     try:
         # All validators are run afterwards, so that each failure is reported, with its own key.
         with attrs.validators.disabled():
-            instance = _converter().structure(table, config)
+            instance: Any = _converter().structure(table, config)
     except Exception as error:
         return None, list(_problems(error, key))
     return instance, list(_invalid(instance, key))
@@ -51,11 +61,9 @@ def absolute_paths(table: Any, config: type, key: str, merged: Merged) -> Any:
 def _absolute(value: Any, folder: os.PathLike[str], words: tuple[str, ...]) -> Any:
     if isinstance(value, list):
         return [_absolute(item, folder, words) for item in value]
-    return (
-        os.path.normpath(os.path.join(folder, value))
-        if isinstance(value, str) and value not in words
-        else value
-    )
+    if isinstance(value, str) and value not in words:
+        return os.path.normpath(os.path.join(folder, value))
+    return value
 
 
 @cache
@@ -64,7 +72,7 @@ def _converter() -> Converter:
     converter = Converter(forbid_extra_keys=True)
     for scalar in (bool, int, float, str):
         converter.register_structure_hook(scalar, _scalar)
-    converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _literal)
+    converter.register_structure_hook_func(is_literal, _literal)
     converter.register_structure_hook_func(is_tuple, lambda v, t: _tuple(converter, v, t))
     converter.register_structure_hook_func(is_mapping, lambda v, t: _mapping(converter, v, t))
     converter.register_structure_hook_func(is_union, lambda v, t: _union(converter, v, t))
@@ -93,15 +101,15 @@ def _literal(value: Any, type_: Any) -> Any:
 
 
 def _tuple(converter: Converter, value: Any, type_: Any) -> tuple[Any, ...]:
-    types = get_args(type_)
+    wanted = get_args(type_)
     if not isinstance(value, list):
         raise TypeError(_mismatch(value, type_))
-    if types[-1] is Ellipsis:
-        types = types[:1] * len(value)
-    if len(types) != len(value):
-        raise ValueError(f"expected an array of {len(types)} items, got {len(value)}")
+    if wanted[-1] is Ellipsis:
+        wanted = wanted[:1] * len(value)
+    if len(wanted) != len(value):
+        raise ValueError(f"expected an array of {len(wanted)} items, got {len(value)}")
     items, errors = [], []
-    for index, (item, item_type) in enumerate(zip(value, types, strict=True)):
+    for index, (item, item_type) in enumerate(zip(value, wanted, strict=True)):
         try:
             items.append(converter.structure(item, item_type))
         except Exception as error:
@@ -115,7 +123,7 @@ def _tuple(converter: Converter, value: Any, type_: Any) -> tuple[Any, ...]:
 def _mapping(converter: Converter, value: Any, type_: Any) -> FrozenMapping[Any]:
     if not isinstance(value, dict):
         raise TypeError(_mismatch(value, type_))
-    plain: Any = dict[str, get_args(type_)[1]]
+    plain: Any = types.GenericAlias(dict, get_args(type_))
     return FrozenMapping(converter.structure(value, plain))
 
 

@@ -28,6 +28,10 @@ def is_union(type_: Any) -> bool:
     return get_origin(type_) in (Union, types.UnionType)
 
 
+def is_literal(type_: Any) -> bool:
+    return get_origin(type_) is Literal
+
+
 def is_mapping(type_: Any) -> bool:
     return get_origin(type_) is Mapping
 
@@ -45,7 +49,7 @@ def expected(type_: Any) -> str:
     """Say in words what a value of ``type_`` looks like in TOML: ``an integer``."""
     if type_ in _SCALARS:
         return _SCALARS[type_][1]
-    if get_origin(type_) is Literal:
+    if is_literal(type_):
         return "one of " + ", ".join(map(repr, get_args(type_)))
     if is_tuple(type_):
         return "an array"
@@ -73,7 +77,7 @@ def type_schema(type_: Any) -> dict[str, Any]:
     arguments = get_args(type_)
     if type_ in _SCALARS:
         return {"type": _SCALARS[type_][0]}
-    if get_origin(type_) is Literal:
+    if is_literal(type_):
         return {"enum": list(arguments)}
     if is_union(type_):
         choices = [type_schema(member) for member in members(type_)]

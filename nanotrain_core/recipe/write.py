@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import attrs
 import tomli_w
 
+from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.merge import Merged
@@ -17,9 +19,26 @@ from nanotrain_core.recipe.tree import Recipe, Selection
 def write_resolved(recipe: Recipe) -> str:
     """Return ``recipe`` as TOML with every default spelled out. Loading it gives an equal recipe."""
     tables = {field.name: _plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
-    # TOML wants plain keys before the first table; a key without a value means its default.
-    tables = {"requires": tables.pop("requires"), **tables}
-    return tomli_w.dumps({name: value for name, value in tables.items() if value not in ((), {}, [])})
+    for optional in ("requires", "versions"):
+        if not tables[optional]:
+            del tables[optional]
+    # TOML wants plain keys before the first table: here, requirements and the kinds with no component.
+    arrays = {name: value for name, value in tables.items() if not value or name == "requires"}
+    return _dump(arrays | tables)
+
+
+def _dump(tables: dict[str, Any]) -> str:
+    """Return TOML with one ``[[kind]]`` for each item of a listed kind.
+
+    tomli-w would write short items on one line. So items are written as tables with numbers for
+    names, whose headers are then changed.
+    """
+    for kind in LISTED_KINDS:
+        if tables[kind]:
+            tables[kind] = {str(number): table for number, table in enumerate(tables[kind])}
+    kinds = "|".join(LISTED_KINDS)
+    text = re.sub(rf"^\[({kinds})\.\d+\]$", r"[[\1]]", tomli_w.dumps(tables), flags=re.MULTILINE)
+    return re.sub(rf"^\[({kinds})\.\d+\.", r"[\1.", text, flags=re.MULTILINE)
 
 
 def recipe_hash(recipe: Recipe) -> str:

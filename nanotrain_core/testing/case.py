@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import tomli_w
 
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
 from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry import Registry, load_plugins
 
@@ -38,6 +40,10 @@ TINY: Tables = {
 REMAINDER, FOLDED = {"dp", "edp"}, {"edp", "ep", "etp"}
 
 
+def _texts(paths: Iterable[str | Path]) -> tuple[str, ...]:
+    return tuple(str(path) for path in paths)
+
+
 @attrs.define(frozen=True)
 class Case:
     """One component, how it is configured, and the layout it is tested on.
@@ -56,7 +62,7 @@ class Case:
     """The product of the degrees, unless given."""
     overrides: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
     """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``."""
-    plugins: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=tuple)
+    plugins: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_texts)
     """Plugin files to load, for components without packaging."""
     plain: bool = attrs.field(default=False, kw_only=True)
     """Leave out layout, wrappers and pipeline: see :meth:`alone`."""
@@ -72,8 +78,16 @@ class Case:
         return "-".join([self.use, f"w{self.world_size}", *degrees])
 
     def registry(self) -> Registry:
-        """Return the plugins of this process, the case's own among them."""
-        return load_plugins(local=self.plugins)
+        """Return the plugins of this process, the case's own among them.
+
+        Raises:
+            PluginError: one of the case's own is broken.
+        """
+        registry = load_plugins(local=self.plugins)
+        for plugin in registry.broken:
+            if plugin.local:
+                raise PluginError(f"{plugin.module}: {plugin.error}")
+        return registry
 
     def component(self) -> Component:
         """Return the description under test.
@@ -82,6 +96,24 @@ class Case:
             PluginError: there is none of that name.
         """
         return self.registry().get(self.kind, self.use)
+
+    def settings(self) -> Any:
+        """Return the component's config.
+
+        Raises:
+            RecipeError: the case's table does not fit the config class.
+        """
+        table = self.tables()[self.kind]
+        table = dict(table[-1] if self.kind in LISTED_KINDS else table)
+        del table["use"]
+        settings, problems = structure(table, self.component().config, self.kind)
+        if problems:
+            raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
+        return settings
+
+    def build(self) -> Any:
+        """Build the component's object, alone."""
+        return self.component().build(self.settings())
 
     def alone(self) -> Case:
         """Return the single-process run that this case must equal: no layout, wrapper or pipeline."""
@@ -118,9 +150,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        same = isinstance(value, Mapping) and isinstance(old, Mapping)
-        if same and value.get("use", old.get("use")) == old.get("use"):
-            merged[key] = merge(old, value)
-        else:
-            merged[key] = value
+        tables = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = _merge_tables(old, value) if tables else value  # type: ignore[arg-type]
     return merged
+
+
+def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
+    use = below.get("use")
+    return merge(below, above) if above.get("use", use) == use else above

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Entry = tuple[str, tuple[int, ...], tuple[str, ...]]
 
 
-class CollectiveLog(TorchDispatchMode):
+class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, appends each ``c10d`` operator to ``entries``, those of backward hooks too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
 
     def __torch_dispatch__(

@@ -30,7 +30,14 @@ GRACE = 1.0
 #: Frames below the function that was called.
 HARNESS = ("/testing/worker.py", "/multiprocessing/", "<string>")
 
-PRELOAD = ["numpy", "torch", "torch.distributed", "nanotrain_core.testing.worker"]
+#: Imported once by the server that workers are forked from; the last brings the core with it.
+PRELOAD = [
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "nanotrain_core.testing.worker",
+    "nanotrain_core.testing.probe",
+]
 
 
 class RankFailure(Exception):

@@ -152,11 +152,12 @@ def reset(*, check_collectives: bool) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the setter imports the compiler: 1.4 s
+        torch.use_deterministic_algorithms(False)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
-    level = dist.DebugLevel.DETAIL if check_collectives else dist.DebugLevel.OFF  # type: ignore[attr-defined]
-    dist.set_debug_level(level)  # type: ignore[attr-defined]
+    level = dist.DebugLevel.DETAIL if check_collectives else dist.DebugLevel.OFF
+    dist.set_debug_level(level)
 
 
 @contextlib.contextmanager
@@ -172,7 +173,7 @@ def process_group(job: Job, rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group(
         job.backend,
-        store=dist.FileStore(job.store, world_size),  # type: ignore[attr-defined]
+        store=dist.FileStore(job.store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(hours=1),

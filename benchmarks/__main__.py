@@ -1,0 +1,66 @@
+"""``python -m benchmarks [NAME ...]``: race the engine against its peers and time the commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import startup
+from benchmarks.cases import CASES
+from benchmarks.ours import engine
+from benchmarks.peers import peer
+from benchmarks.race import race
+from benchmarks.report import markdown, write_json, write_markdown
+from nanotrain_core.environment import loopback
+
+NAMES = (*(case.name for case in CASES), "startup")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--rounds", type=positive, default=9, help="turns of each side (default: 9)")
+    parser.add_argument("--steps", type=positive, default=3, help="optimizer steps in a turn (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables between its markers")
+    args = parser.parse_args(arguments)
+    unknown = sorted(set(args.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    return args
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return 0 if every bar was passed, else 1."""
+    args = parse(arguments)
+    names = args.names or NAMES
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")
+    results = []
+    for case in CASES:
+        if case.name in names:
+            print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
+            results.append(race(case, engine, peer, rounds=args.rounds, steps=args.steps))
+    waits = startup.measure(rounds=args.rounds) if "startup" in names else []
+    text = markdown(results, waits)
+    print(text)
+    if args.json:
+        write_json(args.json, results, waits)
+    if args.markdown:
+        write_markdown(args.markdown, text)
+    return 0 if all(measured.passed for measured in (*results, *waits)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Two sides that train in turns, so that whatever else the machine does slows both alike.
+
+Each side's ranks are processes of their own that stay alive and idle between turns. A round is one
+turn of each side, one directly after the other, and gives one ratio; who goes first alternates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from benchmarks.cases import Case
+
+#: Builds one rank of a side; returns what trains for so many steps more.
+Build = Callable[[Any, int], Callable[[int], object]]
+
+
+@attrs.define(frozen=True)
+class Result:
+    """Medians over rounds, and the spread of the ratio."""
+
+    case: Case
+    ours: float
+    """Tokens/s over all ranks."""
+    peer: float
+    ratios: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.ratios)
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio >= self.case.bar
+
+
+class Side:
+    """The ranks of one contender."""
+
+    def __init__(self, build: Build, case: Case) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self.ranks: list[tuple[Any, Connection]] = []
+        for rank in range(case.ranks):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, build, case, rank, f"{self._folder.name}/store")
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # so that a rank's death is an EOFError here
+            self.ranks.append((process, ours))
+
+    def turn(self, steps: int) -> float:
+        """Train ``steps`` steps and return the seconds that the slowest rank took.
+
+        Raises:
+            RuntimeError: a rank died; it has told why on stderr.
+        """
+        try:
+            for _, connection in self.ranks:
+                connection.send(steps)
+            return max(connection.recv() for _, connection in self.ranks)
+        except (BrokenPipeError, EOFError):
+            raise RuntimeError("a rank of the benchmark died: see its traceback above") from None
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, connection in self.ranks:
+            with contextlib.suppress(BrokenPipeError):
+                connection.send(0)
+            process.join(timeout=10)
+            process.kill()
+        self._folder.cleanup()
+
+
+def serve(connection: Connection, build: Build, case: Case, rank: int, store: str) -> None:
+    """Be one rank of a side: train as many steps as asked for, again and again, until asked for none."""
+    import torch
+
+    torch.set_num_threads(case.threads)
+    with process_group(case, rank, store):
+        advance = build(case.recipe(), rank)
+        while steps := connection.recv():
+            began = time.perf_counter()
+            advance(steps)
+            connection.send(time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def process_group(case: Case, rank: int, store: str) -> Iterator[None]:
+    """Join the side's ranks over gloo on the loopback interface."""
+    import torch.distributed as dist
+
+    if case.ranks > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, case.ranks), rank=rank, world_size=case.ranks
+        )
+    yield
+    if case.ranks > 1:
+        dist.destroy_process_group()
+
+
+def race(case: Case, ours: Build, peer: Build, *, rounds: int, steps: int) -> Result:
+    """Let both sides take ``rounds`` turns of ``steps`` optimizer steps, after one to warm up."""
+    batch = case.recipe().batch
+    tokens = batch.sequences * batch.length * steps
+    speeds: dict[Side, list[float]] = {}
+    with Side(ours, case) as first, Side(peer, case) as second:
+        order = [first, second]
+        for side in order:
+            side.turn(steps)
+            speeds[side] = []
+        for _ in range(rounds):
+            for side in order:
+                speeds[side].append(tokens / side.turn(steps))
+            order.reverse()
+        ratios = tuple(a / b for a, b in zip(speeds[first], speeds[second], strict=True))
+        return Result(case, median(speeds[first]), median(speeds[second]), ratios)

@@ -1,0 +1,78 @@
+"""``nanotrain conformance KIND:NAME``: every check of a component, without writing a test."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import tomli
+
+from nanotrain_core.component import KINDS
+from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("component", metavar="KIND:NAME", help="for example parallel:ddp")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the component's own table"
+    )
+    parser.add_argument(
+        "--with",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="a key of the recipe around it, for example batch.length=32",
+    )
+    parser.add_argument(
+        "--degree", action="append", default=[], metavar="DIM=N", help="the layout, for example dp=2"
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks, if not the product of the degrees")
+    parser.add_argument(
+        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each check, and the reasons of those that failed."""
+    from nanotrain_core.testing import Case, close_pools, failures, trials
+
+    kind, use = _component(args.component)
+    ranks = {"world_size": args.nproc} if args.nproc else {}
+    case = Case(
+        kind,
+        use=use,
+        config=_tables(args.set),
+        topology=_tables(args.degree),
+        overrides=_tables(args.overrides),
+        plugins=args.plugin,
+        **ranks,
+    )
+    case.settings()
+    failed = 0
+    for trial in trials(case):
+        error = failures([trial]).get(trial.label)
+        failed += error is not None
+        print(f"{'ok    ' if error is None else 'FAILED'} {trial.id}: {trial.check.invariant}")
+        for line in str(error).splitlines() if error is not None else ():
+            print(f"       {line}")
+    close_pools()
+    print(f"{failed} failed" if failed else "all checks passed")
+    return Exit.FAILED if failed else Exit.DONE
+
+
+def _component(text: str) -> tuple[str, str]:
+    kind, _, use = text.partition(":")
+    if kind not in KINDS or not use:
+        near, kinds = did_you_mean(kind, KINDS), ", ".join(KINDS)
+        raise NanotrainError(f"expected KIND:NAME such as parallel:ddp, got '{text}'{near}; kinds: {kinds}")
+    return kind, use
+
+
+def _tables(lines: list[str]) -> dict[str, Any]:
+    """Read TOML lines such as ``batch.length=32``."""
+    try:
+        return tomli.loads("\n".join(lines))
+    except tomli.TOMLDecodeError as error:
+        raise NanotrainError(f"expected KEY=VALUE as in a recipe, got {' '.join(lines)}: {error}") from None

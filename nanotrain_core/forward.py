@@ -1,0 +1,65 @@
+"""Passes signals from the launcher to its ranks, so that they stop together and in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+#: Seconds ranks get for a last step and checkpoint after a signal.
+GRACE = 120.0
+
+POLL = 0.1
+
+
+class SignalForwarder:
+    """Waits for the agent while handing the first SIGINT or SIGTERM on to every rank, once.
+
+    A second signal, or the end of the grace period, kills the ranks.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.received: signal.Signals | None = None
+        self._told: set[int] = set()
+        self._deadline = float("inf")
+
+    def wait(self, agent: Future[Any]) -> Any:
+        """Return the agent's result."""
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while not agent.done():
+                self._forward()
+                time.sleep(POLL)
+            return agent.result()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._deadline = signal.Signals(number), time.monotonic() + GRACE
+        else:
+            self._deadline = 0.0
+
+    def _forward(self) -> None:
+        """Tell ranks that have not been told; those that start late are told late."""
+        if self.received is None:
+            return
+        pids = {int(path.read_text() or 0) for path in self.scratch.glob("pid-*")} - {0}
+        if time.monotonic() > self._deadline:
+            self._send(pids, signal.SIGKILL)
+        else:
+            self._send(pids - self._told, self.received)
+        self._told |= pids
+
+    @staticmethod
+    def _send(pids: set[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)

@@ -1,0 +1,280 @@
+"""A checkpoint is complete or absent, gives back every bit, and notices damage before it touches a run."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from nanotrain_core.contracts import Block, Checkpoint, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check, distributed
+from nanotrain_core.testing.checks.optimizer import whole_of
+from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
+from nanotrain_core.testing.disaster import Outcome, save_and_die
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import make_run, rank, train
+
+ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}
+Changes = dict[str, Any]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+# --- run on ranks -----------------------------------------------------------------------------------
+
+
+def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[Checkpoint, TrainState]:
+    """Return the case's checkpoint, opened on ``folder``, and the state of a freshly composed run.
+
+    Args:
+        fill: overwrite every tensor with this value.
+    """
+    run = make_run(case, {"optimizer": ADAMW})
+    assert run.checkpoint is not None
+    run.checkpoint.open(folder, run.mesh)
+    blocks = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
+    blocks += run.optimizer.blocks()
+    if fill is not None:
+        for block in blocks:
+            block.tensor.fill_(fill)
+    streams = {"torch": torch.get_rng_state()}
+    return run.checkpoint, TrainState(blocks, {"step": 0, "text": "ünïcode", "list": [1, 2.5]}, streams)
+
+
+def numbered(state: TrainState, seed: int) -> TrainState:
+    """Fill every tensor with numbers that depend on its name and place, and write ``seed`` in the meta."""
+    for block in state.blocks:
+        whole_tensor = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(seed))
+        index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
+        block.tensor.copy_(whole_tensor[index])
+    return attrs.evolve(state, meta={**state.meta, "step": seed})
+
+
+def save_steps(case: Case, folder: Path, steps: list[int]) -> list[Block]:
+    """Save a different state at each of ``steps`` and return the blocks of the last."""
+    checkpoint, state = open_state(case, folder)
+    for step in steps:
+        checkpoint.save(step, numbered(state, step))
+    return list(state.blocks)
+
+
+@attrs.define(frozen=True, eq=False)
+class Loaded:
+    """What a rank got back."""
+
+    blocks: list[Block]
+    meta: dict[str, Any]
+    streams: dict[str, torch.Tensor]
+
+
+def load(case: Case, folder: Path, which: str, copy_to: Path | None = None) -> Loaded | None:
+    """Load into a run full of other numbers; save what was loaded again in ``copy_to``."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    found = checkpoint.load(which, state)
+    if found is not None and copy_to is not None:
+        checkpoint.open(copy_to, make_run(case, {}).mesh)
+        checkpoint.save(
+            found.meta["step"], attrs.evolve(state, meta=found.meta, rank_tensors=found.rank_tensors)
+        )
+    if found is None:
+        return None
+    return Loaded(list(state.blocks), dict(found.meta), dict(found.rank_tensors))
+
+
+@attrs.define(frozen=True)
+class Refusal:
+    """How a load that should fail went."""
+
+    error: str
+    """Text of the CheckpointError, empty if there was none."""
+    problems: list[str]
+    """What ``verify`` said."""
+    touched: list[str]
+    """Tensors that changed all the same."""
+
+
+def try_to_load(case: Case, folder: Path, *, reshape: bool = False) -> Refusal:
+    """Load step 1 and tell how it failed; with ``reshape``, into a run whose last tensor is larger."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    if reshape:
+        *others, last = state.blocks
+        wider = (last.global_shape[0] + 1, *last.global_shape[1:])
+        state = attrs.evolve(state, blocks=[*others, attrs.evolve(last, global_shape=wider)])
+    try:
+        checkpoint.load("1", state)
+        error = ""
+    except CheckpointError as refused:
+        error = str(refused)
+    problems = list(checkpoint.verify(1)) if rank() == 0 else []
+    touched = [block.name for block in state.blocks if (block.tensor != -1.0).any()]
+    return Refusal(error, problems, touched)
+
+
+def named(blocks: list[Block]) -> dict[str, torch.Tensor]:
+    """Return a rank's blocks by name and offset."""
+    return {f"{block.name}@{block.offset}": block.tensor for block in blocks}
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+@check("checkpoint", since="0.1")
+def every_bit_comes_back(case: Case) -> None:
+    """Blocks, JSON state and random streams come back on every rank as they were saved, bit for bit."""
+    with temporary_folder() as folder:
+        saved = run_ranks(save_steps, case.world_size, case, folder, [3])
+        loaded = run_ranks(load, case.world_size, case, folder, "latest")
+    for number, (blocks, back) in enumerate(zip(saved, loaded, strict=True)):
+        assert back is not None, f"rank {number} found no checkpoint after a save"
+        assert_bitwise(named(back.blocks), named(blocks), f"blocks of rank {number}")
+        wanted = {"step": 3, "text": "ünïcode", "list": [1, 2.5]}
+        got = {key: back.meta.get(key) for key in wanted}
+        assert got == wanted, f"rank {number}: meta {got}, saved {wanted}"
+        assert "torch" in back.streams, f"rank {number}: streams {sorted(back.streams)}, saved 'torch'"
+
+
+@check("checkpoint", since="0.1")
+def saving_again_writes_the_same_bytes(case: Case) -> None:
+    """What was loaded, saved elsewhere, gives byte-equal files."""
+    with temporary_folder() as one, temporary_folder() as other:
+        run_ranks(save_steps, case.world_size, case, one, [3])
+        run_ranks(load, case.world_size, case, one, "latest", other)
+        first, second = ({p.relative_to(f): p.read_bytes() for p in files(f)} for f in (one, other))
+    assert first.keys() == second.keys(), f"files {sorted(second)}, first save {sorted(first)}"
+    differing = [str(path) for path in first if first[path] != second[path]]
+    assert not differing, f"bytes differ in {differing}"
+
+
+def files(folder: Path) -> list[Path]:
+    """Return every file below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@check("checkpoint", since="0.1")
+def resumed_run_is_the_same_run(case: Case) -> None:
+    """Stopped after 3 of 6 steps and resumed: weights, state, random streams and data end bitwise equal."""
+    changes = {
+        "run": {"steps": 6},
+        "optimizer": {**ADAMW, "lr_schedule": {"use": "cosine", "warmup_steps": 2}},
+    }
+    with temporary_folder() as folder:
+        options: dict[str, Any] = {"folder": folder, "save_at": 3}
+        through = run_ranks(train, case.world_size, case, changes, **options)
+        resumed = run_ranks(train, case.world_size, case, changes, **options, resume="3")
+    for number, (one, other) in enumerate(zip(through, resumed, strict=True)):
+        assert_bitwise(whole_of(other), whole_of(one), f"rank {number}, resumed after step 3")
+        assert_bitwise(other.streams, one.streams, f"random streams of rank {number}")
+        assert other.meta == one.meta, f"rank {number}: {other.meta} instead of {one.meta}"
+        losses = [[r.loss for r in t.reports if r.step > 3] for t in (other, one)]
+        assert losses[0] == losses[1], f"losses after resuming {losses[0]}, without {losses[1]}"
+
+
+@check("checkpoint", since="0.1", applies=distributed)
+def loads_on_one_process(case: Case) -> None:
+    """What several ranks saved, one process loads: the same whole tensors."""
+    with temporary_folder() as folder:
+        saved = run_ranks(save_steps, case.world_size, case, folder, [3])
+        (loaded,) = run_ranks(load, 1, case.alone(), folder, "latest")
+    assert loaded is not None, "one process found no checkpoint"
+    assert_same(whole([loaded.blocks]), whole(saved), "whole tensors on one process", atol=0.0)
+
+
+@check("checkpoint", since="0.1")
+def empty_folder_has_no_checkpoint(case: Case) -> None:
+    """Where nothing was saved, ``latest`` is None and there are no steps."""
+    with temporary_folder() as folder:
+        assert run_ranks(load, case.world_size, case, folder, "latest") == [None] * case.world_size
+
+
+def cut_in_half(path: Path) -> None:
+    """Truncate a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit two thirds into a file: in the tensors, where no syntax gives it away."""
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    path.write_bytes(data)
+
+
+def make_empty(path: Path) -> None:
+    """Leave a file without content."""
+    path.write_bytes(b"")
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "truncated": cut_in_half,
+    "bit_flipped": flip_a_bit,
+    "empty": make_empty,
+}
+
+
+@check("checkpoint", since="0.1", variants=tuple(DAMAGE))
+def damage_is_noticed(case: Case, damage: str) -> None:
+    """A damaged file is a CheckpointError on every rank and shows in ``verify``; no live tensor changes."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1])
+        for path in files(folder):
+            whole_file = path.read_bytes()
+            DAMAGE[damage](path)
+            assert_refused(run_ranks(try_to_load, case.world_size, case, folder), f"{path.name} {damage}")
+            path.write_bytes(whole_file)
+
+
+def assert_refused(refusals: list[Refusal], what: str, *, verified: bool = True) -> None:
+    """Check that a load failed on every rank and touched nothing."""
+    for number, refusal in enumerate(refusals):
+        assert refusal.error, f"{what}: rank {number} loaded it"
+        assert not refusal.touched, f"{what}: refused on rank {number} after filling {refusal.touched}"
+    assert refusals[0].problems or not verified, f"{what}: verify found nothing"
+
+
+@check("checkpoint", since="0.1")
+def other_shape_is_refused(case: Case) -> None:
+    """A checkpoint of a model of other shape is a CheckpointError; no live tensor changes."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1])
+        refusals = run_ranks(try_to_load, case.world_size, case, folder, reshape=True)
+    assert_refused(refusals, "another shape", verified=False)
+
+
+@check("checkpoint", since="0.1", variants=("killed", "out_of_space"))
+def interrupted_save_leaves_the_last(case: Case, disaster: str) -> None:
+    """Killed before or after any write, or out of space, a save leaves step 1 loadable, or is complete.
+
+    A full disk is a CheckpointError. What is loaded then is bitwise step 1 or step 2, never a mixture.
+    """
+    alone = case.alone()
+    with temporary_folder() as folder:
+        outcomes = run_ranks(save_and_die, 1, alone, folder, disaster, backend=None)[0]
+        for outcome in outcomes:
+            assert_survived(alone, outcome, disaster)
+            shutil.rmtree(outcome.folder)
+    assert len(outcomes) > 1, "no write was found to interrupt"
+
+
+def assert_survived(case: Case, outcome: Outcome, disaster: str) -> None:
+    """Check what an interrupted save left behind."""
+    assert not outcome.error, f"{disaster} {outcome.point}: {outcome.error}"
+    (back,) = run_ranks(load, 1, case, outcome.folder, "latest", backend=None)
+    assert back is not None, f"{disaster} {outcome.point}: no checkpoint is left"
+    step = back.meta["step"]
+    assert step in (1, 2), f"{disaster} {outcome.point}: step {step} came back, saved were 1 and 2"
+    for block in back.blocks:
+        wanted = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(step))
+        same = torch.equal(block.tensor, wanted.to(block.tensor.dtype))
+        assert same, f"{disaster} {outcome.point}: {block.name} is not what step {step} saved"

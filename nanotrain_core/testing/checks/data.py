@@ -1,0 +1,154 @@
+"""Data is one stream of global batches, whatever the layout, and can be continued where it stopped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.contracts import Data
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+
+SEQUENCES = 8
+
+
+def opened(case: Case, *, seed: int = 7) -> Data:
+    """Return the data at its beginning."""
+    data: Data = case.build()
+    data.open(length=case.recipe().batch.length, seed=seed)
+    return data
+
+
+def batches(data: Data, count: int, shard: Shard = Shard()) -> torch.Tensor:  # noqa: B008 (frozen)
+    """Return tokens and targets of the next training batches, [count, 2, rows, S]."""
+    return torch.stack([_both(data.train_batch(SEQUENCES, shard)) for _ in range(count)])
+
+
+def _both(batch: Batch) -> torch.Tensor:
+    assert batch.targets is not None, "a training batch has no targets"
+    return torch.stack([batch.tokens, batch.targets])
+
+
+def validation(data: Data, sequences: int, shard: Shard = Shard()) -> list[Batch]:  # noqa: B008 (frozen)
+    """Return all validation batches."""
+    found: list[Batch] = []
+    while (batch := data.validation_batch(len(found), sequences, shard)) is not None:
+        found.append(batch)
+    return found
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Compare integer tensors."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    wrong = (actual != expected).sum().item()
+    assert wrong == 0, f"{what}: {wrong} of {expected.numel()} tokens differ"
+
+
+@check("data", since="0.1")
+def targets_are_the_next_tokens(case: Case) -> None:
+    """Tokens are int64 [B, S] below ``vocab_size``; a position's target is the token after it, or ignored."""
+    data, length = opened(case), case.recipe().batch.length
+    tokens, targets = batches(data, 1)[0]
+    assert tokens.shape == (SEQUENCES, length), (
+        f"tokens {tuple(tokens.shape)}, expected {(SEQUENCES, length)}"
+    )
+    assert tokens.dtype == torch.int64, f"tokens are {tokens.dtype}"
+    assert 0 <= tokens.min() <= tokens.max() < data.vocab_size, (
+        f"tokens up to {tokens.max()} of {data.vocab_size}"
+    )
+    predicted = targets[:, :-1] != IGNORE
+    assert predicted.any(), "every target is ignored"
+    assert_equal(targets[:, :-1][predicted], tokens[:, 1:][predicted], "targets against the tokens after")
+
+
+@check("data", since="0.1", variants=("2", "4"))
+def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
+    """Side by side, the rows of all shards are the global batch that one process sees, step after step."""
+    count = int(shards)
+    parts = [batches(opened(case), 3, Shard(index, count)) for index in range(count)]
+    assert_equal(torch.cat(parts, dim=2), batches(opened(case), 3), f"{count} shards against one")
+
+
+@check("data", since="0.1", variants=("2", "4"))
+def validation_shards_make_up_the_batch(case: Case, shards: str) -> None:
+    """So are the rows of the validation batches."""
+    expected = [_both(batch) for batch in validation(opened(case), 4)]
+    each = [validation(opened(case), 4, Shard(index, int(shards))) for index in range(int(shards))]
+    for index, parts in enumerate(zip(*each, strict=True)):
+        joined = torch.cat([_both(part) for part in parts], dim=1)
+        assert_equal(joined, expected[index], f"validation batch {index} from {shards} shards")
+
+
+@check("data", since="0.1")
+def same_seed_same_batches(case: Case) -> None:
+    """The same seed gives the same batches, another seed others."""
+    assert_equal(batches(opened(case), 3), batches(opened(case), 3), "two runs with one seed")
+    one, other = batches(opened(case), 3), batches(opened(case, seed=8), 3)
+    assert not torch.equal(one, other), "seeds 7 and 8 give the same batches"
+
+
+@check("data", since="0.1")
+def batches_differ(case: Case) -> None:
+    """The stream moves on: consecutive batches are not the same."""
+    first, second = batches(opened(case), 2)
+    assert not torch.equal(first, second), "the first two batches are equal"
+
+
+@check("data", since="0.1")
+def position_can_be_put_back(case: Case) -> None:
+    """After ``load_meta(meta())``, through JSON, new data goes on with the batch that came next."""
+    old = opened(case)
+    batches(old, 3)
+    meta: dict[str, Any] = json.loads(json.dumps(old.meta()))
+    expected = batches(old, 3)
+    new = opened(case)
+    new.load_meta(meta)
+    assert_equal(batches(new, 3), expected, "batches after going back to step 3")
+
+
+@check("data", since="0.1")
+def looking_does_not_advance(case: Case) -> None:
+    """Validation and ``meta`` leave the training stream where it is."""
+    data = opened(case)
+    first = batches(data, 1)
+    validation(data, 4)
+    data.meta()
+    assert_equal(torch.cat([first, batches(data, 1)]), batches(opened(case), 2), "batches around validation")
+
+
+@check("data", since="0.1")
+def validation_has_one_order(case: Case) -> None:
+    """Validation batches are the same each time, and do not depend on what was trained on."""
+    data = opened(case)
+    first = [_both(batch) for batch in validation(data, 4)]
+    batches(data, 2)
+    again = [_both(batch) for batch in validation(data, 4)]
+    assert first, "there is no validation batch"
+    assert_equal(torch.stack(again), torch.stack(first), "validation, a second time")
+
+
+@check("data", since="0.1")
+def validation_is_never_trained_on(case: Case) -> None:
+    """No validation sequence is among the sequences of the first 32 training batches."""
+    data = opened(case)
+    held_out = {tuple(row.tolist()) for batch in validation(data, 4) for row in batch.tokens}
+    trained = {tuple(row.tolist()) for tokens, _ in batches(data, 32) for row in tokens}
+    held_out = {row for row in held_out if any(row)}
+    shared = held_out & trained
+    assert not shared, f"{len(shared)} of {len(held_out)} validation sequences were trained on: {min(shared)}"
+
+
+@check("data", since="0.1")
+def last_validation_batch_is_padded(case: Case) -> None:
+    """Every validation batch is full; padding has ignored targets, so each size predicts the same tokens."""
+    data = opened(case)
+    counts = {}
+    for size in (1, 3, 4):
+        found = validation(data, size)
+        sizes = {batch.sequences for batch in found}
+        assert sizes == {size}, f"asked for batches of {size}, got {sizes}"
+        counts[size] = sum(int(batch.target_tokens()) for batch in found)
+    assert len(set(counts.values())) == 1, f"predicted tokens by size of batch: {counts}"

@@ -1,0 +1,104 @@
+"""What every component of any kind keeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import attrs
+
+from nanotrain_core.component import LISTED_KINDS
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.recipe import load_recipe, write_resolved
+from nanotrain_core.recipe.schema import field_docs, recipe_schema
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+
+#: Kinds that commands without torch build too, not only describe.
+TORCH_FREE_KINDS = ("topology", "schedule")
+
+_LOAD = """
+import sys
+from nanotrain_core.testing import Case
+case = {case!r}
+case.build() if {build} else case.component()
+sys.exit("it imports torch" if "torch" in sys.modules else 0)
+"""
+
+
+@check("every", since="0.1")
+def loads_without_torch(case: Case) -> None:
+    """The plugin's module announces the component without importing torch."""
+    code = _LOAD.format(case=case, build=case.kind in TORCH_FREE_KINDS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{case.kind} '{case.use}': {done.stderr.strip()}"
+
+
+@check("every", since="0.1")
+def describes_itself(case: Case) -> None:
+    """The component has a one-line summary and names its factory as ``module:attribute``."""
+    component = case.component()
+    assert component.summary, "summary is empty: `nanotrain plugins` has nothing to show"
+    assert "\n" not in component.summary, f"summary has several lines: {component.summary!r}"
+    module, _, attribute = component.factory.partition(":")
+    assert module, f"factory {component.factory!r} is not 'module:attribute'"
+    assert attribute, f"factory {component.factory!r} is not 'module:attribute'"
+
+
+@check("every", since="0.1")
+def config_is_frozen_and_documented(case: Case) -> None:
+    """The config is a frozen attrs class, and under each field stands a string that explains it."""
+    config = case.component().config
+    assert attrs.has(config), f"{config.__name__} is not an attrs class"
+    undocumented = [f.name for f in attrs.fields(config) if not field_docs(config).get(f.name)]
+    assert not undocumented, f"fields of {config.__name__} without a string under them: {undocumented}"
+    for field in attrs.fields(config):
+        try:
+            setattr(case.settings(), field.name, None)
+        except attrs.exceptions.FrozenInstanceError:
+            continue
+        raise AssertionError(f"{config.__name__}.{field.name} can be assigned: use attrs.define(frozen=True)")
+
+
+@check("every", since="0.1")
+def unknown_key_is_refused(case: Case) -> None:
+    """A misspelt key in the component's table is an error that names it and the nearest valid key."""
+    names = [field.name for field in attrs.fields(case.component().config)]
+    wrong = f"{names[-1]}x" if names else "anything"
+    try:
+        attrs.evolve(case, config={**case.config, wrong: 1}).settings()
+    except NanotrainError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"a recipe with {case.kind}.{wrong} = 1 was accepted")
+    assert f"unknown key '{wrong}'" in text, f"the error does not name {wrong!r}: {text}"
+    assert not names or f"did you mean '{names[-1]}'" in text, f"no suggestion in: {text}"
+
+
+@check("every", since="0.1", applies=lambda case: case.kind != "topology")
+def recipe_survives_writing(case: Case) -> None:
+    """The resolved recipe, written as TOML with every default, loads back equal."""
+    recipe = case.recipe()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "resolved.toml")
+        path.write_text(write_resolved(recipe))
+        again = load_recipe(path, plugins=PluginArguments(local=case.plugins))
+    assert again == recipe, f"wrote {recipe}, read {again}"
+
+
+@check("every", since="0.1")
+def schema_accepts_the_recipe(case: Case) -> None:
+    """The JSON Schema made of the installed plugins is valid draft-07, and this recipe is valid under it."""
+    import jsonschema  # type: ignore[import-untyped]
+
+    schema = recipe_schema(case.registry())
+    jsonschema.Draft7Validator.check_schema(schema)
+    recipe = case.tables()
+    errors = list(jsonschema.Draft7Validator(schema).iter_errors(recipe))
+    assert not errors, f"{errors[0].json_path}: {errors[0].message}"
+    table = recipe[case.kind][-1] if case.kind in LISTED_KINDS else recipe[case.kind]
+    table["surely_unknown"] = 1
+    assert list(jsonschema.Draft7Validator(schema).iter_errors(recipe)), "the schema accepts an unknown key"

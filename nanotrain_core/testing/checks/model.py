@@ -1,0 +1,194 @@
+"""A model is the same whole or in parts, says what its layers are, and its loss is a sum."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.actions import Part
+from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.contracts import Initializer, Model
+from nanotrain_core.initialise import materialise
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.placement import place
+from nanotrain_core.roles import tag_of
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
+
+ONE_RANK = Layout({"dense": View(("dp",), (1,))})
+Losses = dict[str, float]
+
+
+def model_of(case: Case) -> Model:
+    """Build the model's description."""
+    model: Model = case.build()
+    return model
+
+
+def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
+    """Build the model cut at ``bounds``."""
+    model = model_of(case)
+    edges = [0, *bounds, model.layers]
+    parts = [Part(a, b, model.layers) for a, b in pairwise(edges)]
+    with torch.device("meta"):
+        return [model.build(part) for part in parts]
+
+
+def parts_of(case: Case, *bounds: int, seed: int = 7) -> list[nn.Module]:
+    """Build the model cut at ``bounds``, in float64 with its initial weights."""
+    parts = [part.to(torch.float64) for part in on_meta(case, *bounds)]
+    materialise(parts, place(parts, ONE_RANK), seed, torch.device("cpu"))
+    return parts
+
+
+def named(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return parameters by global name, a repeated one once."""
+    return {name: p.detach() for part in parts for name, p in part.named_parameters()}
+
+
+def batch_of(case: Case, *, ignored: bool = True) -> Batch:
+    """Draw 4 random sequences; a third of the targets, unevenly spread, are ignored."""
+    vocab, length = model_of(case).vocab_size, case.recipe().batch.length
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab, (4, length + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    if ignored:
+        targets[0, length // 4 :] = IGNORE
+        targets[1, : length // 2] = IGNORE
+    return Batch(tokens[:, :-1].clone(), targets)
+
+
+def run_parts(parts: list[nn.Module], batch: Batch) -> dict[str, torch.Tensor]:
+    """Pass a batch through all parts and return the loss sums."""
+    value = batch.tokens
+    losses: dict[str, torch.Tensor] = {}
+    for part in parts:
+        output = part(value, batch)
+        value = output.value
+        losses |= output.losses
+    return losses
+
+
+def losses_and_gradients(parts: list[nn.Module], batch: Batch) -> tuple[Losses, dict[str, torch.Tensor]]:
+    """Run forward and backward; gradients of a parameter that two parts share are added."""
+    losses = run_parts(parts, batch)
+    torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
+    gradients: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, p in part.named_parameters():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return {name: loss.item() for name, loss in losses.items()}, gradients
+
+
+@check("model", since="0.1")
+def weights_do_not_depend_on_the_cut(case: Case) -> None:
+    """Cut anywhere, the parts have the whole model's parameters: same names, bitwise the same values."""
+    expected = named(parts_of(case))
+    for cut in range(1, model_of(case).layers):
+        assert_bitwise(named(parts_of(case, cut)), expected, f"parts cut before layer {cut}")
+
+
+@check("model", since="0.1")
+def weights_depend_on_the_seed(case: Case) -> None:
+    """Another seed draws other weights."""
+    one, other = named(parts_of(case, seed=1)), named(parts_of(case, seed=2))
+    assert any(not torch.equal(one[name], other[name]) for name in one), "seeds 1 and 2 draw equal weights"
+
+
+@check("model", since="0.1")
+def parts_compose_to_the_whole(case: Case) -> None:
+    """Chained, the parts give the whole model's losses and gradients, to 1e-10 in float64."""
+    losses, gradients = losses_and_gradients(parts_of(case), batch_of(case))
+    for cut in range(1, model_of(case).layers):
+        got_losses, got = losses_and_gradients(parts_of(case, cut), batch_of(case))
+        assert_same(got, gradients, f"gradients of parts cut before layer {cut}")
+        assert got_losses.keys() == losses.keys(), f"loss terms {set(got_losses)}, whole: {set(losses)}"
+        assert_numbers(list(got_losses.values()), list(losses.values()), "losses", atol=1e-9)
+
+
+@check("model", since="0.1")
+def every_layer_has_a_role(case: Case) -> None:
+    """Every linear layer and embedding carries a role tag, or a parallel wrapper could not see it."""
+    (part,) = on_meta(case)
+    layers = [(name, m) for name, m in part.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    untagged = [name for name, module in layers if tag_of(module) is None]
+    assert not untagged, f"without a role: {untagged}"
+
+
+@check("model", since="0.1")
+def every_parameter_has_an_initializer(case: Case) -> None:
+    """``initializer`` answers for every parameter, in every part that has it, alike."""
+    (part,) = on_meta(case)
+    answers = {name: part.initializer(name) for name, _ in part.named_parameters()}  # type: ignore[operator]
+    wrong = {name: found for name, found in answers.items() if not isinstance(found, Initializer)}
+    assert not wrong, f"not an Initializer: {wrong}"
+
+
+@check("model", since="0.1")
+def nothing_but_parameters(case: Case) -> None:
+    """Built on ``meta``, the model has no buffers, which would come to life uninitialised."""
+    (part,) = on_meta(case)
+    buffers = [name for name, _ in part.named_buffers()]
+    assert not buffers, f"buffers: {buffers}"
+    real = [name for name, p in part.named_parameters() if p.device.type != "meta"]
+    assert not real, f"not on meta, so the plan of a large model would not fit: {real}"
+
+
+@check("model", since="0.1")
+def loss_is_a_sum(case: Case) -> None:
+    """The losses and counts of two microbatches add up to those of the batch, ignored targets or not."""
+    parts, model, batch = parts_of(case), model_of(case), batch_of(case)
+    whole = {name: loss.item() for name, loss in run_parts(parts, batch).items()}
+    halves = [run_parts(parts, half) for half in batch.split(1)]
+    for name, loss in whole.items():
+        added = sum(half[name].item() for half in halves)
+        assert abs(added - loss) < 1e-9, f"{name}: microbatches add to {added}, the batch gives {loss}"
+    counts = model.loss_counts(batch)
+    for name in model.loss_weights:
+        added = sum(model.loss_counts(half)[name].item() for half in batch.split(1))
+        assert added == counts[name] > 0, f"{name}: microbatches count {added}, the batch {counts[name]}"
+
+
+@check("model", since="0.1")
+def ignored_targets_cost_nothing(case: Case) -> None:
+    """A microbatch with no target has a next-token loss and a gradient of zero, not nan."""
+    batch = batch_of(case)
+    assert batch.targets is not None
+    nothing = attrs.evolve(batch, targets=torch.full_like(batch.targets, IGNORE))
+    losses, gradients = losses_and_gradients(parts_of(case), nothing)
+    assert losses["lm"] == 0.0, f"loss {losses['lm']} with no target"
+    broken = [name for name, g in gradients.items() if not torch.isfinite(g).all()]
+    assert not broken, f"gradients not finite with no target: {broken}"
+
+
+@check("model", since="0.1")
+def tokens_do_not_see_the_future(case: Case) -> None:
+    """Changing the last token changes no logits before it."""
+    parts, batch = parts_of(case), batch_of(case)
+    tokens = batch.tokens.clone()
+    tokens[:, -1] = (tokens[:, -1] + 1) % model_of(case).vocab_size
+    (logits, changed) = (_logits(parts, Batch(t)) for t in (batch.tokens, tokens))
+    error = (logits - changed)[:, :-1].abs().max().item()
+    assert error < 1e-12, f"logits before the last token moved by {error:.3g} when it changed"
+    assert not torch.equal(logits[:, -1], changed[:, -1]), "the last token has no effect on its logits"
+
+
+@torch.no_grad()
+def _logits(parts: list[nn.Module], batch: Batch) -> torch.Tensor:
+    value = batch.tokens
+    for part in parts:
+        value = part(value, batch).value
+    return value
+
+
+@check("model", since="0.1")
+def flops_are_counted(case: Case) -> None:
+    """FLOPs per token are positive and do not fall as sequences grow."""
+    model, length = model_of(case), case.recipe().batch.length
+    short, long = model.flops_per_token(length // 2), model.flops_per_token(length)
+    assert 0 < short <= long, f"{short} FLOPs per token at half the length, {long} at full"

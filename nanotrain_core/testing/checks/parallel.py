@@ -1,0 +1,102 @@
+"""A parallel wrapper changes who computes what, and nothing of what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check, distributed
+from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import Trace, train, train_with_extra
+
+SGD = {"use": "sgd", "lr": 0.1, "clip_norm": 0.5}
+ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
+
+
+def traces(case: Case, **changes: Any) -> list[Trace]:
+    """Train the case on its ranks; return each rank's trace."""
+    found: list[Trace] = run_ranks(train, case.world_size, case, changes)
+    return found
+
+
+def assert_same_reports(actual: Trace, expected: Trace, *, atol: float) -> None:
+    """Compare losses and gradient norms of every step."""
+    for field in ("loss", "grad_norm"):
+        got, want = ([getattr(r, field) for r in t.reports] for t in (actual, expected))
+        assert_numbers(got, want, f"{field} of each step", atol=atol)
+
+
+@check("parallel", since="0.1", variants=("fp64", "fp32"))
+def gradients_equal(case: Case, precision: str) -> None:
+    """Loss, gradients and their norm equal those of one process: to 1e-10 in float64, 1e-5 in float32."""
+    rtol = 1e-5 if precision == "fp32" else 0.0
+    atol = 1e-6 if precision == "fp32" else EXACT
+    changes: dict[str, Any] = {"precision": {"use": precision}, "run": {"steps": 1}}
+    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    expected = whole([alone.gradients])
+    assert_same(whole([t.gradients for t in ranks], atol=atol), expected, "gradients", atol=atol, rtol=rtol)
+    for trace in ranks:
+        assert_same_reports(trace, alone, atol=max(atol, 1e-5 * rtol))
+
+
+@check("parallel", since="0.1", variants=("sgd", "adamw"))
+def weights_equal(case: Case, optimizer: str) -> None:
+    """After 3 clipped steps, weights and each step's loss and norm equal those of one process to 1e-10."""
+    changes = {"optimizer": SGD if optimizer == "sgd" else ADAMW}
+    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    assert_same(whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 3 steps")
+    for trace in ranks:
+        assert_same_reports(trace, alone, atol=EXACT)
+
+
+@check("parallel", since="0.1")
+def nothing_at_degree_one(case: Case) -> None:
+    """Applied in a world of one process, the wrapper changes no gradient and no weight."""
+    (wrapped,) = traces(attrs.evolve(case, topology={}, world_size=1))
+    (alone,) = traces(case.alone())
+    assert_same(whole([wrapped.gradients]), whole([alone.gradients]), "gradients of the first step")
+    assert_same(whole([wrapped.weights]), whole([alone.weights]), "weights after 3 steps")
+
+
+@check("parallel", since="0.1")
+def accumulation_changes_nothing(case: Case) -> None:
+    """Microbatches of 1 and of 2 sequences give the same gradients and weights."""
+    ones, twos = (traces(case, batch={"microbatch": size}) for size in (1, 2))
+    for part in ("gradients", "weights"):
+        one, two = (whole([getattr(t, part) for t in ranks]) for ranks in (ones, twos))
+        assert_same(one, two, f"{part} with microbatches of 1 against 2")
+
+
+@check("parallel", since="0.1", applies=distributed)
+def collectives_in_one_order(case: Case) -> None:
+    """The members of every process group call the same collectives on it, in the same order."""
+    logs = [trace.collectives for trace in traces(case)]
+    shared = {group for log in logs for _, group, _ in log if len(group) > 1}
+    for group in sorted(shared):
+        orders = {r: [e for e in logs[r] if e[1] == group and not _message(e[0])] for r in group}
+        first = orders[group[0]]
+        for rank, order in orders.items():
+            assert order == first, f"group {group}: rank {group[0]} calls {first}, rank {rank} calls {order}"
+
+
+def _message(operator: str) -> bool:
+    return operator.startswith(("send", "recv"))
+
+
+@check("parallel", since="0.1", variants=("nowhere", "on_one_rank"))
+def unused_parameter_does_not_hang(case: Case, used: str) -> None:
+    """A parameter used by no rank, or by one data rank, gets zero, or that rank's gradient, on all ranks."""
+    ranks = run_ranks(train_with_extra, case.world_size, case, {"run": {"steps": 1}}, used)
+    gradients = whole([t.gradients for t in ranks])
+    (alone,) = traces(case.alone(), run={"steps": 1})
+    extra = {name: gradients.pop(name) for name in list(gradients) if name.startswith("extra_")}
+    assert_same(gradients, whole([alone.gradients]), "gradients of the used parameters")
+    largest = max(torch.linalg.vector_norm(g, torch.inf).item() for g in extra.values())
+    if used == "nowhere":
+        assert largest == 0.0, f"the unused parameter has a gradient of {largest}"
+    else:
+        assert largest > 0.0, "the gradient of a parameter that one data rank uses was lost"

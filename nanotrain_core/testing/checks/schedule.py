@@ -1,0 +1,108 @@
+"""A schedule runs every microbatch through every stage once, in an order that can run to its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from nanotrain_core.actions import Action, Part
+from nanotrain_core.contracts import Schedule
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks.parallel import assert_same_reports, traces
+from nanotrain_core.testing.compare import EXACT, assert_same, whole
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import train
+
+
+def pipeline_of(case: Case) -> int:
+    """Return the number of pipeline ranks."""
+    return case.topology.get("pp", 1)
+
+
+def schedule_of(case: Case) -> Schedule:
+    """Build the schedule."""
+    schedule: Schedule = case.build()
+    return schedule
+
+
+def microbatch_counts(case: Case) -> list[int]:
+    """Return the numbers of microbatches worth testing: fewer than stages, as many, and many more."""
+    p = pipeline_of(case)
+    return sorted({1, max(1, p - 1), p, 2 * p + 1})
+
+
+def stages_of(case: Case) -> list[list[int]]:
+    """Return the stage numbers that each pipeline rank holds."""
+    parts = schedule_of(case).parts(_layers(case), pipeline_of(case))
+    in_order = sorted((part for mine in parts for part in mine), key=lambda part: part.first)
+    return [[in_order.index(part) for part in mine] for mine in parts]
+
+
+def _layers(case: Case) -> int:
+    return 8 * pipeline_of(case)
+
+
+@check("schedule", since="0.1")
+def parts_cover_the_layers(case: Case) -> None:
+    """The parts of all ranks are consecutive and hold every layer once."""
+    layers = _layers(case)
+    parts = [part for mine in schedule_of(case).parts(layers, pipeline_of(case)) for part in mine]
+    held: list[int] = []
+    for part in sorted(parts, key=lambda part: part.first):
+        assert part == Part(part.first, part.last, layers), f"{part} is not of a model with {layers} layers"
+        held += range(part.first, part.last)
+    assert held == list(range(layers)), f"of layers 0 to {layers - 1} the parts hold {held}"
+
+
+@check("schedule", since="0.1")
+def every_pass_happens_once(case: Case) -> None:
+    """A stage has exactly one F and one B for each microbatch, at most one W, on the rank that holds it."""
+    for count in microbatch_counts(case):
+        lists = schedule_of(case).actions(pipeline_of(case), count)
+        for rank, (actions, stages) in enumerate(zip(lists, stages_of(case), strict=True)):
+            found = Counter(actions)
+            wanted = {Action(kind, s, m) for kind in ("F", "B") for s in stages for m in range(count)}
+            missing = sorted(map(str, wanted - found.keys()))
+            assert not missing, f"rank {rank}, {count} microbatches: missing {missing}"
+            surplus = [str(a) for a, n in found.items() if n > 1 or (a.kind != "W" and a not in wanted)]
+            assert not surplus, f"rank {rank}, {count} microbatches: more than once or not its own: {surplus}"
+
+
+@check("schedule", since="0.1")
+def order_can_run_to_the_end(case: Case) -> None:
+    """Every action finds what it needs: F the stage before, B its own F and the stage after, W its own B."""
+    last = max(stage for mine in stages_of(case) for stage in mine)
+    for count in microbatch_counts(case):
+        queues = [list(mine) for mine in schedule_of(case).actions(pipeline_of(case), count)]
+        done: set[Action] = set()
+        while any(queues):
+            ready = [queue for queue in queues if queue and _needs(queue[0], last) <= done]
+            stuck = [str(queue[0]) for queue in queues if queue]
+            assert ready, f"{count} microbatches: no rank can go on; they wait to run {stuck}"
+            for queue in ready:
+                done.add(queue.pop(0))
+
+
+def _needs(action: Action, last: int) -> set[Action]:
+    stage, m = action.stage, action.microbatch
+    if action.kind == "F":
+        return {Action("F", stage - 1, m)} if stage else set()
+    if action.kind == "W":
+        return {Action("B", stage, m)}
+    return {Action("F", stage, m)} | ({Action("B", stage + 1, m)} if stage < last else set())
+
+
+@check("schedule", since="0.1")
+def gradients_equal(case: Case) -> None:
+    """Loss, gradients and norm equal those of one process that takes the whole batch at once."""
+    data_ranks = case.world_size // pipeline_of(case)
+    for count in microbatch_counts(case):
+        sequences = count * data_ranks
+        batch = {"sequences": sequences, "microbatch": 1}
+        changes = {"batch": batch, "model": {"layers": 2 * pipeline_of(case)}, "run": {"steps": 1}}
+        ranks = run_ranks(train, case.world_size, case, changes)
+        (alone,) = traces(case.alone(), **{**changes, "batch": {**batch, "microbatch": sequences}})
+        what = f"gradients with {count} microbatches"
+        assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), what)
+        for trace in ranks:
+            assert_same_reports(trace, alone, atol=EXACT)

@@ -1,0 +1,130 @@
+"""A topology lays ranks out so that every rank knows its place, and all derive the same table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanotrain_core.layout import Layout
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check, distributed
+from nanotrain_core.testing.pool import run_ranks
+
+Table = dict[str, dict[int, tuple[int, ...]]]
+
+
+def layout_of(case: Case, world_size: int) -> Layout:
+    """Lay out ``world_size`` ranks."""
+    layout: Layout = case.build().layout(world_size)
+    return layout
+
+
+def table_of(layout: Layout) -> Table:
+    """Return, for each dimension, the group of every rank."""
+    return {dim: {r: layout.ranks(r, dim) for r in range(layout.world_size)} for dim in layout.dims}
+
+
+@check("topology", since="0.1")
+def degrees_multiply_to_the_world(case: Case) -> None:
+    """In every view the product of the degrees is the world size."""
+    for name, view in layout_of(case, case.world_size).views.items():
+        sizes = dict(zip(view.dims, view.sizes, strict=True))
+        assert view.world_size == case.world_size, f"{name} view: {sizes} do not give {case.world_size} ranks"
+
+
+@check("topology", since="0.1")
+def groups_divide_the_world(case: Case) -> None:
+    """The groups of a dimension are disjoint and cover the world: each rank is in one, its own."""
+    layout = layout_of(case, case.world_size)
+    for dim, groups in table_of(layout).items():
+        for rank, group in groups.items():
+            assert rank in group, f"rank {rank} is not in its own {dim} group {group}"
+            assert len(group) == layout.size(dim), f"{dim} = {layout.size(dim)} but a group is {group}"
+            others = {other: groups[other] for other in group if groups.get(other) != group}
+            assert not others, f"rank {rank} has the {dim} group {group}, but {others}"
+
+
+@check("topology", since="0.1")
+def every_rank_has_its_own_place(case: Case) -> None:
+    """No two ranks have the same coordinates in a view, and groups follow the coordinates' order."""
+    layout = layout_of(case, case.world_size)
+    for name, view in layout.views.items():
+        places = {tuple(layout.coordinate(r, d) for d in view.dims) for r in range(case.world_size)}
+        assert len(places) == case.world_size, (
+            f"{name} view: {len(places)} places for {case.world_size} ranks"
+        )
+        for dim in view.dims:
+            order = [layout.coordinate(r, dim) for r in layout.ranks(0, dim)]
+            assert order == sorted(order), f"{dim} group {layout.ranks(0, dim)} has coordinates {order}"
+
+
+@check("topology", since="0.1")
+def world_that_does_not_fit_is_refused(case: Case) -> None:
+    """Every world size is laid out in full or refused with a ValueError that names the number."""
+    for world_size in range(1, 2 * case.world_size + 2):
+        try:
+            layout = layout_of(case, world_size)
+        except ValueError as error:
+            refusal = str(error)
+        else:
+            assert layout.world_size == world_size, f"{world_size} ranks are laid out as {layout.world_size}"
+            continue
+        assert str(world_size) in refusal, f"the error for {world_size} ranks does not say so: {refusal}"
+
+
+def sums_along_dimensions(case: Case) -> tuple[Table, dict[str, float]]:
+    """Run on every rank: its table, and the sum of rank numbers along each dimension."""
+    import torch
+
+    from nanotrain_core.mesh import Mesh
+    from nanotrain_core.testing.probe import rank
+
+    layout = layout_of(case, case.world_size)
+    mesh = Mesh(layout, rank=rank())
+    sums = {}
+    for dim in layout.dims:
+        value = torch.tensor(float(rank()))
+        mesh.all_reduce(value, dim)
+        sums[dim] = value.item()
+    return table_of(layout), sums
+
+
+@check("topology", since="0.1", applies=distributed)
+def groups_are_real(case: Case) -> None:
+    """All ranks derive the same table, and a sum along each dimension adds up exactly its ranks."""
+    groups_divide_the_world(case)  # groups that overlap would hang
+    results = run_ranks(sums_along_dimensions, case.world_size, case)
+    expected = results[0][0]
+    for rank, (table, sums) in enumerate(results):
+        assert table == expected, f"rank {rank} derives another table than rank 0"
+        for dim, value in sums.items():
+            group = expected[dim][rank]
+            assert value == sum(group), f"rank {rank}: sum along {dim} is {value}, its group is {group}"
+
+
+def groups_in_a_fake_world(case: Case, world_size: int, ranks: list[int]) -> list[Any]:
+    """Run in one process: for each of ``ranks``, the members of the groups it makes."""
+    import torch.distributed as dist
+
+    from nanotrain_core.mesh import Mesh
+
+    layout, found = layout_of(case, world_size), []
+    for rank in ranks:
+        dist.init_process_group("fake", rank=rank, world_size=world_size)
+        mesh = Mesh(layout, rank=rank)
+        groups = {dim: mesh.group(dim) for dim in layout.dims}
+        members = {
+            d: (rank,) if g is None else tuple(dist.get_process_group_ranks(g)) for d, g in groups.items()
+        }
+        found.append((members, {dim: mesh.ranks(dim) for dim in layout.dims}))
+        dist.destroy_process_group()
+    return found
+
+
+@check("topology", since="0.1", variants=("64", "4096"))
+def big_world_makes_the_same_groups(case: Case, size: str) -> None:
+    """In a world of many ranks, simulated in one process, each rank makes the groups of the layout."""
+    world_size = int(size) // case.world_size * case.world_size
+    ranks = [0, world_size // 3, world_size - 1]
+    (found,) = run_ranks(groups_in_a_fake_world, 1, case, world_size, ranks, backend=None)
+    for rank, (members, expected) in zip(ranks, found, strict=True):
+        assert members == expected, f"rank {rank} of {world_size} made {members}, the layout says {expected}"

@@ -1,0 +1,132 @@
+"""Interrupts a save at every point where it touches the disk.
+
+Each attempt is a forked child. *Killed*: it dies with SIGKILL before or after the n-th call that
+writes, for n from 1 until a save runs to its end. *Out of space*: no file can grow beyond a limit,
+from a few bytes up to more than is needed; libraries that write from C meet it too.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.testing.case import Case
+
+#: Names of functions, in Python's library or a package's C code, that change what is on the disk.
+WRITES = {"open", "write", "writelines", "close", "flush", "truncate", "serialize_file"}
+WRITES |= {"write_record", "write_end_of_file", "fsync", "fdatasync"}
+WRITES |= {"replace", "rename", "link", "symlink", "unlink", "remove", "rmdir", "mkdir"}
+#: Sizes that no file can exceed, as fractions of the largest file of a complete save.
+LIMITS = (0.0, 0.01, 0.5, 0.99)
+
+
+@attrs.define(frozen=True)
+class Outcome:
+    """One interrupted save."""
+
+    folder: Path
+    point: str
+    error: str
+    """What was wrong already: a full disk that was not reported."""
+
+
+def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
+    """Save step 1, then try to save step 2 over and over, each time interrupted elsewhere."""
+    from nanotrain_core.testing.checks.checkpoint import numbered, open_state
+
+    saved = folder / "saved"
+    checkpoint, state = open_state(case, saved)
+    checkpoint.save(1, numbered(state, 1))
+    second = numbered(state, 2)
+
+    def attempt(number: int, arm: Callable[[], None]) -> tuple[Path, str]:
+        """Save step 2 in a copy of the folder, in a child; return the copy and how it ended."""
+        copy = folder / f"attempt-{number}"
+        shutil.copytree(saved, copy)
+
+        def save() -> None:
+            checkpoint.open(copy, Mesh(Layout({"dense": View(("dp",), (1,))})))
+            arm()
+            checkpoint.save(2, second)
+
+        return copy, end_of_child(save)
+
+    return _killed(attempt) if disaster == "killed" else _out_of_space(attempt, saved)
+
+
+def end_of_child(function: Callable[[], None]) -> str:
+    """Run ``function`` in a forked child; return ``done``, ``killed`` or the error it raised."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+            os.write(writer, b"done")
+        except BaseException as error:
+            sys.setprofile(None)
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read().decode()
+    os.waitpid(child, 0)
+    return text or "killed"
+
+
+Attempt = Callable[[int, Callable[[], None]], tuple[Path, str]]
+
+
+def _killed(attempt: Attempt) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for number in range(1, 500):
+        folder, end = attempt(number, partial(kill_at, number))
+        error = "" if end in ("done", "killed") else f"the save ended with {end}"
+        outcomes.append(Outcome(folder, f"at write {number}", error))
+        if end == "done":
+            break
+    return outcomes
+
+
+def kill_at(number: int) -> None:
+    """Die at the ``number``-th event, counting the beginning and the end of every writing call."""
+    seen = 0
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal seen
+        if event in ("c_call", "c_return") and getattr(function, "__name__", "") in WRITES:
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+
+
+def _out_of_space(attempt: Attempt, saved: Path) -> list[Outcome]:
+    largest = max(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    outcomes = []
+    for number, fraction in enumerate(LIMITS):
+        limit = int(largest * fraction)
+        folder, end = attempt(number, partial(_limit_files, limit))
+        reported = end.startswith("CheckpointError")
+        error = "" if reported else f"expected a CheckpointError, the save ended with {end}"
+        outcomes.append(Outcome(folder, f"after {limit} bytes", error))
+    return outcomes
+
+
+def _limit_files(limit: int) -> None:
+    """Let writes beyond ``limit`` fail with "File too large", which programs see like a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

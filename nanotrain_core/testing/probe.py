@@ -1,0 +1,284 @@
+"""What ranks run for a check: they train the case's recipe and return plain data for the parent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from nanotrain_core import random_state
+from nanotrain_core.compose import Run, compose
+from nanotrain_core.contracts import Block, Monitor, StepReport, StepStats
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.initialise import initial_block, stream_seed
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.collectives import CollectiveLog, Entry
+
+
+@attrs.define(frozen=True, eq=False)
+class Trace:
+    """What one rank saw of a training run."""
+
+    reports: list[StepReport]
+    gradients: list[Block]
+    """Of the first step, complete, before clipping."""
+    weights: list[Block]
+    """After the last step."""
+    state: list[Block]
+    """Of the optimizer, after the last step."""
+    meta: dict[str, Any]
+    """Optimizer, loss scale and data, after the last step."""
+    streams: Mapping[str, torch.Tensor]
+    """Random-number streams, after the last step."""
+    collectives: list[Entry]
+
+
+class Reports(Monitor):
+    """Keeps every report."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def on_step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+class Stand:
+    """Stands before a component's object and passes on what it does not change."""
+
+    def __init__(self, behind: Any) -> None:
+        self.behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+
+class FirstGradients(Stand):
+    """An optimizer that keeps a copy of the gradients its first step gets."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.optimizer)
+        self.run = run
+        self.first: list[Block] = []
+
+    def step(self, **options: Any) -> StepStats:
+        if not self.first:
+            self.first = gradients(self.run)
+        stats: StepStats = self.behind.step(**options)
+        return stats
+
+
+class SaveAt(Stand):
+    """A checkpoint that is due after one step."""
+
+    def __init__(self, behind: Any, step: int) -> None:
+        super().__init__(behind)
+        self.step = step
+
+    def due(self, step: int) -> bool:
+        return step == self.step
+
+
+def rank() -> int:
+    """Return this process's rank, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def make_engine(case: Case, changes: Mapping[str, Any], **options: Any) -> RuntimeEngine:
+    """Compose the case's recipe on this rank."""
+    return RuntimeEngine.from_recipe(case.recipe(**changes), registry=case.registry(), rank=rank(), **options)
+
+
+def make_run(case: Case, changes: Mapping[str, Any]) -> Run:
+    """Build the objects of the case's recipe on this rank, without an engine."""
+    return compose(case.recipe(**changes), case.registry(), rank=rank())
+
+
+def train(
+    case: Case,
+    changes: Mapping[str, Any],
+    *,
+    folder: Path | None = None,
+    resume: str | None = None,
+    save_at: int = 0,
+    failing_monitors: bool = False,
+) -> Trace:
+    """Train all the steps of the case's recipe."""
+    random_state.seed_all(1, rank())
+    engine = make_engine(case, changes, folder=folder, resume=resume)
+    optimizer, seen = FirstGradients(engine.run), Reports()
+    checkpoint = SaveAt(engine.run.checkpoint, save_at)
+    engine.run = attrs.evolve(engine.run, optimizer=optimizer, checkpoint=checkpoint)
+    engine.events.monitors = [*engine.events.monitors, seen]
+    if failing_monitors:
+        engine.events.strict = False
+        engine.events.monitors = [*map(Failing, engine.run.monitors), seen]
+    with CollectiveLog() as log:
+        engine.fit()
+    run = engine.run
+    return Trace(
+        reports=seen.reports,
+        gradients=optimizer.first,
+        weights=weights(run),
+        state=copies(run.optimizer.blocks()),
+        meta={"optimizer": run.optimizer.meta(), "scale": run.loss_scale.meta(), "data": run.feed.meta()},
+        streams=random_state.capture(torch.device("cpu")),
+        collectives=log.entries,
+    )
+
+
+class Failing(Monitor):
+    """Passes every event on, then fails."""
+
+    def __init__(self, behind: Monitor) -> None:
+        self.behind = behind
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def fail(*arguments: Any) -> None:
+            getattr(self.behind, name)(*arguments)
+            raise RuntimeError(f"{name} fails for this test")
+
+        return fail
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+def copies(blocks: Iterable[Block]) -> list[Block]:
+    """Detach live blocks from the run."""
+    return [attrs.evolve(block, tensor=block.tensor.detach().clone()) for block in blocks]
+
+
+def weights(run: Run) -> list[Block]:
+    """Return copies of this rank's parameters."""
+    return copies(Block.of("", p.parameter, p.placement) for p in run.placed)
+
+
+def gradients(run: Run) -> list[Block]:
+    """Return copies of this rank's gradients, zeros where no backward reached."""
+    pairs = ((p, run.gradients.gradient(p.parameter)) for p in run.placed)
+    return copies(
+        Block.of("", torch.zeros_like(p.parameter) if g is None else g, p.placement) for p, g in pairs
+    )
+
+
+# --- gradients of a check's own making ------------------------------------------------------------
+
+
+def push(run: Run, step: int, scale: float) -> None:
+    """Give every parameter a random gradient that depends on its name and ``step`` alone.
+
+    It goes through backward, so that the run's gradient sync sees it as it would in training: each
+    of the ranks along the summed dimensions contributes an equal part.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for placed in run.placed:
+        parts = run.mesh.size(*sorted(placed.placement.summed))
+        gradient = random_gradient(placed.placement, step) * (scale / parts)
+        total = total + (placed.parameter.double() * gradient).sum()
+    run.gradients.last_microbatch()
+    total.backward()  # type: ignore[no-untyped-call]
+    run.gradients.finish()
+
+
+def random_gradient(placement: Any, step: int) -> torch.Tensor:
+    """Draw one rank's block of a gradient, float64."""
+    from nanotrain_core.contracts import Initializer
+
+    seed = stream_seed(step, "gradient")
+    return initial_block(Initializer("normal", 1.0), seed, placement).double()
+
+
+@attrs.define(frozen=True, eq=False)
+class Drive:
+    """What one rank saw of an optimizer that was given gradients of the check's making."""
+
+    before: list[Block]
+    weights: list[Block]
+    state: list[Block]
+    norms: list[float]
+    skipped: list[bool]
+
+
+def drive(
+    case: Case,
+    changes: Mapping[str, Any],
+    scales: list[float],
+    *,
+    loss_scale: float = 1.0,
+    lr: float | None = None,
+    overflow_from: int | None = None,
+) -> Drive:
+    """Step the case's optimizer once for each of ``scales``, with random gradients of that size.
+
+    Args:
+        loss_scale: gradients are multiplied by it and the optimizer is told.
+        lr: learning rate set through ``inner.param_groups``.
+        overflow_from: the rank whose gradients are infinite, with ``skip_overflow``.
+    """
+    run = make_run(case, changes)
+    for group in run.optimizer.inner.param_groups if lr is not None else ():
+        group["lr"] = lr
+    before, stats = weights(run), []
+    for step, scale in enumerate(scales):
+        push(run, step, scale * loss_scale * (float("inf") if overflow_from == rank() else 1.0))
+        stats.append(run.optimizer.step(loss_scale=loss_scale, skip_overflow=overflow_from is not None))
+        run.gradients.zero()
+    return Drive(
+        before=before,
+        weights=weights(run),
+        state=copies(run.optimizer.blocks()),
+        norms=[s.grad_norm.item() for s in stats],
+        skipped=[s.skipped for s in stats],
+    )
+
+
+# --- a parameter that not every rank uses ---------------------------------------------------------
+
+
+def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Trace:
+    """Train with an extra parameter in every stage: used ``nowhere``, or ``on_one_rank`` of dp."""
+    with extra_parameter(used_on):
+        return train(case, changes)
+
+
+@contextlib.contextmanager
+def extra_parameter(used_on: str) -> Iterator[None]:
+    """Have every stage built with one more parameter, in the loss of the last dp rank or of none."""
+    from nanotrain_core import compose as module
+
+    build = module.build_stages
+
+    def build_with_extra(model: Any, schedule: Any, mesh: Any) -> Any:
+        stages = build(model, schedule, mesh)
+        used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
+        for number, part in stages.items():
+            _add_extra(part, f"extra_{number}", used)
+        return stages
+
+    with mock.patch.object(module, "build_stages", build_with_extra):
+        yield
+
+
+def _add_extra(part: Any, name: str, used: bool) -> None:
+    from nanotrain_core.contracts import Initializer
+
+    known = part.initializer
+    part.register_parameter(name, torch.nn.Parameter(torch.empty(3, device="meta")))
+    part.initializer = lambda n: Initializer("constant", 1.0) if n == name else known(n)
+
+    def add_to_loss(module: Any, inputs: Any, output: Any) -> Any:
+        losses = {term: value + getattr(module, name).sum() for term, value in output.losses.items()}
+        return attrs.evolve(output, losses=losses)
+
+    if used:
+        part.register_forward_hook(add_to_loss)

@@ -1,0 +1,205 @@
+"""A plugin in one file, with one deliberate fault per kind: what the harness must catch.
+
+Loaded by path, as with ``nanotrain run --plugin tests/broken_twins.py``. It imports torch because it is
+its own factory's module; the face of an installed plugin must not.
+"""
+
+import re
+from unittest import mock
+
+import attrs
+import torch
+
+from nanotrain_core import hookimpl
+from nanotrain_core.actions import Action
+from nanotrain_core.batch import Shard
+from nanotrain_core.builtin import configs, simple_checkpoint
+from nanotrain_core.builtin.accumulate import Accumulate
+from nanotrain_core.builtin.grid import Grid
+from nanotrain_core.builtin.optimizers import SGD
+from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
+from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
+from nanotrain_core.builtin.synthetic import Synthetic
+from nanotrain_core.builtin.transformer import Transformer
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Monitor, PartOutput
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Layout, View
+
+
+@attrs.define(frozen=True, kw_only=True)
+class NoKeys:
+    """A table without keys."""
+
+
+class OverlappingView(View):
+    """Rank 3 believes that it shares its layers with rank 1 too."""
+
+    def ranks(self, rank, dims):
+        group = super().ranks(rank, dims)
+        return (1, *group) if rank == 3 and tuple(dims) == ("tp",) else group
+
+
+class RankInTwoGroups(Grid):
+    def layout(self, world_size):
+        layout = super().layout(world_size)
+        views = {name: OverlappingView(v.dims, v.sizes) for name, v in layout.views.items()}
+        return Layout(views, layout.data_dims)
+
+
+class MeanLoss(Transformer):
+    """Divides by the microbatch's own count, so that unequal microbatches weigh the same."""
+
+    def build(self, part):
+        module = super().build(part)
+        module.register_forward_hook(self.mean)
+        return module
+
+    @staticmethod
+    def mean(module, inputs, output):
+        count = inputs[1].target_tokens().clamp(min=1) if inputs[1].targets is not None else 1
+        return PartOutput(output.value, {name: loss / count for name, loss in output.losses.items()})
+
+
+class Summed(LocalGradients):
+    """A correct gradient sync, one all-reduce per parameter: the twins below each spoil it."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        return part
+
+    def attach(self, parameters, mesh, dtype):
+        self.mesh = mesh
+        super().attach(parameters, mesh, dtype)
+
+    def check(self, mesh):
+        """Any layout."""
+
+    def to_sum(self):
+        return list(self.placed)
+
+    def finish(self):
+        super().finish()
+        for placed in self.to_sum():
+            parameter = placed.parameter
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.mesh.all_reduce(parameter.grad, *placed.placement.sync_dims(self.mesh.layout))
+
+
+class DropsOneSum(Summed):
+    def to_sum(self):
+        return self.placed[:-1]
+
+
+class SumsOnlyWhatItHas(Summed):
+    def to_sum(self):
+        return [placed for placed in self.placed if placed.parameter.grad is not None]
+
+
+class DropsBackward(Accumulate):
+    """Never runs the backward pass of the last microbatch."""
+
+    def actions(self, pp, microbatches):
+        last = Action("B", 0, microbatches - 1)
+        return tuple(tuple(a for a in mine if a != last) for mine in super().actions(pp, microbatches))
+
+
+class NeverClips(SGD):
+    def __init__(self, config):
+        super().__init__(attrs.evolve(config, clip_norm=0.0))
+
+
+class ForgetfulMaster(Float32Master):
+    """Keeps the new weight and never shows it to the model."""
+
+    def store(self, value):
+        self.master.copy_(value)
+
+
+class ForgetsToWriteThrough(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def master(self, weight, name):
+        return ForgetfulMaster(weight)
+
+
+def write_in_place(path, write):
+    """Fill the file under its final name instead of moving a complete one there."""
+    path.open("wb").close()
+    write(path)
+
+
+class WritesInPlace(SimpleCheckpoint):
+    def _write(self, step, tensors, meta):
+        with mock.patch.object(simple_checkpoint, "write_atomically", write_in_place):
+            super()._write(step, tensors, meta)
+
+
+class DrawsNumbers(Monitor):
+    def __init__(self, config):
+        self.config = config
+
+    def on_step(self, report):
+        torch.rand(1)
+
+
+class IgnoresTheShard(Synthetic):
+    def train_batch(self, sequences, shard):
+        return super().train_batch(sequences, Shard(0, shard.count))
+
+
+def twin(cls, config=NoKeys, **more):
+    """Describe a class under its name in small letters: ``RankInTwoGroups`` as ``rank_in_two_groups``."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+    factory = f"{__name__}:{cls.__name__}"
+    return Component(name=name, config=config, factory=factory, summary="broken", **more)
+
+
+@hookimpl
+def nanotrain_register_topology(register):
+    register(twin(RankInTwoGroups, configs.GridConfig))
+
+
+@hookimpl
+def nanotrain_register_model(register):
+    register(twin(MeanLoss, configs.TransformerConfig))
+
+
+@hookimpl
+def nanotrain_register_parallel(register):
+    for cls in (Summed, DropsOneSum, SumsOnlyWhatItHas):
+        register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
+
+
+@hookimpl
+def nanotrain_register_schedule(register):
+    register(twin(DropsBackward))
+
+
+@hookimpl
+def nanotrain_register_optimizer(register):
+    register(twin(NeverClips, configs.SGDConfig))
+
+
+@hookimpl
+def nanotrain_register_precision(register):
+    register(twin(ForgetsToWriteThrough))
+
+
+@hookimpl
+def nanotrain_register_checkpoint(register):
+    register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
+
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(twin(DrawsNumbers))
+
+
+@hookimpl
+def nanotrain_register_data(register):
+    register(twin(IgnoresTheShard, configs.SyntheticConfig))

@@ -1,0 +1,116 @@
+"""Imports go one way, plugins know only the core, and the core stays small."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "nanotrain_core"
+
+#: From the ground up. A module imports from its own level and those above it in this list. A name
+#: with a star stands for a whole package; any other new module must be given its level here.
+LEVELS = (
+    ("vocabulary", "errors files forward layout actions batch roles pace random_state stop"),
+    ("placement and mesh", "placement mesh"),
+    ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
+    ("mechanisms", "agreement environment events executor feed folder gradients initialise lr_schedule"),
+    ("recipe and registry", "discovery registry recipe recipe.*"),
+    ("built-ins", "builtin builtin.*"),
+    ("engine", "compose script engine"),
+    ("launch", "worker launch"),
+    ("harness", "testing testing.*"),
+    ("commands", "cli cli.*"),
+)
+LEVEL_OF = {name: number for number, (_, names) in enumerate(LEVELS) for name in names.split()}
+
+
+def module_name(path: Path) -> str:
+    """Return the name of a core module without ``nanotrain_core.``; empty for the package itself."""
+    return ".".join(path.relative_to(CORE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+MODULES = {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
+
+
+def level(module: str) -> int | None:
+    return LEVEL_OF.get(module, LEVEL_OF.get(module.partition(".")[0] + ".*"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the full name of everything a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def core_imports(path: Path) -> set[str]:
+    """Return the core modules a file imports; the package's own ``hookimpl`` belongs to everybody."""
+    found = set()
+    for full in imported(path):
+        if full.startswith("nanotrain_core."):
+            name = full.removeprefix("nanotrain_core.")
+            found.add(name if name in MODULES else name.rpartition(".")[0])
+    return found - {""}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name])
+def test_imports_go_one_way(module):
+    own = level(module)
+    assert own is not None, f"give {module} its level in LEVELS"
+    upward = {other for other in core_imports(MODULES[module]) if level(other) is None or level(other) > own}
+    assert not upward, f"{module} ({LEVELS[own][0]}) imports from above: {upward}"
+
+
+def test_every_level_names_modules_that_exist():
+    named = {name for name in LEVEL_OF if not name.endswith("*")}
+    assert named <= set(MODULES)
+
+
+def test_core_imports_no_plugin():
+    for path in MODULES.values():
+        tops = {name.partition(".")[0] for name in imported(path)}
+        assert not {top for top in tops if top.startswith("nanotrain_")} - {"nanotrain_core"}, path
+
+
+def test_plugins_import_the_core_and_never_each_other():
+    packages = sorted(ROOT.glob("plugins/*/nanotrain_*"))
+    assert packages
+    for package in packages:
+        for path in package.rglob("*.py"):
+            tops = {name.partition(".")[0] for name in imported(path)}
+            assert {top for top in tops if top.startswith("nanotrain_")} <= {
+                "nanotrain_core",
+                package.name,
+            }, path
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that hold code: not blank, no comment, no text that stands by itself."""
+    lines: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.NEWLINE:
+            if any(part.type != tokenize.STRING for part in statement):
+                lines.update(n for part in statement for n in range(part.start[0], part.end[0] + 1))
+            statement = []
+        elif token.type not in silent:
+            statement.append(token)
+    return len(lines)
+
+
+def test_core_without_harness_and_built_in_components_stays_small():
+    core = [path for name, path in MODULES.items() if not name.startswith(("testing", "builtin"))]
+    assert sum(map(code_lines, core)) < 4000
+
+
+@pytest.mark.parametrize("path", MODULES.values(), ids=[name or "nanotrain_core" for name in MODULES])
+def test_no_file_grows_past_what_one_reads_at_once(path):
+    assert code_lines(path) < 300

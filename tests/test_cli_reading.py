@@ -1,0 +1,134 @@
+import json
+import os
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import tomli
+from fake_distribution import PLUGIN
+from recipe_files import SMALL, write
+
+from nanotrain_core import __version__
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
+from nanotrain_core.hookspecs import HOOKSPEC_VERSION
+
+
+def call(capsys, *words) -> tuple[int, str, str]:
+    """Run a command and return (exit code, stdout, stderr)."""
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def test_version_and_help(capsys):
+    assert call(capsys, "--version") == (0, f"nanotrain {__version__}\n", "")
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in ("run", "check", "recipes", "plugins", "schema"))
+
+
+def test_no_command_prints_the_help_and_fails(capsys):
+    code, out, err = call(capsys)
+    assert (code, out) == (Exit.USER, "")
+    assert "usage: nanotrain" in err
+
+
+def test_check_shows_layout_and_components(capsys, tmp_path):
+    path = write(tmp_path, SMALL + '[[parallel]]\nuse = "ddp"\n')
+    code, out, err = call(capsys, "check", path, "--nproc", 2, "--nnodes", 2, "--set", "optimizer.use=sgd")
+    assert (code, err) == (0, "")
+    assert "pp 1 x dp 4 x cp 1 x tp 1 = 4 ranks" in out
+    assert out.splitlines()[0].endswith("recipe.toml: ok")
+    assert "  optimizer   sgd" in out.splitlines()
+
+
+def test_check_tells_every_problem_on_stderr_without_a_traceback(capsys, tmp_path):
+    path = write(tmp_path, SMALL.replace("steps", "step"))
+    code, out, err = call(capsys, "check", path)
+    assert (code, out) == (Exit.USER, "")
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"nanotrain: {path}:") for line in lines)
+
+
+def test_check_explains_origins_in_toml(capsys, tmp_path):
+    path = write(tmp_path)
+    code, out, _ = call(capsys, "check", path, "--explain", "--set", "run.seed=9")
+    assert code == 0
+    assert tomli.loads(out)["run"]["seed"] == 9
+    assert "seed = 9" in out
+    assert "# --set #1" in out
+    assert f"# {path}:2" in out
+
+
+@pytest.mark.parametrize("option", [["--nproc", "0"], ["--nnodes", "two"]])
+def test_rank_counts_must_be_positive(capsys, tmp_path, option):
+    code, _, err = call(capsys, "check", write(tmp_path), *option)
+    assert code == Exit.USER
+    assert "expected a number above 0" in err
+
+
+def test_plugins_as_table_and_as_json(capsys):
+    code, out, _ = call(capsys, "plugins")
+    assert code == 0
+    assert HOOKSPEC_VERSION in out
+    assert "adamw" in out
+    code, out, _ = call(capsys, "plugins", "--json")
+    found = json.loads(out)
+    assert found["hookspec_version"] == HOOKSPEC_VERSION
+    builtin = next(plugin for plugin in found["plugins"] if plugin["name"] == "builtin")
+    assert {"kind": "topology", "name": "grid"}.items() <= builtin["components"][0].items()
+
+
+def test_broken_and_misspelt_plugins_are_loud(capsys, tmp_path):
+    bad = tmp_path / "bad_cli.py"
+    bad.write_text(PLUGIN.format(name="bad").replace("register_monitor", "regster_monitor"))
+    code, out, err = call(capsys, "plugins", "--plugin", bad)
+    assert code == Exit.USER
+    assert "broken" in out
+    assert "nanotrain_regster_monitor" in err
+    assert "did you mean 'nanotrain_register_monitor'?" in err
+
+
+def test_local_plugin_can_be_used_and_blocked(capsys, tmp_path):
+    good = tmp_path / "good_cli.py"
+    good.write_text(PLUGIN.format(name="good"))
+    path = write(tmp_path, SMALL + '[[monitor]]\nuse = "good"\n')
+    assert call(capsys, "check", path, "--plugin", good)[0] == 0
+    code, _, err = call(capsys, "check", path, "--plugin", good, "--no-plugin", "good_cli")
+    assert code == Exit.USER
+    assert "no monitor named 'good'" in err
+
+
+def test_schema_is_draft_07_and_accepts_a_recipe(capsys):
+    code, out, _ = call(capsys, "schema")
+    schema = json.loads(out)
+    assert code == 0
+    assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
+    jsonschema.validate(tomli.loads(SMALL), schema)
+
+
+def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
+    code, out, _ = call(capsys, "recipes")
+    assert code == 0
+    assert {"laptop", "capstone"} <= {line.split()[0] for line in out.splitlines()}
+    code, out, _ = call(capsys, "recipes", "cp", "laptop", tmp_path)
+    assert (code, out.strip()) == (0, str(tmp_path / "laptop.toml"))
+    assert call(capsys, "check", tmp_path / "laptop.toml")[0] == 0
+    code, _, err = call(capsys, "recipes", "cp", "laptop", tmp_path)
+    assert (code, err) == (Exit.USER, f"nanotrain: {tmp_path}/laptop.toml: File exists\n")
+    assert os.listdir(tmp_path) == ["laptop.toml"]
+
+
+def test_reader_that_stops_early_is_no_error():
+    code = "import sys; from nanotrain_core.cli import main; sys.exit(main(['schema']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == Exit.DONE

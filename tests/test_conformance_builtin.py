@@ -1,0 +1,31 @@
+"""Every built-in component passes the harness that plugins are asked to pass."""
+
+from pathlib import Path
+
+import nanotrain_core
+from nanotrain_core.testing import Case, conformance
+
+SOURCES = str(Path(nanotrain_core.__file__).parent / "recipe")
+TEXT = {"data": {"use": "text", "paths": [SOURCES]}, "model": {"vocab": 256}, "batch": {"length": 64}}
+LEARNED = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}
+
+test_conformance = conformance(
+    Case("topology", use="grid", config={"tp": 2}, world_size=4),
+    Case("topology", use="grid", config={"pp": 2, "tp": 2, "ep": 4}, world_size=8),
+    Case("model", use="transformer", config={"kv_heads": 2, "layers": 3}),
+    Case("model", use="transformer", config={**LEARNED, "tied": True}),
+    Case("schedule", use="accumulate"),
+    Case("optimizer", use="adamw", config={"weight_decay": 0.1}),
+    Case("optimizer", use="sgd", config={"momentum": 0.9}),
+    Case("precision", use="fp64"),
+    Case("precision", use="fp32"),
+    Case("precision", use="bf16"),
+    Case("precision", use="fp16"),
+    Case("checkpoint", use="simple"),
+    Case("monitor", use="console"),
+    Case("monitor", use="jsonl"),
+    Case("monitor", use="replicas"),
+    Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
+    Case("data", use="synthetic"),
+    Case("data", use="text", overrides=TEXT),
+)

@@ -1,0 +1,45 @@
+"""``nanotrain conformance`` runs the checks of a component and says which failed and why."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from nanotrain_core.cli import conformance
+from nanotrain_core.errors import Exit, NanotrainError
+
+TWINS = str(Path(__file__).with_name("broken_twins.py"))
+
+
+def call(*words):
+    parser = argparse.ArgumentParser()
+    conformance.add_arguments(parser)
+    return conformance.run(parser.parse_args(words))
+
+
+def test_a_component_that_passes_exits_with_0(capsys):
+    assert call("topology:grid", "--set", "tp=2", "--nproc", "2") == Exit.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "all checks passed"
+    assert any(line.startswith("ok     grid-w2-groups_are_real: All ranks derive") for line in lines)
+
+
+def test_a_broken_component_is_told_with_its_numbers(capsys):
+    assert call("schedule:drops_backward", "--plugin", TWINS) == Exit.FAILED
+    output = capsys.readouterr().out
+    assert "FAILED drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
+    assert "rank 0, 1 microbatches: missing [\"Action(kind='B', stage=0, microbatch=0)\"]" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["paralel:ddp"], r"expected KIND:NAME .* \(did you mean 'parallel'\?\)"),
+        (["topology:gird"], r"no topology named 'gird' \(did you mean 'grid'\?\)"),
+        (["topology:grid", "--set", "tq=2"], r"unknown key 'tq' \(did you mean 'tp'\?\)"),
+        (["topology:grid", "--set", "tp"], "expected KEY=VALUE"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_explained(words, text):
+    with pytest.raises(NanotrainError, match=text):
+        call(*words)

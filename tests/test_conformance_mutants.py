@@ -1,0 +1,109 @@
+"""The harness catches what it is there to catch: each broken twin fails the checks meant for its fault."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain_core.testing import Case, conformance, failures, trials
+
+TWINS = (str(Path(__file__).with_name("broken_twins.py")),)
+SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
+MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
+
+WRONG_GRADIENTS = {
+    "gradients_equal[fp64]",
+    "gradients_equal[fp32]",
+    "weights_equal[sgd]",
+    "weights_equal[adamw]",
+    "accumulation_changes_nothing",
+    "unused_parameter_does_not_hang[nowhere]",
+    "unused_parameter_does_not_hang[on_one_rank]",
+}
+
+FAULTS = [
+    (
+        Case("topology", use="rank_in_two_groups", config={"tp": 2}, world_size=4, plugins=TWINS),
+        {"groups_divide_the_world", "groups_are_real"},
+    ),
+    (Case("model", use="mean_loss", config=MODEL, plugins=TWINS), {"loss_is_a_sum"}),
+    (Case("parallel", use="summed", topology={"dp": 2}, plugins=TWINS), set()),
+    (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),
+    (
+        Case("parallel", use="sums_only_what_it_has", topology={"dp": 2}, plugins=TWINS),
+        {"unused_parameter_does_not_hang[on_one_rank]"},
+    ),
+    (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
+    (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
+    (
+        Case("precision", use="forgets_to_write_through", plugins=TWINS),
+        {"stored_weights_reach_the_model", "loss_follows_float32"},
+    ),
+    (
+        Case("checkpoint", use="writes_in_place", plugins=TWINS),
+        {"interrupted_save_leaves_the_last[killed]", "interrupted_save_leaves_the_last[out_of_space]"},
+    ),
+    (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
+    (
+        Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),
+        {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "faults"), FAULTS, ids=[case.use for case, _ in FAULTS])
+def test_a_fault_fails_exactly_the_checks_meant_for_it(case, faults):
+    found = failures(t for t in trials(case) if t.check.kind == case.kind)
+    report = "\n".join(f"{label}: {error}" for label, error in found.items())
+    assert set(found) == faults, report
+
+
+def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
+    plugin = tmp_path / "careless.py"
+    plugin.write_text(
+        "import attrs\n"
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.component import Component\n"
+        "@attrs.define(frozen=True, kw_only=True)\n"
+        "class Config:\n"
+        "    size: int = 1\n"
+        "@hookimpl\n"
+        "def nanotrain_register_monitor(register):\n"
+        "    register(Component(name='careless', config=Config, factory='nanotrain_core:x'))\n"
+    )
+    case = Case("monitor", use="careless", plugins=[plugin])
+    found = failures(t for t in trials(case) if t.check.kind == "every")
+    assert set(found) == {"describes_itself", "config_is_frozen_and_documented"}
+
+
+def test_an_expected_failure_that_names_no_check_is_refused():
+    with pytest.raises(ValueError, match=r"no check is named 'weights_equal' \(did you mean 'weights_equal"):
+        conformance(
+            Case("parallel", use="summed", plugins=TWINS), expected_failures={"weights_equal": "a reason"}
+        )
+
+
+def test_an_expected_failure_is_strict(pytester_file):
+    code = (
+        "from nanotrain_core.testing import Case, conformance\n"
+        "test_conformance = conformance(\n"
+        "    Case('schedule', use='accumulate'),\n"
+        "    expected_failures={'parts_cover_the_layers': 'it does not fail'})\n"
+    )
+    output = pytester_file(code, "-k", "parts_cover_the_layers")
+    assert "accumulate-w1-parts_cover_the_layers" in output
+    assert "XPASS(strict)" in output
+
+
+@pytest.fixture
+def pytester_file(tmp_path):
+    """Run pytest in a process of its own on a file with the given text and return its output."""
+    import subprocess
+    import sys
+
+    def run(text, *options):
+        file = tmp_path / "test_example.py"
+        file.write_text(text)
+        command = [sys.executable, "-m", "pytest", "-rA", str(file), "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    return run

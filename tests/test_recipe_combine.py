@@ -1,0 +1,148 @@
+import pytest
+from recipe_files import SMALL, write
+
+from nanotrain_core.discovery import PluginArguments
+from nanotrain_core.errors import PluginError, RecipeError
+from nanotrain_core.layout import Layout
+from nanotrain_core.recipe import check_combination, load_recipe, resolve_recipe
+from nanotrain_core.registry import load_plugins
+
+DDP = '[[parallel]]\nuse = "ddp"\n'
+
+PLUGIN = """
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.errors import Problem
+
+@attrs.define(frozen=True)
+class Config:
+    level: int = 1
+
+def check(recipe, config, layout):
+    if config.level > layout.world_size:
+        yield Problem("parallel.0.level", f"level {config.level} exceeds {layout.world_size} ranks")
+
+@hookimpl
+def nanotrain_register_parallel(register):
+    def add(name, **facts):
+        register(Component(name=name, config=Config, factory="nowhere:Thing", **facts))
+
+    add("splits", mesh_dims={"tp", "ep"})
+    add("syncs", provides={"gradient_sync"})
+    add("needs", requires={"magic"})
+    add("makes", provides={"magic"})
+    add("hates", conflicts={"magic", "parallel:splits"})
+    add("checks", check=check)
+"""
+
+
+def reasons(tmp_path, *uses, text=SMALL, **arguments) -> list[str]:
+    """Return the problems of a recipe with these parallel components; empty if it can run."""
+    plugin = tmp_path / "combine_plugin.py"
+    plugin.write_text(PLUGIN)
+    text += "".join(f'[[parallel]]\nuse = "{use}"\n' for use in uses)
+    try:
+        load_recipe(write(tmp_path, text), plugins=PluginArguments(local=[str(plugin)]), **arguments)
+    except RecipeError as error:
+        return [line.replace(f"{tmp_path}/", "") for line in error.lines]
+    return []
+
+
+def test_layout_of_a_good_recipe_is_returned(tmp_path):
+    found = resolve_recipe(write(tmp_path, SMALL + DDP), ranks=4)
+    assert check_combination(found.recipe, load_plugins()) == found.layout
+    assert isinstance(found.layout, Layout)
+    assert found.layout.size("dp") == 4
+
+
+def test_ranks_that_the_degrees_do_not_divide_are_refused(tmp_path):
+    (line,) = reasons(tmp_path, "splits", ranks=3, overrides=["topology.tp=2"])
+    assert line.startswith("--nproc: run.ranks: 3 ranks do not fit [topology]: pp 1 x cp 1 x tp 2 = 2")
+    assert line.endswith("2 or 4 ranks would do")
+
+
+def test_batch_that_does_not_divide_names_the_nearest(tmp_path):
+    (line,) = reasons(tmp_path, "syncs", ranks=3)
+    assert (
+        line
+        == "recipe.toml:5: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"
+    )
+
+
+def test_rows_are_shared_out_over_dp_alone(tmp_path):
+    assert reasons(tmp_path, "syncs", "splits", ranks=16, overrides=["topology.tp=4"]) == []
+
+
+def test_data_parallel_ranks_need_a_gradient_sync(tmp_path):
+    (line,) = reasons(tmp_path, ranks=2)
+    assert line.startswith("recipe.toml: parallel: dp = 2, but nothing sums the gradients")
+    assert 'use = "ddp"' in line
+    assert reasons(tmp_path, "syncs", ranks=2) == []
+
+
+def test_expert_replicas_need_a_gradient_sync(tmp_path):
+    arguments = {"ranks": 4, "overrides": ["topology.tp=4", "topology.ep=2"]}
+    (line,) = reasons(tmp_path, "splits", **arguments)
+    assert "edp = 2, but nothing sums the gradients" in line
+    assert reasons(tmp_path, "splits", "syncs", **arguments) == []
+
+
+def test_tensor_parallel_ranks_alone_need_no_gradient_sync(tmp_path):
+    assert reasons(tmp_path, "splits", ranks=2, overrides=["topology.tp=2"]) == []
+
+
+def test_dimension_that_no_component_handles_is_refused(tmp_path):
+    (line,) = reasons(tmp_path, "splits", ranks=2, overrides=["topology.pp=2"])
+    assert line == "--set #1: topology.pp: pp = 2, but no component of this recipe handles pp"
+
+
+def test_two_providers_of_gradient_sync_are_refused_and_named(tmp_path):
+    (line,) = reasons(tmp_path, "ddp", "syncs")
+    assert line.startswith(
+        "recipe.toml:17: parallel.1: parallel 'ddp' and parallel 'syncs' both provide gradient_sync"
+    )
+
+
+def test_missing_capability_names_who_provides_it(tmp_path):
+    (line,) = reasons(tmp_path, "needs")
+    assert line.endswith(
+        "parallel 'needs' needs magic; installed components that provide it: parallel \"makes\""
+    )
+    assert reasons(tmp_path, "needs", "makes") == []
+
+
+def test_conflicts_by_capability_and_by_name_are_refused(tmp_path):
+    assert (
+        "cannot be combined with parallel 'makes', which provides magic"
+        in reasons(tmp_path, "hates", "makes")[0]
+    )
+    assert reasons(tmp_path, "splits", "hates")[0].endswith("cannot be combined with parallel 'splits'")
+    assert reasons(tmp_path, "hates") == []
+
+
+def test_cross_check_of_a_component_sees_recipe_config_and_layout(tmp_path):
+    assert reasons(tmp_path, "checks") == []
+    (line,) = reasons(tmp_path, "checks", overrides=["parallel.0.level=2"])
+    assert line == "--set #1: parallel.0.level: level 2 exceeds 1 ranks"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.heads=5", "model.heads: 5 heads do not divide width 32"),
+        ("model.kv_heads=3", "model.kv_heads: 3 kv_heads do not divide 4 heads"),
+        ("model.head_size=3", "model.heads: RoPE turns pairs"),
+        ("model.positions=learned", "model.max_length: learned positions need max_length"),
+        ("model.max_length=8", "batch.length: 16 exceeds model.max_length = 8"),
+    ],
+)
+def test_transformer_checks_what_one_field_cannot(tmp_path, override, expected):
+    assert any(expected in line for line in reasons(tmp_path, overrides=[override]))
+
+
+def test_broken_local_plugin_is_refused_at_once(tmp_path):
+    plugin = tmp_path / "bad_plugin.py"
+    plugin.write_text("1 / 0")
+    with pytest.raises(PluginError, match=r"bad_plugin\.py: ZeroDivisionError"):
+        load_recipe(write(tmp_path), plugins=PluginArguments(local=[str(plugin)]))

@@ -1,0 +1,163 @@
+import pytest
+from recipe_files import SMALL, write
+
+from nanotrain_core.errors import RecipeError
+from nanotrain_core.recipe import load_recipe
+
+
+def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
+    """Return the problems of a recipe, each without the folder's name."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, text), **arguments)
+    return [line.replace(f"{tmp_path}/", "") for line in caught.value.lines]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "steps = 3",
+            "step = 3",
+            "recipe.toml:2: run.step: unknown key 'step' (did you mean 'steps'?); valid: name, ",
+        ),
+        ("steps = 3", "", "recipe.toml:1: run.steps: missing; expected an integer"),
+        ("steps = 3", "steps = 3.0", "recipe.toml:2: run.steps: expected an integer, got the float 3.0"),
+        ("steps = 3", "steps = true", "recipe.toml:2: run.steps: expected an integer, got the boolean true"),
+        ("steps = 3", 'steps = "3"', "recipe.toml:2: run.steps: expected an integer, got the string '3'"),
+        ("steps = 3", "steps = 0", "recipe.toml:2: run.steps: 'steps' must be >= 1: 0"),
+        (
+            "heads = 4",
+            "bias = 1\nheads = 4",
+            "recipe.toml:13: model.bias: expected true or false, got the integer 1",
+        ),
+        (
+            "heads = 4",
+            'norm = "rmsnrm"\nheads = 4',
+            "recipe.toml:13: model.norm: expected one of 'rmsnorm', 'layernorm', got the string 'rmsnrm' "
+            "(did you mean 'rmsnorm'?)",
+        ),
+        ("[batch]", "[batches]", "recipe.toml:4: batches: unknown section 'batches' (did you mean 'batch'?)"),
+        ("[model]", "[[model]]", "recipe.toml:9: model: expected a table: write [model], got the array"),
+        (
+            '"transformer"',
+            '"transfromer"',
+            "recipe.toml:10: model.use: no model named 'transfromer' (did you mean 'transformer'?)",
+        ),
+        ('use = "transformer"', "", "recipe.toml:9: model.use: missing; installed: transformer"),
+        (
+            "[run]",
+            "[parallel]\n[run]",
+            "recipe.toml:1: parallel: expected an array of tables: write [[parallel]]",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[optimizer]\nbetas = [0.9, 'x']",
+            "recipe.toml:16: optimizer.betas.1: expected a number, got the string 'x'",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[optimizer]\nbetas = [0.9]",
+            "recipe.toml:16: optimizer.betas: expected an array of 2 items, got 1",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[optimizer]\nlr_schedule = {use = 'cosine', warmup = 3}",
+            "recipe.toml:16: optimizer.lr_schedule.warmup: unknown key 'warmup' (did you mean 'warmup_steps'",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[optimizer]\nlr_schedule = 'cosine'",
+            "recipe.toml:16: optimizer.lr_schedule: expected a table, got the string 'cosine'",
+        ),
+        (
+            "[run]",
+            'requires = ["nanotrain-none>=1"]\n[run]',
+            "recipe.toml:1: requires.0: nanotrain-none is not installed",
+        ),
+        (
+            "[run]",
+            'requires = ["nanotrain-core>=9"]\n[run]',
+            "recipe.toml:1: requires.0: needs nanotrain-core>=9, but 0.",
+        ),
+        (
+            "[run]",
+            'requires = "nanotrain-core"\n[run]',
+            "recipe.toml:1: requires: expected an array of strings",
+        ),
+        ("[run]", "versions = 3\n[run]", "recipe.toml:1: versions: expected a table"),
+    ],
+)
+def test_mistake_is_told_with_file_line_key_and_remedy(tmp_path, old, new, expected):
+    assert any(line.startswith(expected) for line in problems(tmp_path, SMALL.replace(old, new, 1)))
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    text = SMALL.replace("steps", "step").replace("width = 32", "width = 'x'") + '[optimizer]\nuse = "adam"\n'
+    found = problems(tmp_path, text)
+    assert len(found) == 4
+    assert {line.split(": ")[1] for line in found} == {
+        "run.step",
+        "run.steps",
+        "model.width",
+        "optimizer.use",
+    }
+
+
+def test_several_values_out_of_range_are_all_told(tmp_path):
+    found = problems(tmp_path, SMALL.replace("layers = 2", "layers = 0").replace("width = 32", "width = -1"))
+    assert [line.split(": ")[1] for line in found] == ["model.layers", "model.width"]
+
+
+def test_mistake_in_the_extended_file_names_that_file(tmp_path):
+    write(tmp_path, SMALL.replace("width = 32", 'width = "wide"'), "base.toml")
+    (line,) = problems(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 5\n')
+    assert line.startswith("base.toml:12: model.width: expected an integer")
+
+
+def test_mistake_in_an_option_names_the_option(tmp_path):
+    (line,) = problems(tmp_path, overrides=["run.seed=1", "run.steps=many"])
+    assert line == "--set #2: run.steps: expected an integer, got the string 'many'"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("run.steps", "--set #1: expected KEY=VALUE"),
+        ("run..steps=3", "--set #1: 'run..steps=3': "),
+        ("extends=base.toml", "--set #1: extends: only a file can extend another"),
+        ("monitor.5.use=jsonl", "--set #1: monitor.5: there is no item 5; the next free number is 2"),
+    ],
+)
+def test_malformed_option_is_refused(tmp_path, line, expected):
+    (found,) = problems(tmp_path, overrides=[line])
+    assert found.startswith(expected)
+
+
+def test_toml_syntax_error_has_its_line(tmp_path):
+    (line,) = problems(tmp_path, SMALL.replace("length = 16", "length = = 16"))
+    assert line.startswith("recipe.toml:7: Invalid value")
+
+
+def test_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="not UTF-8 text"):
+        load_recipe(path)
+
+
+def test_missing_parent_suggests_a_neighbour(tmp_path):
+    write(tmp_path, SMALL, "base.toml")
+    (line,) = problems(tmp_path, '\nextends = "bass.toml"\n')
+    assert line.startswith("recipe.toml:2: extends: no file")
+    assert line.endswith("(did you mean 'base.toml'?)")
+
+
+def test_missing_recipe_suggests_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"laptopp: no such recipe \(did you mean 'laptop'\?\)"):
+        load_recipe("laptopp")
+
+
+def test_folder_in_place_of_a_recipe_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="is a folder"):
+        load_recipe(tmp_path)

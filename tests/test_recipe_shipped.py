@@ -1,0 +1,31 @@
+from fnmatch import fnmatch
+from pathlib import Path
+
+import tomli
+
+from nanotrain_core.recipe.source import find_recipe, shipped_recipes
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_recipe_goes_into_the_wheel():
+    patterns = tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    for path in ROOT.glob("recipes/**/*.toml"):
+        name = path.relative_to(ROOT).as_posix()
+        folder = f"share/nanotrain/{Path(name).parent.as_posix()}"
+        assert any(fnmatch(name, pattern) for pattern in patterns[folder]), name
+
+
+def test_a_recipe_in_the_working_directory_hides_the_shipped_one(tmp_path, monkeypatch):
+    own = tmp_path / "recipes" / "laptop.toml"
+    own.parent.mkdir()
+    own.write_text("")
+    assert find_recipe("laptop").resolve() == ROOT / "recipes" / "laptop.toml"
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("laptop").resolve() == own
+    assert "capstone.toml" in shipped_recipes()
+
+
+def test_every_shipped_recipe_says_what_it_is():
+    for path in ROOT.glob("recipes/*.toml"):
+        assert path.read_text().startswith("# "), path

@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from recipe_files import SMALL, write
+
+from nanotrain_core.recipe import load_recipe, recipe_hash, resolve_recipe, write_resolved
+from nanotrain_core.recipe.write import explain
+
+SHIPPED = sorted(Path(__file__).parents[1].glob("recipes/**/*.toml"))
+
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+positive = st.floats(min_value=1e-12, max_value=1e12)
+tables = st.fixed_dictionaries(
+    {},
+    optional={
+        "run.seed": st.integers(-(2**62), 2**62),
+        "run.timeout": positive,
+        "run.folder": words,
+        "optimizer.lr": positive,
+        "optimizer.betas": st.tuples(st.floats(0, 1), st.floats(0, 1)).map(list),
+        "optimizer.lr_schedule.use": st.sampled_from(["constant", "linear", "cosine", "wsd"]),
+        "optimizer.lr_schedule.decay_steps": st.integers(1, 9),
+        "data.suffixes": st.lists(words, max_size=3),
+        "data.paths": st.lists(words.filter(lambda word: "\0" not in word), max_size=3),
+    },
+)
+monitors = st.lists(
+    st.sampled_from(
+        [{"use": "console"}, {"use": "console", "every": 7}, {"use": "sample", "prompt": "[[a]]\n[b]"}]
+    )
+)
+
+
+def nested(flat: dict) -> dict:
+    tree: dict = {}
+    for key, value in flat.items():
+        *tables_above, name = key.split(".")
+        table = tree
+        for above in tables_above:
+            table = table.setdefault(above, {})
+        table[name] = value
+    return tree
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_resolved_recipe_loads_back_equal(path, tmp_path):
+    recipe = load_recipe(path)
+    again = load_recipe(write(tmp_path, write_resolved(recipe)))
+    assert again == recipe
+    assert recipe_hash(again) == recipe_hash(recipe)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=tables, monitor=monitors)
+def test_any_recipe_survives_writing_and_reading(tmp_path, values, monitor):
+    import tomli_w
+
+    changes = tomli_w.dumps({"monitor": monitor, **nested(values)})
+    base = write(tmp_path, SMALL, "base.toml")
+    recipe = load_recipe(write(tmp_path, f'extends = "{base.name}"\n{changes}'))
+    assert load_recipe(write(tmp_path, write_resolved(recipe), "resolved.toml")) == recipe
+
+
+def test_resolved_recipe_is_whole_and_puts_use_first(tmp_path):
+    tree = tomli.loads(write_resolved(load_recipe(write(tmp_path))))
+    assert tree["model"] | {"tied": False, "norm": "rmsnorm"} == tree["model"]
+    assert next(iter(tree["optimizer"])) == "use"
+    assert tree["parallel"] == []
+    assert {"nanotrain-core", "torch"} <= set(tree["versions"])
+
+
+def test_resolved_recipe_of_a_relative_path_holds_from_anywhere(tmp_path):
+    recipe = load_recipe(write(tmp_path, SMALL + '[data]\npaths = ["corpus"]\n'))
+    moved = write(tmp_path, write_resolved(recipe), "elsewhere/resolved.toml")
+    assert load_recipe(moved).data.config.paths == (str(tmp_path / "corpus"),)
+
+
+def test_hash_sees_every_value(tmp_path):
+    path = write(tmp_path)
+    hashes = {
+        recipe_hash(load_recipe(path, overrides=[line]))
+        for line in ("run.seed=1", "run.seed=2", "batch.length=8")
+    }
+    assert len(hashes) == 3
+
+
+def test_other_versions_than_when_resolved_are_noted(tmp_path):
+    text = write_resolved(load_recipe(write(tmp_path))).replace(
+        'nanotrain-core = "0.1.0"', 'nanotrain-core = "0.0.9"'
+    )
+    found = resolve_recipe(write(tmp_path, text, "resolved.toml"))
+    assert found.notes == (f"{tmp_path}/resolved.toml was resolved with nanotrain-core 0.0.9; now 0.1.0",)
+    assert found.recipe.versions["nanotrain-core"] == "0.1.0"
+
+
+def test_explained_recipe_is_the_resolved_one_with_origins(tmp_path):
+    found = resolve_recipe(write(tmp_path), overrides=["optimizer.lr=0.5"])
+    text = explain(found.recipe, found.merged)
+    resolved = tomli.loads(write_resolved(found.recipe))
+    del resolved["versions"]
+    assert tomli.loads(text) == resolved
+    origins = {line.split(" =")[0]: line.split("  # ")[1] for line in text.splitlines() if "  # " in line}
+    assert origins["steps"] == f"{tmp_path}/recipe.toml:2"
+    assert origins["lr"] == "--set #1"
+    assert origins["betas"] == "default"
