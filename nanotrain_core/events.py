@@ -56,6 +56,5 @@ class Events:
             except Exception:
                 if self.strict:
                     raise
-                self.log.exception(
-                    "monitor failed, the run goes on", monitor=type(monitor).__name__, event=event
-                )
+                name = f"{type(monitor).__name__}.{event}"
+                self.log.exception("a monitor failed and the run goes on", monitor=name)

@@ -38,10 +38,7 @@ class RunFolder:
             FolderLocked: a live run owns it.
             FolderError: it cannot be written, or holds a run and ``resume`` is false.
         """
-        if folder is None:
-            path = newest(name) if resume else free(name)
-        else:
-            path = Path(folder)
+        path = Path(folder) if folder else newest(name) if resume else free(name)
         claimed = cls(path, _lock(path))
         if not resume and holds_run(path):
             claimed.release()

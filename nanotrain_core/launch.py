@@ -96,7 +96,9 @@ def _run_agent(job: Job, nodes: Nodes) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
-        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(logger, logging.Logger):
+        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
+            logger, logging.Logger
+        ):
             logger.setLevel(logging.CRITICAL)
     forwarder = SignalForwarder(Path(job.scratch or ""))
     with ThreadPoolExecutor(1) as thread:

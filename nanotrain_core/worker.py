@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from nanotrain_core import log
 from nanotrain_core.agreement import agree
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.environment import Ranks, rendezvous_address
@@ -80,7 +81,9 @@ def run_rank(job: Job) -> str:
 
 def is_echo(text: str) -> bool:
     """Say whether an error only tells that another rank went away."""
-    return any(sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe"))
+    return any(
+        sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
+    )
 
 
 def _exit_with_launcher(pid: int | None) -> None:
@@ -95,6 +98,7 @@ def _exit_with_launcher(pid: int | None) -> None:
 
 def train(job: Job, ranks: Ranks) -> str:
     """Load, agree with the other ranks, train; return how it ended."""
+    log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     recipe = load_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
 
@@ -145,9 +149,7 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def join(
-    job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry
-) -> Store | None:
+def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry) -> Store | None:
     """Meet the other ranks, make sure all run the same thing, make the world's process group."""
     if ranks.world_size == 1:
         return None

@@ -32,7 +32,12 @@ def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
     """Start ``nanotrain`` with ``words``; its output is piped."""
     environment = {**os.environ, "NO_COLOR": "1"}
     return subprocess.Popen(
-        [*COMMAND, *words], cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *words],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

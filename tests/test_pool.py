@@ -116,9 +116,7 @@ def test_a_closed_connection_is_never_taken_for_the_cause():
 
 
 def test_a_deadlock_shows_the_stack_of_every_rank():
-    began = time.monotonic()
     text = text_of(crossed_receives, timeout=1.5)
-    assert time.monotonic() - began < 10
     for rank in (0, 1):
         assert f"rank {rank} of 2 did not return within 1.5 s" in text
     assert text.count("in crossed_receives") == 2

@@ -107,7 +107,9 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
     nanotrain("run", "small.toml", "--set", "run.seed=7", "--folder", "a", cwd=tmp_path)
     again = nanotrain("run", "a/recipe.toml", "--folder", "b", cwd=tmp_path)
     assert again.code == Exit.DONE
-    assert [row["loss"] for row in metrics(tmp_path / "a")] == [row["loss"] for row in metrics(tmp_path / "b")]
+    assert [row["loss"] for row in metrics(tmp_path / "a")] == [
+        row["loss"] for row in metrics(tmp_path / "b")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,9 +183,18 @@ def nanotrain_register_monitor(register):
     ("words", "text"),
     [
         (["missing.toml"], "missing.toml"),
-        (["small.toml", "--set", "run.stps=3"], "--set #1: run.stps: unknown key 'stps' (did you mean 'steps'?)"),
-        (["small.toml", "--set", 'run.steps="3"'], "--set #1: run.steps: expected an integer, got the string '3'"),
-        (["small.toml", "--set", "optimizer.use=adamx"], "no optimizer named 'adamx' (did you mean 'adamw'?)"),
+        (
+            ["small.toml", "--set", "run.stps=3"],
+            "--set #1: run.stps: unknown key 'stps' (did you mean 'steps'?)",
+        ),
+        (
+            ["small.toml", "--set", 'run.steps="3"'],
+            "--set #1: run.steps: expected an integer, got the string '3'",
+        ),
+        (
+            ["small.toml", "--set", "optimizer.use=adamx"],
+            "no optimizer named 'adamx' (did you mean 'adamw'?)",
+        ),
         (["small.toml", "--nproc", "3"], "3"),
         (["small.toml", "--set", "topology.pp=2"], "pp"),
         (["small.toml", "--set", "data.vocab=65"], "has 65 tokens but the model's vocabulary is 64"),

@@ -146,8 +146,10 @@ class SimpleCheckpointConfig:
 class ConsoleConfig:
     """``[[monitor]] use = "console"``."""
 
+    style: Literal["auto", "lines", "table"] = "auto"
+    """`auto` is a live line on a terminal and `lines` elsewhere; `table` has a row for each step."""
     every: int = attrs.field(default=1, validator=ge(1))
-    """Steps between lines when the output is not a terminal; the live line follows every report."""
+    """Steps between lines or rows; the live line follows every report."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,9 @@ from nanotrain_core.contracts import (
     StepReport,
 )
 
+#: Columns of a table and their widths.
+COLUMNS = {"step": 13, "loss": 8, "grad_norm": 9, "lr": 8, "tokens/s": 9, "ms/step": 7}
+
 
 class Console(Monitor):
     """One live line on a terminal, plain ``key=value`` lines in a file or a pipe."""
@@ -34,20 +36,21 @@ class Console(Monitor):
         self.run, self.shown = run, run.rank == 0
         if not self.shown:
             return
-        self.console = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''} on {run.device.type}"
         self._line(
             f"{run.name}: {run.parameters:,} parameters, {ranks}, {run.tokens_per_step:,} tokens a step"
         )
-        described = getattr(run.data, "describe", None)
+        described = getattr(run.data, "describe", None)  # a script's loader has none
         if described is not None:
             self._line(described())
         if run.folder is not None:
             self._line(f"run folder {run.folder}")
         if run.first_step:
             self._line(f"resumed after step {run.first_step}")
-        if self.console.is_terminal and "CI" not in os.environ:
-            self.live = Live(console=self.console, auto_refresh=False)
+        if self.config.style == "table":
+            self._line("  ".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+        elif self.config.style == "auto" and sys.stdout.isatty():
+            self.live = Live(console=RichConsole(highlight=False, soft_wrap=True), auto_refresh=False)
             self.live.start()
 
     def on_step(self, report: StepReport) -> None:
@@ -58,7 +61,7 @@ class Console(Monitor):
         if self.live is not None:
             self.live.update(Text(pairs(fields)), refresh=True)
         elif report.step % self.config.every == 0 or report.step == self.run.steps:
-            self._line(pairs(fields))
+            self._line(row(fields) if self.config.style == "table" else pairs(fields))
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Show a validation loss."""
@@ -77,11 +80,19 @@ class Console(Monitor):
         """Say how it ended."""
         if self.live is not None:
             self.live.stop()
+            self.live = None
         self._line(f"{report.reason} after step {report.step}, {report.tokens:,} tokens")
 
     def _line(self, text: str) -> None:
-        if self.shown:
-            self.console.print(text, markup=False)
+        if not self.shown:
+            return
+        if self.live is not None:
+            self.live.console.print(text, markup=False)
+            return
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:  # whoever read along, such as `head`, has seen enough
+            self.shown = False
 
 
 def step_fields(report: StepReport, steps: int) -> dict[str, Any]:
@@ -105,3 +116,10 @@ def step_fields(report: StepReport, steps: int) -> dict[str, Any]:
 def pairs(fields: Mapping[str, Any]) -> str:
     """Join fields as ``key=value``."""
     return " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def row(fields: Mapping[str, Any]) -> str:
+    """Line fields up under :data:`COLUMNS`; what has no column is appended as ``key=value``."""
+    cells = [f"{fields.get(name, ''):>{width}}" for name, width in COLUMNS.items()]
+    rest = pairs({key: value for key, value in fields.items() if key not in COLUMNS})
+    return "  ".join([*cells, rest]).rstrip()

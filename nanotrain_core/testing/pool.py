@@ -8,6 +8,7 @@ call costs about 0.1 s. Whatever goes wrong, the pool is killed and the next cal
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import pickle
@@ -30,13 +31,14 @@ GRACE = 1.0
 #: Frames below the function that was called.
 HARNESS = ("/testing/worker.py", "/multiprocessing/", "<string>")
 
-#: Imported once by the server that workers are forked from; the last brings the core with it.
+#: Imported once by the server that workers are forked from; what is missing there is left out.
 PRELOAD = [
     "numpy",
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # else every worker's first optimizer step imports it, in 1.5 s
     "nanotrain_core.testing.worker",
-    "nanotrain_core.testing.probe",
+    "nanotrain_core.testing.probe",  # brings the core with it
 ]
 
 
@@ -194,13 +196,14 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    """Run ``function`` on the session's pool of ``world_size`` ranks. See :meth:`Pool.run`."""
-    return _pools.setdefault(world_size, Pool(world_size)).run(function, *args, **kwargs)
-
-
+@atexit.register
 def close_pools() -> None:
     """Kill the session's pools."""
     for pool in _pools.values():
         pool.close()
     _pools.clear()
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run ``function`` on the session's pool of ``world_size`` ranks. See :meth:`Pool.run`."""
+    return _pools.setdefault(world_size, Pool(world_size)).run(function, *args, **kwargs)

@@ -1,0 +1,24 @@
+"""Structured log lines on standard error, each with the rank it came from."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+
+def configure(rank: int) -> None:
+    """Set up structlog for one rank's process: ``key=value`` pairs, times in UTC."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.LogfmtRenderer(
+                key_order=["timestamp", "level", "event"], bool_as_flag=False
+            ),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    structlog.contextvars.bind_contextvars(rank=rank)

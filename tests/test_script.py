@@ -1,0 +1,123 @@
+"""The thin-script door: a model, an optimizer and loaders, trained as a plain loop would."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nanotrain_core import RuntimeEngine
+from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.recipe.tree import ScheduleConfig
+from nanotrain_core.script import ScriptConfig
+
+
+class Recorder(Monitor):
+    """Keeps every report."""
+
+    def __init__(self):
+        self.steps, self.evaluations = [], []
+
+    def on_step(self, report):
+        self.steps.append(report)
+
+    def on_evaluation(self, report):
+        self.evaluations.append(report)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).double()
+
+
+def make_loader(batches=4, rows=3):
+    generator = torch.Generator().manual_seed(1)
+    loader = []
+    for _ in range(batches):
+        tokens = torch.randint(11, (rows, 6), generator=generator)
+        targets = (tokens * 3 + 1) % 11
+        targets[0, : len(loader)] = IGNORE  # batches with different numbers of targets
+        loader.append((tokens, targets))
+    return loader
+
+
+def plain_loop(model, optimizer, loader, steps, accumulate, clip_norm):
+    """Accumulate over unequal microbatches the exact way: one mean over all their targets."""
+    losses, norms, position = [], [], 0
+    for _ in range(steps):
+        taken = [loader[(position + i) % len(loader)] for i in range(accumulate)]
+        position += accumulate
+        count = sum(int((targets != IGNORE).sum()) for _, targets in taken)
+        total = 0.0
+        for tokens, targets in taken:
+            logits = model(tokens).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norms
+
+
+def test_it_trains_as_a_plain_loop_does():
+    ours, loader = make_model(), make_loader()
+    theirs, recorder = copy.deepcopy(ours), Recorder()
+    loss = lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")  # noqa: E731
+    engine = RuntimeEngine(
+        ours,
+        torch.optim.AdamW(ours.parameters(), lr=0.05),
+        ScriptConfig(accumulate=3, clip_norm=0.5),
+        callbacks=[recorder],
+        loss=loss,
+    )
+    end = engine.fit(loader, steps=5)
+    losses, norms = plain_loop(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.05), loader, 5, 3, 0.5)
+    assert [report.loss for report in recorder.steps] == pytest.approx(losses, abs=1e-12)
+    assert [report.grad_norm for report in recorder.steps] == pytest.approx(norms, abs=1e-12)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    assert (end.step, end.reason) == (5, "done")
+
+
+def test_validation_is_the_mean_over_all_targets():
+    model, loader, recorder = make_model(), make_loader(), Recorder()
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
+    engine.fit(loader, loader, steps=1)
+    tokens = torch.cat([tokens for tokens, _ in loader])
+    targets = torch.cat([targets for _, targets in loader])
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+    (report,) = recorder.evaluations
+    assert report.loss == pytest.approx(expected, rel=1e-6)
+    assert report.tokens == int((targets != IGNORE).sum())
+
+
+def test_the_schedule_drives_the_scripts_optimizer():
+    model, recorder = make_model(), Recorder()
+    config = ScriptConfig(lr_schedule=ScheduleConfig(use="linear", warmup_steps=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    RuntimeEngine(model, optimizer, config, callbacks=[recorder]).fit(make_loader(), steps=6)
+    assert [report.lr for report in recorder.steps] == pytest.approx([0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_a_callback_can_stop_the_run():
+    class Stop(Monitor):
+        def on_step(self, report):
+            return "stop" if report.step == 2 else None
+
+    model = make_model()
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Stop()])
+    end = engine.fit([Batch(*pair) for pair in make_loader()], steps=10)
+    assert end.reason == "stopped"
+    assert end.step < 5
+
+
+@pytest.mark.parametrize(("loader", "error"), [(None, TypeError), ([], ValueError)])
+def test_a_missing_or_empty_loader_is_said_plainly(loader, error):
+    model = make_model()
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(error, match="train_loader"):
+        engine.fit(loader, steps=1)
