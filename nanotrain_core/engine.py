@@ -118,6 +118,7 @@ class RuntimeEngine:
         """
         self.run.feed.use(train_loader, val_loader)
         self.steps = steps or self.steps
+        self.stop.clear()
         self._restore()
         self.pace.restart(self.step)
         self.events.start(self._info())
@@ -177,7 +178,8 @@ class RuntimeEngine:
     def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float) -> None:
         """Tell monitors about the step just done, and agree with all ranks on whether to stop."""
         run, names = self.run, list(self.run.loss_weights)
-        sums = self._sum_over_data(torch.stack([losses.get(name, torch.zeros(())) for name in names]))
+        nothing = torch.zeros((), device=run.mesh.device)
+        sums = self._sum_over_data(torch.stack([losses.get(name, nothing) for name in names]))
         flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=run.mesh.device)
         run.mesh.all_reduce(flags)
         self.stop.agree(flags.tolist())

@@ -21,8 +21,13 @@ class StopRequest:
     """Collects wishes to stop on this rank; ``reason`` is set once every rank knows of one."""
 
     def __init__(self) -> None:
-        self.reason: StopReason | None = None
-        self._wished: set[StopReason] = set()
+        self.reason: StopReason | None
+        self._wished: set[StopReason]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget earlier wishes: a new call of fit begins."""
+        self.reason, self._wished = None, set()
 
     def wish(self, reason: StopReason) -> None:
         """Ask to stop at the next agreement."""

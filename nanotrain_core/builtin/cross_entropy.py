@@ -35,7 +35,7 @@ def linear_cross_entropy(
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, target_T)  # type: ignore[no-untyped-call]
         return loss
     chunks = _chunks(target_T, weight_VD)
-    return torch.stack([_nll(_log_p(hidden_TD[c], weight_VD), target_T[c]) for c in chunks]).sum()
+    return torch.stack([_loss_(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in chunks]).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -47,12 +47,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD))
+        logits_CV = hidden_TD.new_empty(_chunk_size(weight_VD), len(weight_VD))
         losses = []
         for rows in _chunks(target_T, weight_VD):
             hidden_CD, target_C = hidden_TD[rows], target_T[rows]
-            log_p_CV = _log_p(hidden_CD, weight_VD)
-            losses.append(_nll(log_p_CV, target_C))
-            d_logits_CV = _d_logits_(log_p_CV, target_C).to(hidden_TD.dtype)
+            chunk_CV = torch.mm(hidden_CD, weight_VD.T, out=logits_CV[: len(target_C)])
+            loss, exp_CV, total_C1 = _loss_(chunk_CV, target_C)
+            losses.append(loss)
+            d_logits_CV = chunk_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
             torch.mm(d_logits_CV, weight_VD, out=d_hidden_TD[rows])
             _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD.to(weight_VD.dtype))
@@ -64,9 +66,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden_TD * d_loss, d_weight_VD * d_loss, None
 
 
-def _chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+def _chunk_size(weight_VD: torch.Tensor) -> int:
     logits, fewest = CHUNK.get(weight_VD.device.type, CHUNK["cuda"])
-    size = max(fewest, logits // len(weight_VD))
+    return max(fewest, logits // len(weight_VD))
+
+
+def _chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+    size = _chunk_size(weight_VD)
     return (slice(start, start + size) for start in range(0, len(target_T), size))
 
 
@@ -74,20 +80,28 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _log_p(hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(F.linear(hidden_CD, weight_VD), dim=-1, dtype=_wide(hidden_CD))
+def _loss_(
+    logits_CV: torch.Tensor, target_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the summed loss, and numerators [C, V] and denominators [C, 1] of the softmax.
+
+    The numerators take the place of logits that are wide enough: torch's log_softmax says the same in
+    fewer words but fills new storage for every chunk.
+    """
+    wide_CV = logits_CV.to(_wide(logits_CV))
+    largest_C1 = wide_CV.amax(dim=1, keepdim=True)
+    at_target_C1 = wide_CV.gather(1, target_C.clamp(min=0).unsqueeze(1))
+    exp_CV = wide_CV.sub_(largest_C1).exp_()
+    total_C1 = exp_CV.sum(dim=1, keepdim=True)
+    nll_C1 = total_C1.log() + largest_C1 - at_target_C1
+    return nll_C1.squeeze(1).masked_fill(target_C == IGNORE, 0.0).sum(), exp_CV, total_C1
 
 
-def _nll(log_p_CV: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-    return F.nll_loss(log_p_CV, target_C, ignore_index=IGNORE, reduction="sum")
-
-
-def _d_logits_(log_p_CV: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-    """Turn log-probabilities in place into p - onehot(target), zero in ignored rows."""
-    ignored_C1 = (target_C == IGNORE).unsqueeze(1)
-    log_p_CV.masked_fill_(ignored_C1, -torch.inf)  # its exponential is 0
-    minus_one_C1 = ignored_C1.to(log_p_CV.dtype) - 1
-    return log_p_CV.exp_().scatter_add_(1, target_C.clamp(min=0).unsqueeze(1), minus_one_C1)
+def _d_logits_(exp_CV: torch.Tensor, total_C1: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+    """Turn numerators in place into the gradient of the logits: softmax - onehot, 0 in ignored rows."""
+    counted_C1 = (target_C != IGNORE).unsqueeze(1).to(exp_CV.dtype)
+    exp_CV.mul_(counted_C1 / total_C1)
+    return exp_CV.scatter_add_(1, target_C.clamp(min=0).unsqueeze(1), -counted_C1)
 
 
 def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -35,7 +35,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         wide = _widen(x)
-        r = (torch.linalg.vecdot(wide, wide).div_(x.shape[-1]) + eps).rsqrt_().unsqueeze(-1)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, r, w_D)
         y: torch.Tensor = (wide * r).mul_(w_D)
         return y.to(x.dtype)
@@ -45,10 +46,10 @@ class _RMSNorm(torch.autograd.Function):
         """d_x = r (w d_y - x r^2 mean(x w d_y)); d_w = sum over rows of d_y x r."""
         x, r, w_D = ctx.saved_tensors
         x_wide, d_wide = _widen(x), _widen(d_y)
-        d_w_D = r.flatten() @ (d_wide * x_wide).flatten(0, -2)
-        d_x = d_wide * w_D
-        along = torch.linalg.vecdot(d_x, x_wide).unsqueeze(-1) * r.pow(3) / x.shape[-1]
-        d_x.mul_(r).addcmul_(x_wide, along, value=-1)
+        product = d_wide * x_wide
+        d_w_D = r.flatten() @ product.flatten(0, -2)
+        along = (product @ w_D.to(product.dtype)).unsqueeze(-1) * r.pow(3) / x.shape[-1]
+        d_x = (d_wide * w_D).mul_(r).addcmul_(x_wide, along, value=-1)
         return d_x.to(x.dtype), d_w_D.to(w_D.dtype), None
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-#: cos and sin of every angle, each [S, 1, K/2].
+#: For each position the cosines of all angles twice over, and their sines, negative in the first half:
+#: each [S, 1, K].
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -> Rotation:
-    """Return cos and sin of the angles of positions 0 to ``length`` - 1, on the device of ``like``.
+    """Return what turns positions 0 to ``length`` - 1, on the device of ``like``.
 
     Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
     when a model built on ``meta`` gets its storage. Angles are float64, because position times
@@ -26,8 +27,9 @@ def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -
     pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=like.device)
     position_S = torch.arange(length, dtype=torch.float64, device=like.device)
     angle_S1K = torch.outer(position_S, theta ** (-pair_K / head_size)).unsqueeze(1)
+    cos, sin = angle_S1K.cos(), angle_S1K.sin()
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return angle_S1K.cos().to(dtype), angle_S1K.sin().to(dtype)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x_BSHK: torch.Tensor, turn: Rotation) -> torch.Tensor:
@@ -51,6 +53,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x_BSHK.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x_BSHK.dtype)
+    """Whole heads at a time: on a CPU, arithmetic on half heads, 16 numbers in a row, is slow."""
+    wide = x_BSHK.to(cos.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    other = torch.cat((second, first), dim=-1)
+    return other.mul_(sin).addcmul_(wide, cos).to(x_BSHK.dtype)

@@ -64,7 +64,7 @@ class SimpleCheckpoint:
         if self.mesh.rank == 0:
             try:
                 self._write(step, {**tensors, **streams}, state.meta)
-            except OSError as problem:
+            except (OSError, SafetensorError) as problem:
                 error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
         self._agree(error)
         return self.path(step)

@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "say whether a recipe can run, and where each of its values comes from",
     "recipes": "list the shipped recipes, or copy one",
     "plugins": "list installed plugins and their components",
+    "conformance": "run every check of a component",
     "schema": "print a JSON Schema of recipes, for editors",
 }
 

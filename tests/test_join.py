@@ -1,0 +1,85 @@
+"""Ranks that torchrun or srun started join one another, or find out why they must not."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from command import COMMAND, finish
+from test_run import SMALL, metrics
+
+from nanotrain_core.errors import Exit
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def torchrun(rank, port):
+    places = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    return {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def srun(rank, port):
+    places = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": 2, "SLURM_LOCALID": rank}
+    return {
+        **places,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_JOB_ID": 4711,
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def run_both(tmp_path, launcher, *words_of_rank):
+    """Start two ranks, each with its own words, and return their outcomes."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    port, processes = free_port(), []
+    for rank, words in enumerate(words_of_rank):
+        environment = {**os.environ, **{k: str(v) for k, v in launcher(rank, port).items()}}
+        command = [*COMMAND, "run", "small.toml", "--folder", "here", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+    return [finish(process) for process in processes]
+
+
+@pytest.mark.parametrize("launcher", [torchrun, srun])
+def test_two_started_processes_train_together(tmp_path, launcher):
+    zero, one = run_both(tmp_path, launcher, (), ())
+    assert (zero.code, zero.err, one.code, one.err) == (Exit.DONE, "", Exit.DONE, "")
+    assert "2 ranks on cpu" in zero.out
+    assert one.out == ""
+    assert len(metrics(tmp_path / "here")) == 6
+
+
+def test_torchrun_itself_starts_ranks(tmp_path):
+    (tmp_path / "small.toml").write_text(SMALL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "nanotrain_core.cli", "run", "small.toml", "--folder", "here"]
+    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.DONE, done.stderr
+    (start,) = metrics(tmp_path / "here", "start")
+    assert start["world_size"] == 2
+    assert json.loads((tmp_path / "here/.lock").read_text())["pid"] > 0
+
+
+def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):
+    for outcome in run_both(tmp_path, torchrun, (), ("--set", "optimizer.lr=0.5")):
+        assert outcome.code == Exit.USER
+        assert outcome.err.startswith("nanotrain: rank 1 on ")
+        assert "recipe hash is " in outcome.err
+        assert "Traceback" not in outcome.err
+        assert "step=" not in outcome.out
+
+
+def test_a_refused_folder_is_told_on_every_rank(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/metrics.jsonl").write_text("{}\n")
+    for outcome in run_both(tmp_path, torchrun, (), ()):
+        assert outcome.code == Exit.USER
+        assert "here holds a run already: add --resume" in outcome.err
