@@ -1,5 +1,9 @@
 """ddp, and what several data-parallel ranks ask of the components beside it, pass the harness."""
 
+from itertools import product
+
+import pytest
+
 from nanotrain_core.testing import Case, conformance
 
 DDP = {"parallel": [{"use": "ddp"}]}
@@ -13,4 +17,43 @@ test_conformance = conformance(
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
     Case("checkpoint", use="simple", topology={"dp": 2}, overrides=DDP),
     Case("monitor", use="replicas", topology={"dp": 2}, overrides=DDP),
+)
+
+GPT = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}
+MODELS = (
+    {**GPT, "tied": True},
+    {**GPT, "kv_heads": 1},
+    {"kv_heads": 2, "tied": True},
+    {"layers": 1, "heads": 2, "head_size": 12},
+)
+
+# Every world size with every shape of model, and every component that has ranks to serve beside ddp.
+test_exhaustively = pytest.mark.full(
+    conformance(
+        *(
+            Case(
+                "parallel",
+                use="ddp",
+                config=config,
+                topology={"dp": dp},
+                overrides={"model": model, "batch": {"sequences": 16}},
+            )
+            for dp, model, config in product((2, 4, 8), MODELS, (MANY_BUCKETS, {"overlap": False}))
+        ),
+        *(
+            Case("optimizer", use=use, config=config, topology={"dp": dp}, overrides=DDP)
+            for dp in (2, 4)
+            for use, config in (("adamw", {}), ("sgd", {"momentum": 0.9}), ("sgd", {}))
+        ),
+        *(
+            Case("precision", use=use, topology={"dp": dp}, overrides=DDP)
+            for dp, use in product((2, 4), ("fp64", "fp32", "bf16", "fp16"))
+        ),
+        *(
+            Case("monitor", use=use, topology={"dp": 2}, overrides=DDP)
+            for use in ("console", "jsonl", "replicas")
+        ),
+        Case("checkpoint", use="simple", topology={"dp": 4}, overrides=DDP),
+        Case("schedule", use="accumulate", topology={"dp": 4}, overrides=DDP),
+    )
 )

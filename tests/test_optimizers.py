@@ -1,0 +1,121 @@
+"""The built-in optimizers against torch's own, stepped plainly on the same gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
+from nanotrain_core.builtin.optimizers import SGD, AdamW
+from nanotrain_core.builtin.precisions import bf16, fp32, fp64
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import place, placed_parameters
+
+STEPS = 4
+
+
+def make_model(dtype):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 2)).to(dtype)
+
+
+def gradients_of(model, step):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).double() for p in model.parameters()]
+
+
+def train_ours(make, config, precision, *, loss_scale=1.0):
+    precision = precision(PrecisionConfig())
+    model = make_model(precision.parameter_dtype)
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    placed = placed_parameters([model], place([model], mesh.layout))
+    gradients, optimizer = LocalGradients(), make(config)
+    gradients.attach(placed, mesh, precision.gradient_dtype)
+    optimizer.setup(placed, precision, gradients, mesh)
+    norms = []
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients_of(model, step), strict=True):
+            gradients._wide[parameter] = (gradient * loss_scale).to(precision.gradient_dtype)
+        norms.append(optimizer.step(loss_scale=loss_scale).grad_norm.item())
+        gradients.zero()
+    return model, optimizer, norms
+
+
+def train_plainly(model, make, decay, clip_norm):
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer, norms = make(groups), []
+    for step in range(STEPS):
+        for parameter, gradient in zip(model.parameters(), gradients_of(model, step), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf")).item())
+        optimizer.step()
+    return norms
+
+
+CASES = {
+    "adamw": (
+        AdamW,
+        AdamWConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_norm=2.0),
+        lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-6),
+    ),
+    "adamw never clipping": (
+        AdamW,
+        AdamWConfig(lr=0.01, weight_decay=0.1, clip_norm=0.0),
+        lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95)),
+    ),
+    "sgd with momentum": (
+        SGD,
+        SGDConfig(lr=0.1, momentum=0.9, weight_decay=0.2, clip_norm=1.0),
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    ),
+    "sgd": (SGD, SGDConfig(lr=0.1, clip_norm=0.0), lambda groups: torch.optim.SGD(groups, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("case", CASES)
+def test_it_steps_as_torchs_own(case, loss_scale):
+    ours, config, theirs = CASES[case]
+    model, _, norms = train_ours(ours, config, fp64, loss_scale=loss_scale)
+    plain = make_model(torch.float64)
+    plain_norms = train_plainly(plain, theirs, config.weight_decay, config.clip_norm)
+    assert norms == pytest.approx(plain_norms, rel=1e-12)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_a_bfloat16_model_follows_its_float32_master_rounded_once():
+    _, config, theirs = CASES["adamw"]
+    model, optimizer, _ = train_ours(AdamW, config, bf16)
+    plain = make_model(torch.bfloat16).float()
+    train_plainly(plain, theirs, config.weight_decay, config.clip_norm)
+    for slot, other in zip(optimizer.slots, plain.parameters(), strict=True):
+        torch.testing.assert_close(slot.master.load(), other.detach(), rtol=0, atol=1e-6)
+        assert torch.equal(slot.parameter, slot.master.load().bfloat16())
+
+
+def bytes_of_state(precision):
+    model, optimizer, _ = train_ours(AdamW, AdamWConfig(), precision)
+    parameters = sum(p.numel() for p in model.parameters())
+    scalars = len(optimizer.slots) * 4
+    return (sum(block.tensor.nbytes for block in optimizer.blocks()) - scalars) / parameters
+
+
+def test_float32_weights_are_their_own_master_and_bfloat16_weights_have_one_copy():
+    assert bytes_of_state(fp32) == 8
+    assert bytes_of_state(bf16) == 12
+
+
+def test_an_overflowing_step_changes_nothing_and_says_so():
+    model, optimizer, _ = train_ours(AdamW, AdamWConfig(), fp32)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = [block.tensor.clone() for block in optimizer.blocks()]
+    first = optimizer.slots[0]
+    optimizer.gradients._wide[first.parameter] = torch.full_like(first.weight, float("inf"))
+    stats = optimizer.step(skip_overflow=True)
+    assert stats.skipped
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(torch.equal(a, block.tensor) for a, block in zip(state, optimizer.blocks(), strict=True))
