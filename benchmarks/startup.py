@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,10 @@ from statistics import median
 import attrs
 
 ROOT = Path(__file__).parents[1]
+
+#: The console's first report, as a line of ``key=value`` or a row of its table.
+FIRST_STEP = re.compile(r"(step=|\s*)1/\d+\s")
+
 NANOTRAIN = (sys.executable, "-m", "nanotrain_core.cli")
 
 
@@ -65,7 +70,7 @@ def until_first_step(recipe: str) -> float:
             lines = []
             for line in run.stdout:
                 lines.append(line)
-                if line.startswith("step=1/"):
+                if FIRST_STEP.match(line):
                     seconds = time.perf_counter() - began
                     run.stdout.read()
                     return seconds

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 
 if TYPE_CHECKING:
     from nanotrain_core.errors import Problem
@@ -29,6 +33,9 @@ KINDS = (
 
 #: Kinds of which a recipe lists any number, in an order that matters.
 LISTED_KINDS = frozenset({"parallel", "monitor"})
+
+#: Kinds that commands without torch build too: their factories do not import it.
+TORCH_FREE_KINDS = frozenset({"topology", "schedule"})
 
 #: Capabilities that exactly one component of a run may provide: word -> what it means.
 EXCLUSIVE_CAPABILITIES = {
@@ -81,10 +88,36 @@ class Component:
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
 
-    def build(self, config: Any) -> Any:
-        """Import the factory and call it with ``config``: the only place a component's code loads."""
-        module, _, attribute = self.factory.partition(":")
-        factory: Any = import_module(module)
+    def load(self) -> Callable[[Any], Any]:
+        """Import the factory: the only place a component's code loads.
+
+        Raises:
+            PluginError: its module cannot be imported or lacks the attribute; the nearest is suggested.
+        """
+        name, _, attribute = self.factory.partition(":")
+        try:
+            found: Any = import_module(name)
+        except NanotrainError:
+            raise
+        except Exception as error:
+            raise PluginError(f"factory '{self.factory}' cannot be imported: {describe(error)}") from error
         for part in attribute.split("."):
-            factory = getattr(factory, part)
-        return factory(config)
+            if not hasattr(found, part):
+                near = did_you_mean(part, dir(found))
+                raise PluginError(f"factory '{self.factory}': {name} has no '{part}'{near}")
+            found, name = getattr(found, part), f"{name}.{part}"
+        if not callable(found):
+            raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
+
+    def has_module(self) -> bool:
+        """Say whether the factory's module is there, without importing it."""
+        package, _, name = self.factory.partition(":")[0].rpartition(".")
+        top = package.partition(".")[0] or name
+        if package not in sys.modules:
+            return find_spec(top) is not None  # to look deeper would import the package
+        return find_spec(f"{package}.{name}") is not None
+
+    def build(self, config: Any) -> Any:
+        """Import the factory and call it with ``config``; :meth:`Registry.build` tells mistakes better."""
+        return self.load()(config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.actions import Action
@@ -25,7 +27,7 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import DataError
+from nanotrain_core.errors import CheckpointError, DataError, PluginError
 from nanotrain_core.feed import DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
@@ -46,6 +48,8 @@ class Run:
     stages: Mapping[int, nn.Module]
     """This rank's model parts by stage number."""
     placed: Sequence[PlacedParameter]
+    model_table: Mapping[str, Any]
+    """What the recipe says of the model: a checkpoint of another one is refused."""
     loss_weights: Mapping[str, float]
     flops_per_token: float
     gradients: GradientSync
@@ -85,16 +89,20 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     layout = topology.layout(recipe.run.ranks)
     timeout = timedelta(seconds=recipe.run.timeout)
     mesh = Mesh(layout, rank=rank, device=device, timeout=timeout)
+    _check_same_data(data, mesh)
 
     stages = build_stages(model, schedule, mesh)
     placements = place(stages.values(), layout)
-    for wrapper in wrappers:
+    for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
+        _check_wrapped(selection, stages.values(), placements)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
 
-    mesh.agree_on_groups(parameter.placement.sync_dims(layout) for parameter in placed)
+    mesh.agree_on_groups(p.placement.sync_dims(layout) for p in placed)
+    mesh.agree_on_groups(p.placement.replica_dims(layout) for p in placed)
+    equalise(placed, mesh)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
     )
@@ -110,6 +118,7 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
         mesh=mesh,
         stages=stages,
         placed=placed,
+        model_table={"use": recipe.model.use, **attrs.asdict(recipe.model.config)},
         loss_weights=model.loss_weights,
         flops_per_token=model.flops_per_token(recipe.batch.length),
         gradients=gradients,
@@ -160,3 +169,58 @@ def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
             f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
             f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
         )
+
+
+def refuse_other_model(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Compare the model tables of a checkpoint and of a run: equal shapes can still be another function.
+
+    Raises:
+        CheckpointError: naming the first key that differs.
+    """
+    now = json.loads(json.dumps(dict(ours)))
+    for key in sorted({*saved, *now}):
+        if saved.get(key) != now.get(key):
+            raise CheckpointError(
+                f"the checkpoint is of another model: model.{key} is {saved.get(key)!r} there and "
+                f"{now.get(key)!r} in this recipe"
+            )
+
+
+def _check_same_data(data: Data, mesh: Mesh) -> None:
+    """Refuse ranks that opened different data: they would train on it without a word."""
+    if mesh.world_size == 1:
+        return
+    prints: list[str] = [""] * mesh.world_size
+    dist.all_gather_object(prints, str(data.meta().get("fingerprint")))
+    for rank, found in enumerate(prints):
+        if found != prints[0]:
+            raise DataError(
+                f"rank {rank} has other data than rank 0: its fingerprint is {found}, not {prints[0]}"
+            )
+
+
+def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
+    """Refuse what a parallel wrapper returned if it does not match the placements it left."""
+    for part in parts:
+        if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
+            raise PluginError(
+                f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model part: "
+                "return the part, or a module that passes its initializer(name) on"
+            )
+    try:
+        placed_parameters(parts, placements)
+    except ValueError as problem:
+        raise PluginError(f"parallel '{selection.use}': {problem}") from None
+
+
+@torch.no_grad()
+def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
+    """Broadcast: give all holders of a block the bits of the first.
+
+    They drew the same numbers from the same streams, but vector units of different processors round
+    the last bit differently, and replicas that start apart stay apart.
+    """
+    for parameter in placed:
+        dims = parameter.placement.replica_dims(mesh.layout)
+        if dims:
+            dist.broadcast(parameter.parameter.data, src=mesh.ranks(*dims)[0], group=mesh.group(*dims))

@@ -164,11 +164,6 @@ class LossScale(Protocol):
     @property
     def value(self) -> float: ...
 
-    @property
-    def skips_overflow(self) -> bool:
-        """Whether a step with a non-finite gradient norm is skipped, on all ranks alike."""
-        ...
-
     def update(self, skipped: bool) -> None:
         """Learn whether the step was skipped."""
         ...
@@ -254,8 +249,11 @@ class Optimizer(Protocol):
         """Make the masters and allocate all state, so that a checkpoint can fill it before step 1."""
         ...
 
-    def step(self, *, loss_scale: float = 1.0, skip_overflow: bool = False) -> StepStats:
-        """Divide gradients by ``loss_scale``, clip them to the config's global norm, update."""
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
+
+        A step whose global norm is not finite changes nothing, on all ranks alike, and says so.
+        """
         ...
 
     def blocks(self) -> Iterable[Block]:

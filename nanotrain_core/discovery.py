@@ -13,7 +13,6 @@ import inspect
 import os
 import re
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import Distribution, EntryPoint, entry_points
@@ -29,7 +28,7 @@ from packaging.utils import canonicalize_name
 import nanotrain_core
 from nanotrain_core import hookspecs
 from nanotrain_core.component import KINDS, Component
-from nanotrain_core.errors import PluginError, did_you_mean
+from nanotrain_core.errors import PluginError, describe, did_you_mean
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 
@@ -74,6 +73,8 @@ class PluginInfo:
     requires_core: str = ""
     """The versions of nanotrain-core that it asks for, for example ``>=0.1,<0.2``."""
     local: bool = False
+    imports_torch: bool = False
+    """Whether loading it brought torch into this process: it then slows every command down."""
 
     def __str__(self) -> str:
         return f"plugin '{self.name}' ({self.distribution} {self.version})"
@@ -164,14 +165,17 @@ def _clash(info: PluginInfo, found: list[tuple[PluginInfo, Import]]) -> PluginIn
 def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     """Import a plugin and collect its components; on any failure return it with the error."""
     components: list[tuple[str, Component]] = []
+    problem = None
+    before = "torch" in sys.modules
     try:
         _check_core(info.requires_core)
         _announce(importer(), components)
     except PluginError as error:
-        return attrs.evolve(info, error=str(error), components=tuple(components))
+        problem = str(error)
     except Exception as error:
-        return attrs.evolve(info, error=_describe(error), components=tuple(components))
-    return attrs.evolve(info, components=tuple(components))
+        problem = describe(error) + _known_field(str(error))
+    brought = "torch" in sys.modules and not before
+    return attrs.evolve(info, error=problem, components=tuple(components), imports_torch=brought)
 
 
 def _check_core(specifier: str) -> None:
@@ -180,9 +184,10 @@ def _check_core(specifier: str) -> None:
         raise PluginError(f"needs nanotrain-core {specifier}, but {version} is installed")
 
 
-def _describe(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+def _known_field(text: str) -> str:
+    """Return the nearest field of Component for Python's text about a keyword it does not have."""
+    unknown = re.search(r"Component.*unexpected keyword argument '(\w+)'", text)
+    return did_you_mean(unknown.group(1), [f.name for f in attrs.fields(Component)]) if unknown else ""
 
 
 def _announce(module: Any, components: list[tuple[str, Component]]) -> None:
@@ -197,11 +202,14 @@ def _announce(module: Any, components: list[tuple[str, Component]]) -> None:
         manager.register(module)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise PluginError(_known_hooks(str(error).strip().replace("\n", " "))) from None
+        raise PluginError(_known_hooks(str(error))) from None
     _check_hooks(module, manager)
     for kind in KINDS:
 
-        def register(component: Component, kind: str = kind) -> None:
+        def register(*given: Any, kind: str = kind, **named: Any) -> None:
+            if named or len(given) != 1 or not isinstance(given[0], Component):
+                raise PluginError(f"a {kind} hook must call register(Component(...)) with one Component")
+            component = given[0]
             _check_component(kind, component, components)
             components.append((kind, component))
 
@@ -215,9 +223,11 @@ def _hooks() -> tuple[str, ...]:
 
 
 def _known_hooks(text: str) -> str:
-    """Add the nearest hook to pluggy's text about one that does not exist."""
+    """Return pluggy's complaint without the module's repr, and the nearest of the hooks there are."""
     unknown = re.search(r"unknown hook '(\w+)'", text)
-    return text + did_you_mean(unknown.group(1), _hooks()) if unknown else text
+    if unknown:
+        return f"unknown hook '{unknown.group(1)}'{did_you_mean(unknown.group(1), _hooks())}"
+    return re.sub(r"^Plugin .*? for hook ", "hook ", " ".join(text.split()))
 
 
 def _check_hooks(module: Any, manager: pluggy.PluginManager) -> None:
@@ -233,8 +243,6 @@ def _check_hooks(module: Any, manager: pluggy.PluginManager) -> None:
 
 
 def _check_component(kind: str, component: Component, earlier: list[tuple[str, Component]]) -> None:
-    if not isinstance(component, Component):
-        raise PluginError(f"a {kind} hook registered {component!r}, which is not a Component")
     label, config = f"{kind} '{component.name}'", component.config
     if not re.fullmatch(r"[a-z0-9_]+", component.name):
         raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanotrain_core import random_state
-from nanotrain_core.compose import Run, compose
+from nanotrain_core.compose import Run, compose, refuse_other_model
 from nanotrain_core.contracts import (
     Block,
     CheckpointReport,
@@ -24,7 +24,7 @@ from nanotrain_core.contracts import (
     StepStats,
     TrainState,
 )
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.lr_schedule import lr_scheduler
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from nanotrain_core.recipe.tree import Recipe
     from nanotrain_core.registry import Registry
     from nanotrain_core.script import Loader, ScriptConfig
+
+
+#: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
+#: needs up to 24 to find its floor.
+MOST_SKIPPED = 30
 
 
 class RuntimeEngine:
@@ -77,7 +82,8 @@ class RuntimeEngine:
             rank: this process's; above 0 only in an initialised process group.
             device: where this rank computes.
             folder: the run folder; without one nothing is saved.
-            resume: the checkpoint to start from: ``"latest"``, a step or a path.
+            resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,
+                or the beginning if there is none.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry import load_plugins
@@ -119,6 +125,8 @@ class RuntimeEngine:
         self.run.feed.use(train_loader, val_loader)
         self.steps = steps or self.steps
         self.stop.clear()
+        self.run.gradients.zero()
+        self._skipped = 0
         self._restore()
         self.pace.restart(self.step)
         self.events.start(self._info())
@@ -143,8 +151,9 @@ class RuntimeEngine:
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1
+            self._agree_on_stop()
             last = self.step == self.steps
-            if self.step % run.log_every == 0 or last:
+            if self.step % run.log_every == 0 or last or self.stop.reason:
                 self._report(losses, counts, stats, lr)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
@@ -160,29 +169,44 @@ class RuntimeEngine:
         weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         losses = self.executor.run(run.actions, microbatches, weights)
         run.gradients.finish()
-        stats = run.optimizer.step(loss_scale=scale, skip_overflow=run.loss_scale.skips_overflow)
+        stats = run.optimizer.step(loss_scale=scale)
         run.gradients.zero()
         run.loss_scale.update(stats.skipped)
+        self._give_up_if_diverged(stats)
         return losses, counts, stats
+
+    def _give_up_if_diverged(self, stats: StepStats) -> None:
+        """A step with an infinite gradient is skipped; a run of them will not get better."""
+        self._skipped = self._skipped + 1 if stats.skipped else 0
+        if self._skipped == MOST_SKIPPED:
+            raise Diverged(
+                f"step {self.step + 1}: the gradient norm was {stats.grad_norm.item()} for {MOST_SKIPPED} steps in "
+                "a row; the last checkpoint is from before them"
+            )
 
     def _global_counts(self, microbatches: Sequence[Any]) -> Losses:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks."""
         counts = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
-        total = torch.stack([sum((c[name] for c in counts), start=torch.zeros(())) for name in names])
+        zero = torch.zeros((), dtype=torch.float64)
+        total = torch.stack([sum((c[name] for c in counts), start=zero) for name in names])
         total = self._sum_over_data(total, once_per_pipeline=True)
         return dict(zip(names, total.clamp(min=1).unbind(), strict=True))
 
     # --- what happens between steps -----------------------------------------------------------
 
+    def _agree_on_stop(self) -> None:
+        """All ranks learn what any of them wishes. The host has just waited for the gradient norm anyway."""
+        mesh = self.run.mesh
+        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=mesh.device)
+        mesh.all_reduce(flags)
+        self.stop.agree(flags.tolist())
+
     def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float) -> None:
-        """Tell monitors about the step just done, and agree with all ranks on whether to stop."""
+        """Tell monitors about the step just done."""
         run, names = self.run, list(self.run.loss_weights)
         nothing = torch.zeros((), device=run.mesh.device)
         sums = self._sum_over_data(torch.stack([losses.get(name, nothing) for name in names]))
-        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=run.mesh.device)
-        run.mesh.all_reduce(flags)
-        self.stop.agree(flags.tolist())
         means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
         seconds = self.pace.seconds_per_step(self.step)
         self.events.step(
@@ -233,9 +257,13 @@ class RuntimeEngine:
         run.checkpoint.open(self.folder / "checkpoints", run.mesh)
         if self.resume is None:
             return
-        saved = run.checkpoint.load(self.resume, self._state())
+        which = "latest" if self.resume == "auto" else self.resume
+        saved = run.checkpoint.load(which, self._state())
+        if saved is None and self.resume == "auto":
+            return
         if saved is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+        refuse_other_model(saved.meta["model"], run.model_table)
         self.step = saved.meta["step"]
         run.optimizer.load_meta(saved.meta["optimizer"])
         run.loss_scale.load_meta(saved.meta["loss_scale"])
@@ -247,6 +275,7 @@ class RuntimeEngine:
         weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
         meta = {
             "step": self.step,
+            "model": dict(run.model_table),
             "optimizer": run.optimizer.meta(),
             "loss_scale": run.loss_scale.meta(),
             "data": run.feed.meta(),

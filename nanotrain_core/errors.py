@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -62,9 +63,9 @@ class Diverged(NanotrainError):
 class Problem:
     """One thing wrong with a recipe."""
 
-    key: str
+    key: str = attrs.field(validator=attrs.validators.instance_of(str))
     """Dotted path in the recipe, list items by number: ``parallel.0.sequence_parallel``."""
-    message: str
+    message: str = attrs.field(validator=attrs.validators.instance_of(str))
     """What is wrong, what was expected, and the nearest valid choice."""
 
 
@@ -74,6 +75,16 @@ class RecipeError(NanotrainError):
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(lines)
         super().__init__("\n".join(lines))
+
+
+def describe(error: BaseException) -> str:
+    """Return ``ValueError: text (file.py:12)``: an error in a plugin's code, for who must mend it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<")]  # importlib's are frozen
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -58,7 +59,17 @@ class Executor:
     def forward(self, batch: Batch) -> Losses:
         """Return the loss sums of one validation batch."""
         (stage,) = self.stages.values()
-        stage.eval()
-        losses = stage(batch.tokens, batch).losses
-        stage.train()
-        return dict(losses)
+        with evaluating(stage):
+            return dict(stage(batch.tokens, batch).losses)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode and every one of its submodules back into the mode it had."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

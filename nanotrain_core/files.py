@@ -19,6 +19,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     _flush(path.parent)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of writers that were killed. Nobody may be writing to ``folder``."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink()
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write UTF-8 text so that a reader sees the old file or the new one."""
     write_atomically(path, lambda temporary: _write_text(temporary, text))

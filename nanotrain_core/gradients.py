@@ -84,6 +84,7 @@ class LocalGradients:
         parameter.grad = None
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Forget all gradients, and a step that was broken off."""
+        self.completing = False
         for placed in self.placed:
             self.drop(placed.parameter)

@@ -7,7 +7,6 @@ run starts from the same numbers on CPU and GPU.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from math import prod
 
@@ -15,16 +14,12 @@ import torch
 from torch import nn
 
 from nanotrain_core.contracts import Initializer
+from nanotrain_core.errors import PluginError
 from nanotrain_core.placement import Placement, Placements
+from nanotrain_core.random_state import stream_seed
 
 #: Elements per random stream, about. Part of the definition of every run's initial weights.
 CHUNK = 2**20
-
-
-def stream_seed(seed: int, name: str, index: int = 0) -> int:
-    """Return a 63-bit seed from the run's seed, a global name and a chunk number."""
-    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def initial_block(initializer: Initializer, seed: int, placement: Placement) -> torch.Tensor:
@@ -55,12 +50,29 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
     """Give parts built on ``meta`` real storage on ``device`` and their initial weights.
 
     Raises:
-        ValueError: a part has buffers; a buffer on ``meta`` would come to life uninitialised.
+        PluginError: a part has a buffer, which would come to life uninitialised, or a parameter for which
+            it knows no initializer.
     """
     for part in parts:
         for name, _ in part.named_buffers():
-            raise ValueError(f"model buffer {name} would be uninitialised: compute it in forward instead")
+            raise PluginError(f"model buffer {name} would be uninitialised: compute it in forward instead")
         part.to_empty(device=device)
         for name, parameter in part.named_parameters():
-            initializer = part.initializer(name)  # type: ignore[operator]
-            parameter.copy_(initial_block(initializer, seed, placements[name]))
+            if name not in placements:
+                raise PluginError(
+                    f"parameter {name} has no placement: is it tied to another? A tie does not "
+                    "survive materialisation: lend the other module's weight in forward"
+                )
+            parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
+
+
+def _initializer(part: nn.Module, name: str) -> Initializer:
+    try:
+        found = part.initializer(name)  # type: ignore[operator]
+    except KeyError:
+        found = None
+    if not isinstance(found, Initializer):
+        raise PluginError(
+            f"the model has no initializer for parameter {name}: initializer(name) must give one"
+        )
+    return found

@@ -74,7 +74,7 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     if nodes.count * nodes.nproc == 1:
         return EXIT_OF[train(job, Ranks())]
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
-        job = attrs.evolve(job, scratch=scratch, launcher_pid=os.getpid())
+        job = attrs.evolve(job, scratch=scratch, one_host=nodes.count == 1, launcher_pid=os.getpid())
         return _run_agent(job, nodes)
 
 

@@ -7,6 +7,12 @@ import sys
 import structlog
 
 
+def ensure(rank: int) -> None:
+    """Configure logging unless somebody has: structlog's default shows all local variables of a failure."""
+    if not structlog.is_configured():
+        configure(rank)
+
+
 def configure(rank: int) -> None:
     """Set up structlog for one rank's process: ``key=value`` pairs, times in UTC."""
     structlog.configure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
 
@@ -10,8 +11,15 @@ import torch
 
 def seed_all(seed: int, rank: int) -> None:
     """Seed every stream of this process, differently on every rank."""
-    random.seed(seed + rank)
-    torch.manual_seed(seed + rank)
+    own = stream_seed(seed, "rank", rank)
+    random.seed(own)
+    torch.manual_seed(own)
+
+
+def stream_seed(seed: int, name: str, index: int = 0) -> int:
+    """Return a 63-bit seed from the run's seed, a name and a number."""
+    digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def capture(device: torch.device) -> dict[str, torch.Tensor]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import attrs
 
 import nanotrain_core
-from nanotrain_core.component import KINDS, Component
+from nanotrain_core.component import KINDS, TORCH_FREE_KINDS, Component
 from nanotrain_core.discovery import PluginArguments, PluginInfo, discover
-from nanotrain_core.errors import PluginError, did_you_mean
+from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
+from nanotrain_core.recipe.tree import Selection
 
 #: Where the components of this project live that are not part of the core: for ``pip install``.
 FIRST_PARTY = {
@@ -74,6 +77,31 @@ class Registry:
             raise PluginError(self._unknown(kind, use))
         return offers[0][1]
 
+    def build(self, selection: Selection) -> Any:
+        """Return the object behind a selected component.
+
+        Raises:
+            PluginError: the factory cannot be imported, raises, or returns an object that lacks part of
+                the contract of its kind. An unexpected exception is the ``__cause__``.
+        """
+        component = self.get(selection.kind, selection.use)
+        label = f"{selection.kind} '{selection.use}'"
+        try:
+            factory = component.load()
+        except PluginError as error:
+            raise PluginError(f"{label}: {error}") from error.__cause__
+        try:
+            built = factory(selection.config)
+        except NanotrainError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{label}: its factory raised {describe(error)}") from error
+        if selection.kind not in TORCH_FREE_KINDS or "torch" in sys.modules:
+            from nanotrain_core.conform import check_contract  # contracts are written in torch's types
+
+            check_contract(label, component, selection.kind, built)
+        return built
+
     def owner(self, kind: str, use: str) -> PluginInfo:
         """Return the plugin that announced a component.
 
@@ -104,8 +132,10 @@ class Registry:
         return dict(sorted(found.items()))
 
     def _clash(self, kind: str, use: str) -> str:
-        owners = " and ".join(str(plugin) for plugin, _ in self.offers(kind, use))
-        return f"{kind} '{use}' is announced by {owners}; block one with --no-plugin NAME"
+        plugins = [plugin for plugin, _ in self.offers(kind, use)]
+        owners = " and ".join(map(str, plugins))
+        options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
+        return f"{kind} '{use}' is announced by {owners}; {options}, or rename the component"
 
     def _unknown(self, kind: str, use: str) -> str:
         names = self.names(kind)

@@ -19,18 +19,32 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a module does with the width of the model."""
+    """What a module does with the width of the model, and how it is called.
+
+    The call is part of the role: wrappers put hooks around it, precisions put other modules in its place.
+    """
 
     VOCAB = "embedding table [V, D]: rows may be split over the vocabulary"
+    """``module(tokens [B, S]) -> [B, S, D]``, with ``.weight`` [V, D]."""
     POSITION = "learned positions [S, D]: same on every rank of a layer"
+    """Called as its model likes, with ``.weight`` [S, D]."""
     COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
+    """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None."""
     ROW = "linear whose inputs may be split: each rank adds a partial sum of every output"
+    """As COLUMN; the bias is added once, to the whole sum."""
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
+    """As COLUMN."""
     NORM = "normalisation over the width, with an element-wise weight"
+    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and perhaps ``.bias`` [D]."""
     HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
+    """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
+    logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""
     BLOCK = "one layer of the model: the unit of recomputation"
+    """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
     ROUTER = "chooses experts per token: whole on every rank"
+    """``module(x [..., D])``, with ``.weight`` [E, D]; what it returns is between it and its experts."""
     EXPERTS = "stacked experts [E, ...]: may be split over experts"
+    """Every parameter's axis 0 is the experts; called as its model likes."""
 
 
 @attrs.define(frozen=True)
@@ -44,6 +58,17 @@ class Tag:
 
 _ATTRIBUTE = "nanotrain_tag"
 
+#: Where ``torch.nn.Module`` keeps forward and backward hooks: torch has no public way to move them.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
 
 def tag(module: M, role: Role, *, unit: int = 1) -> M:
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``."""
@@ -54,6 +79,22 @@ def tag(module: M, role: Role, *, unit: int = 1) -> M:
 def tag_of(module: nn.Module) -> Tag | None:
     """Return the tag of ``module``, or None."""
     return getattr(module, _ATTRIBUTE, None)
+
+
+def replace(old: nn.Module, new: M) -> M:
+    """Return ``new`` ready to take the place of ``old``: with its tag, and its hooks before its own.
+
+    A precision that replaces modules runs after the wrappers, whose collectives are hooks of tagged
+    modules. Assign the result under the old name; ``new`` holds the parameters under the names ``old`` had.
+    """
+    found = tag_of(old)
+    if found is not None:
+        setattr(new, _ATTRIBUTE, found)
+    for name in _HOOKS:
+        hooks = getattr(old, name)
+        hooks.update(getattr(new, name))
+        setattr(new, name, hooks)  # the same table, so that handles of old hooks go on working
+    return new
 
 
 def tagged(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tag]]:

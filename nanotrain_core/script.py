@@ -99,6 +99,7 @@ def adapt(
         mesh=mesh,
         stages={0: ScriptPart(model, loss)},
         placed=placed,
+        model_table={},
         loss_weights={"lm": 1.0},
         flops_per_token=6.0 * sum(p.numel() for p in model.parameters()),
         gradients=gradients,
@@ -152,12 +153,15 @@ class ScriptOptimizer:
         """Nothing: the script made its optimizer."""
 
     @torch.no_grad()
-    def step(self, *, loss_scale: float = 1.0, skip_overflow: bool = False) -> StepStats:
-        """Clip and update."""
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Clip and update. Frozen parameters have no gradient, so that nothing decays them."""
         for placed in self.placed:
-            placed.parameter.grad = self.gradients.gradient(placed.parameter)
+            if placed.parameter.requires_grad:
+                placed.parameter.grad = self.gradients.gradient(placed.parameter)
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
         norm = global_norm(pairs, self.mesh)
+        if not torch.isfinite(norm):
+            return StepStats(norm, skipped=True)
         if self.clip_norm:
             torch._foreach_mul_([g for g, _ in pairs], (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self.inner.step()

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from nanotrain_core.agreement import agree
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
@@ -43,7 +45,9 @@ class Job:
     """The run folder, when the launcher holds its lock."""
     resume: str | None = None
     scratch: str | None = None
-    """The launcher's folder on one host: rendezvous and failures. None when ranks joined by themselves."""
+    """The launcher's folder: pids and failures of its ranks. None when ranks joined by themselves."""
+    one_host: bool = False
+    """Whether all ranks share the scratch folder, and so can meet in a file."""
     launcher_pid: int | None = None
 
 
@@ -59,6 +63,7 @@ def run_rank(job: Job) -> str:
     for number in SIGNALS:  # until training handles them; a background job of a shell ignores SIGINT
         signal.signal(number, signal.default_int_handler)
     Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    Path(job.scratch, f"failure-{ranks.rank}.json").unlink(missing_ok=True)  # of an attempt before a restart
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
@@ -117,9 +122,14 @@ def train(job: Job, ranks: Ranks) -> str:
     folder, lock = share_folder(job, ranks, recipe, store)
     try:
         if ranks.rank == 0:
-            (folder / "recipe.toml").write_text(write_resolved(recipe), encoding="utf-8")
+            keep_recipe(folder, write_resolved(recipe))
         engine = RuntimeEngine.from_recipe(
-            recipe, registry=registry, rank=ranks.rank, device=device, folder=folder, resume=job.resume
+            recipe,
+            registry=registry,
+            rank=ranks.rank,
+            device=device,
+            folder=folder,
+            resume="auto" if attempt() else job.resume,
         )
         return engine.fit().reason
     finally:
@@ -127,6 +137,21 @@ def train(job: Job, ranks: Ranks) -> str:
             lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def attempt() -> int:
+    """Return how often the ranks have been started again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def keep_recipe(folder: Path, text: str) -> None:
+    """Write the resolved recipe as ``recipe.toml``; of a resumed run that changed it, as ``recipe-2.toml``."""
+    for number in count(1):
+        path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
+        if not path.exists():
+            write_text_atomically(path, text)
+        if path.read_text(encoding="utf-8") == text:
+            return
 
 
 def choose_device(wanted: str, ranks: Ranks) -> torch.device:
@@ -156,16 +181,15 @@ def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=recipe.run.timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store
-    if job.scratch is not None:
-        store = dist.FileStore(str(Path(job.scratch, f"store-{attempt}")), ranks.world_size)
+    if job.scratch is not None and job.one_host:
+        store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)
     else:
         host, port = rendezvous_address(ranks)
         hosts_it = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
-        store = dist.PrefixStore(f"nanotrain-{attempt}", tcp)
-    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe)}
+        store = dist.PrefixStore(f"nanotrain-{attempt()}", tcp)
+    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type}
     agree(store, ranks.rank, ranks.world_size, facts)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

@@ -17,7 +17,7 @@ class Config:
 
 @hookimpl
 def nanotrain_register_monitor(register):
-    register(Component(name="{name}", config=Config, factory="nowhere:Thing"))
+    register(Component(name="{name}", config=Config, factory="json:Thing"))
 '''
 
 

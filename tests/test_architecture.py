@@ -17,7 +17,10 @@ LEVELS = (
     ("vocabulary", "errors files forward layout actions batch log roles pace random_state stop"),
     ("placement and mesh", "placement mesh"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
-    ("mechanisms", "agreement environment events executor feed folder gradients initialise lr_schedule"),
+    (
+        "mechanisms",
+        "agreement conform environment events executor feed folder gradients initialise lr_schedule",
+    ),
     ("recipe and registry", "discovery registry recipe recipe.*"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose script engine"),

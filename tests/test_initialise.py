@@ -5,6 +5,7 @@ import torch
 
 from nanotrain_core import initialise
 from nanotrain_core.contracts import Initializer
+from nanotrain_core.errors import PluginError
 from nanotrain_core.initialise import initial_block
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.placement import Placement
@@ -57,5 +58,5 @@ def test_a_part_with_a_buffer_is_refused():
             super().__init__()
             self.register_buffer("cache", torch.zeros(1))
 
-    with pytest.raises(ValueError, match="cache"):
+    with pytest.raises(PluginError, match="cache"):
         initialise.materialise([Bad()], {}, 0, torch.device("cpu"))

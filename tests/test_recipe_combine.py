@@ -26,7 +26,7 @@ def check(recipe, config, layout):
 @hookimpl
 def nanotrain_register_parallel(register):
     def add(name, **facts):
-        register(Component(name=name, config=Config, factory="nowhere:Thing", **facts))
+        register(Component(name=name, config=Config, factory="json:Thing", **facts))
 
     add("splits", mesh_dims={"tp", "ep"})
     add("syncs", provides={"gradient_sync"})

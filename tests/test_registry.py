@@ -78,7 +78,7 @@ def test_registered_component_is_found_with_its_owner(site):
             "must derive from recipe.tree.OptimizerConfig",
         ),
         (PLUGIN.replace("size: int", "size: list[int]"), "Config.size: list[int] is no type of a recipe"),
-        (PLUGIN.replace("nowhere:Thing", "nowhere.Thing"), "'module:attribute'"),
+        (PLUGIN.replace("json:Thing", "json.Thing"), "'module:attribute'"),
         (PLUGIN.replace("{name}", "Not A Name"), "lower-case"),
         (PLUGIN + "\n    1 / 0\n", "ZeroDivisionError"),
         (PLUGIN + PLUGIN.split("(register):")[1], "registered twice"),
@@ -155,7 +155,7 @@ def test_local_file_is_a_plugin_whose_version_follows_its_content(tmp_path):
 def test_local_component_builds_from_its_own_file(tmp_path):
     file = tmp_path / "own.py"
     source = PLUGIN.format(name="own") + "\n\ndef build(config):\n    return config.size + 1\n"
-    file.write_text(source.replace('"nowhere:Thing"', 'f"{__name__}:build"'))
+    file.write_text(source.replace('"json:Thing"', 'f"{__name__}:build"'))
     component = load(local=[str(file)]).get("monitor", "own")
     assert component.build(component.config(size=4)) == 5
 

@@ -114,23 +114,39 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
     """Announce ``console``, ``jsonl``, ``sample`` and ``replicas``."""
-    for name, config, attribute, summary in (
-        (
-            "console",
-            configs.ConsoleConfig,
-            "console:Console",
-            "a live line on a terminal, key=value lines elsewhere",
-        ),
-        ("jsonl", configs.JsonlConfig, "jsonl:Jsonl", "metrics.jsonl in the run folder"),
-        ("sample", configs.SampleConfig, "sample:Sample", "text the model writes, during and after the run"),
-        (
-            "replicas",
-            configs.ReplicasConfig,
-            "replicas:Replicas",
-            "parameter norm of every rank, which must agree, and memory",
-        ),
-    ):
-        register(Component(name=name, config=config, factory=f"{_HERE}.{attribute}", summary=summary))
+    register(
+        Component(
+            name="console",
+            config=configs.ConsoleConfig,
+            factory=f"{_HERE}.console:Console",
+            summary="a live line on a terminal, key=value lines elsewhere, or a table",
+        )
+    )
+    register(
+        Component(
+            name="jsonl",
+            config=configs.JsonlConfig,
+            factory=f"{_HERE}.jsonl:Jsonl",
+            summary="metrics.jsonl in the run folder",
+        )
+    )
+    register(
+        Component(
+            name="sample",
+            config=configs.SampleConfig,
+            factory=f"{_HERE}.sample:Sample",
+            summary="text the model writes, during and after the run",
+            check=configs.check_sample,
+        )
+    )
+    register(
+        Component(
+            name="replicas",
+            config=configs.ReplicasConfig,
+            factory=f"{_HERE}.replicas:Replicas",
+            summary="weights of all replicas, which must agree, and memory of every rank",
+        )
+    )
 
 
 @hookimpl

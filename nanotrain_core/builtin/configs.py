@@ -171,6 +171,16 @@ class SampleConfig:
     """Steps between samples; 0 writes one at the end."""
 
 
+def check_sample(recipe: Recipe, config: SampleConfig, layout: Layout) -> Iterator[Problem]:
+    """Refuse layouts where rank 0 alone cannot run the model: a part of it, or collectives inside."""
+    split = [dim for dim in layout.dims if dim not in ("dp", "edp") and layout.size(dim) > 1]
+    if split:
+        yield Problem(
+            "monitor",
+            f"'sample' runs the whole model on rank 0, but {', '.join(split)} splits it: leave it out",
+        )
+
+
 @attrs.define(frozen=True, kw_only=True)
 class ReplicasConfig:
     """``[[monitor]] use = "replicas"``: parameter norms and memory of every rank."""

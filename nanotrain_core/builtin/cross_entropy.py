@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
 
@@ -57,13 +58,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_logits_CV = chunk_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
             torch.mm(d_logits_CV, weight_VD, out=d_hidden_TD[rows])
             _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
-        ctx.save_for_backward(d_hidden_TD, d_weight_VD.to(weight_VD.dtype))
+        ctx.save_for_backward(d_hidden_TD, d_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss, d_weight_VD * d_loss, None
+        return d_hidden_TD * d_loss, (d_weight_VD * d_loss).to(ctx.weight_dtype), None
 
 
 def _chunk_size(weight_VD: torch.Tensor) -> int:
@@ -90,7 +94,7 @@ def _loss_(
     """
     wide_CV = logits_CV.to(_wide(logits_CV))
     largest_C1 = wide_CV.amax(dim=1, keepdim=True)
-    at_target_C1 = wide_CV.gather(1, target_C.clamp(min=0).unsqueeze(1))
+    at_target_C1 = wide_CV.gather(1, _index(target_C))
     exp_CV = wide_CV.sub_(largest_C1).exp_()
     total_C1 = exp_CV.sum(dim=1, keepdim=True)
     nll_C1 = total_C1.log() + largest_C1 - at_target_C1
@@ -101,7 +105,12 @@ def _d_logits_(exp_CV: torch.Tensor, total_C1: torch.Tensor, target_C: torch.Ten
     """Turn numerators in place into the gradient of the logits: softmax - onehot, 0 in ignored rows."""
     counted_C1 = (target_C != IGNORE).unsqueeze(1).to(exp_CV.dtype)
     exp_CV.mul_(counted_C1 / total_C1)
-    return exp_CV.scatter_add_(1, target_C.clamp(min=0).unsqueeze(1), -counted_C1)
+    return exp_CV.scatter_add_(1, _index(target_C), -counted_C1)
+
+
+def _index(target_C: torch.Tensor) -> torch.Tensor:
+    """Return targets [C, 1] to index with: a valid one where ignored, so that any other wrong one fails."""
+    return torch.where(target_C == IGNORE, 0, target_C).unsqueeze(1)
 
 
 def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

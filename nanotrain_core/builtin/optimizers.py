@@ -65,12 +65,12 @@ class MasterOptimizer:
             self.inner.state[slot.weight] = self.initial_state(slot.weight)
 
     @torch.no_grad()
-    def step(self, *, loss_scale: float = 1.0, skip_overflow: bool = False) -> StepStats:
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip, update, write the new weights through to the model."""
         gradients = [self.gradients.gradient(slot.parameter) for slot in self.slots]
         placed = zip(gradients, (slot.placement for slot in self.slots), strict=True)
         norm = global_norm(placed, self.mesh) / loss_scale
-        if skip_overflow and not torch.isfinite(norm):
+        if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
         for slot, gradient in zip(self.slots, gradients, strict=True):

@@ -16,7 +16,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.errors import DataError
-from nanotrain_core.initialise import stream_seed
+from nanotrain_core.random_state import stream_seed
 
 Integers = npt.NDArray[np.int64]
 

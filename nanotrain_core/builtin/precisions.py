@@ -11,12 +11,14 @@ from torch import nn
 from nanotrain_core.builtin.configs import FP16Config, PrecisionConfig
 from nanotrain_core.contracts import LossScale, MasterWeight
 
+#: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
+LARGEST_SCALE = 2.0**24
+
 
 class NoLossScale:
     """For dtypes with float32's range: the loss as it is."""
 
     value = 1.0
-    skips_overflow = False
 
     def update(self, skipped: bool) -> None:
         """Nothing to learn."""
@@ -37,8 +39,6 @@ class DynamicLossScale:
     Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
     """
 
-    skips_overflow = True
-
     def __init__(self, initial: float, growth_interval: int) -> None:
         self.value = initial
         self.growth_interval = growth_interval
@@ -47,11 +47,11 @@ class DynamicLossScale:
     def update(self, skipped: bool) -> None:
         """Learn whether the last step overflowed."""
         if skipped:
-            self.value, self.good_steps = self.value / 2, 0
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
+            self.value, self.good_steps = min(self.value * 2, LARGEST_SCALE), 0
 
     def meta(self) -> dict[str, Any]:
         """Return the scale and the steps since it last changed."""
@@ -59,7 +59,8 @@ class DynamicLossScale:
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on from a saved scale."""
-        self.value, self.good_steps = meta["value"], meta["good_steps"]
+        self.value = meta.get("value", self.value)
+        self.good_steps = meta.get("good_steps", 0)
 
 
 class LiveMaster:

@@ -7,6 +7,7 @@ import torch
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+from nanotrain_core.executor import evaluating
 
 
 class Sample(Monitor):
@@ -39,15 +40,14 @@ class Sample(Monitor):
     def _tokens(self, seed: int) -> list[int]:
         """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
         (model,) = self.run.parts
-        model.eval()
         device, window = self.run.device, self.run.recipe.batch.length
         generator = torch.Generator().manual_seed(seed)
         tokens = list(self.prompt)
-        for _ in range(self.config.tokens):
-            context = torch.tensor([tokens[-window:]], device=device)
-            logits = model(context, Batch(context)).value[0, -1].float().cpu()
-            tokens.append(pick(logits, self.config.temperature, generator))
-        model.train()
+        with evaluating(model):
+            for _ in range(self.config.tokens):
+                context = torch.tensor([tokens[-window:]], device=device)
+                logits = model(context, Batch(context)).value[0, -1].float().cpu()
+                tokens.append(pick(logits, self.config.temperature, generator))
         return tokens
 
 

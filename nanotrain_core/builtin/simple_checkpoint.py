@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from safetensors.torch import save_file
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.files import write_atomically
+from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
 
@@ -39,8 +42,10 @@ class SimpleCheckpoint:
         self.config = config
 
     def open(self, folder: Path, mesh: Mesh) -> None:
-        """Use ``folder``, made on the first save."""
+        """Use ``folder``, made on the first save; clear away what a killed save left."""
         self.folder, self.mesh = folder, mesh
+        if mesh.rank == 0 and folder.is_dir():
+            remove_leftovers(folder)
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps."""
@@ -75,7 +80,7 @@ class SimpleCheckpoint:
         metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path(step), lambda path: save_file(tensors, path, metadata))
-        for old in self.steps()[: -self.config.keep]:
+        for old in [saved for saved in self.steps() if saved <= step][: -self.config.keep]:
             self.path(old).unlink()
 
     def _agree(self, error: str | None) -> None:
@@ -97,6 +102,7 @@ class SimpleCheckpoint:
         with safe_open(path, framework="pt") as file:
             names = frozenset(names_in(file))
             problems = [text for block in state.blocks for text in misfit(file, names, block)]
+            problems += superfluous(names, state.blocks)
             if problems:
                 raise CheckpointError(f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)")
             for block in state.blocks:
@@ -104,10 +110,20 @@ class SimpleCheckpoint:
             meta = json.loads(read_header(file)["state"])
             same_world = meta["world_size"] == self.mesh.world_size
             prefix = f"rng/{self.mesh.rank}/"
+            self._set_aside_after(path)
             streams = [name for name in names if same_world and name.startswith(prefix)]
             return TrainState(
                 state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
             )
+
+    def _set_aside_after(self, path: Path) -> None:
+        """Move checkpoints of later steps aside: they belong to the branch that this run leaves."""
+        if self.mesh.rank == 0 and path.parent == self.folder:
+            later = [self.path(step) for step in self.steps() if self.path(step) > path]
+            aside = self.folder / time.strftime("superseded-%Y%m%d-%H%M%S")
+            for old in later:
+                aside.mkdir(exist_ok=True)
+                old.rename(aside / old.name)
 
     def _find(self, which: str) -> Path | None:
         steps = self.steps()
@@ -167,6 +183,17 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} has shape {tuple(saved.get_shape())}, expected {tuple(block.global_shape)}"
 
 
+def superfluous(names: frozenset[str], blocks: Sequence[Block]) -> list[str]:
+    """Return which saved tensors this run would drop: it has another model, optimizer or precision.
+
+    Blocks of other ranks are not superfluous, so only what no rank of this layout could want counts:
+    a model tensor whose optimizer state is wanted, or state of a kind that this run does not keep.
+    """
+    kinds = {block.name.rpartition("/")[0] for block in blocks}
+    found = {name.rpartition("/")[0] for name in names if not name.startswith("rng/")}
+    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(found - kinds)]
+
+
 def read_block(file: Any, block: Block) -> torch.Tensor:
     """Read the range of a saved tensor that ``block`` covers."""
     if not block.global_shape:
@@ -192,6 +219,7 @@ def gather_whole(blocks: Sequence[Block], mesh: Mesh) -> dict[str, torch.Tensor]
     for rank, theirs in enumerate(forms):
         for box in theirs:
             owners.setdefault(box, rank)
+    check_coverage(owners, forms)
     whole: dict[str, torch.Tensor] = {}
     for box, owner in owners.items():
         if owner and mesh.rank == owner:
@@ -199,6 +227,20 @@ def gather_whole(blocks: Sequence[Block], mesh: Mesh) -> dict[str, torch.Tensor]
         elif mesh.rank == 0:
             put(whole, box, receive(forms[owner][box], owner, mesh) if owner else mine[box])
     return whole
+
+
+def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]]) -> None:
+    """Refuse blocks that leave a hole in a tensor, or overlap: a placement is wrong.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    sizes: dict[tuple[str, Shape], int] = defaultdict(int)
+    for box, owner in owners.items():
+        sizes[box[0], box[2]] += prod(forms[owner][box][0])
+    for (name, shape), size in sizes.items():
+        if size != prod(shape):
+            raise CheckpointError(f"the blocks of {name} hold {size} numbers, but {shape} has {prod(shape)}")
 
 
 def receive(form: Form, source: int, mesh: Mesh) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from nanotrain_core.builtin.configs import SyntheticConfig
 from nanotrain_core.builtin.order import Integers, SequenceData
 from nanotrain_core.errors import DataError
-from nanotrain_core.initialise import stream_seed
+from nanotrain_core.random_state import stream_seed
 
 Floats = npt.NDArray[np.float64]
 

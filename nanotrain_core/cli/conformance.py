@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _component(text: str) -> tuple[str, str]:
     kind, _, use = text.partition(":")
     if kind not in KINDS or not use:
-        near, kinds = did_you_mean(kind, KINDS), ", ".join(KINDS)
+        near, kinds = "" if kind in KINDS else did_you_mean(kind, KINDS), ", ".join(KINDS)
         raise NanotrainError(f"expected KIND:NAME such as parallel:ddp, got '{text}'{near}; kinds: {kinds}")
     return kind, use
 

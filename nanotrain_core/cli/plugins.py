@@ -14,6 +14,12 @@ from nanotrain_core.errors import Exit
 from nanotrain_core.hookspecs import HOOKSPEC_VERSION
 from nanotrain_core.registry import Registry, load_plugins
 
+#: Columns of the table when no terminal limits it.
+PIPED_WIDTH = 1000
+
+#: Every command imports every plugin's face, and torch takes seconds.
+MOVE_IT = "move that behind the factory (nanotrain_core.contracts imports torch too)"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
@@ -29,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_as_json(registry), indent=2))
     else:
         _print_table(registry)
+    for plugin in registry.plugins:
+        if plugin.imports_torch:
+            print(f"nanotrain: {plugin} imports torch: {MOVE_IT}", file=sys.stderr)
     for plugin in registry.broken:
         print(f"nanotrain: {plugin} is broken: {plugin.error}", file=sys.stderr)
     for clash in registry.clashes():
@@ -38,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(registry: Registry) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(
@@ -46,12 +56,13 @@ def _print_table(registry: Registry) -> None:
     for plugin in registry.plugins:
         first = (plugin.name, plugin.version)
         if plugin.error:
-            table.add_row(*first, "", "[red]broken[/]", "")
+            table.add_row(*first, "", "[red]broken[/]", escape(plugin.error))
             continue
         for kind, component in plugin.components:
             table.add_row(*first, kind, component.name, component.summary)
             first = ("", "")
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    wide = None if sys.stdout.isatty() else PIPED_WIDTH  # one line per component, whatever reads it
+    Console(width=wide).print(table)
 
 
 def _as_json(registry: Registry) -> dict[str, Any]:
@@ -66,6 +77,7 @@ def _plugin(plugin: PluginInfo) -> dict[str, Any]:
         "module": plugin.module,
         "requires_core": plugin.requires_core,
         "error": plugin.error,
+        "imports_torch": plugin.imports_torch,
         "components": [_component(kind, component) for kind, component in plugin.components],
     }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import attrs
 
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
-from nanotrain_core.errors import Problem, RecipeError
+from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.layout import Layout
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry import Registry
@@ -45,8 +47,11 @@ def check_combination(recipe: Recipe, registry: Registry) -> Layout:
 def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, list[Problem]]:
     """Return the layout, None if the degrees do not fit, and every reason against the combination."""
     members = _members(recipe, registry)
-    problems = list(_capabilities(members, registry))
-    topology = registry.get("topology", recipe.topology.use).build(recipe.topology.config)
+    problems = [*_twice(members), *_capabilities(members, registry)]
+    absent = list(_modules(members))
+    if absent:
+        return None, [*absent, *problems]
+    topology = registry.build(recipe.topology)
     try:
         layout: Layout = topology.layout(recipe.run.ranks)
     except ValueError as error:
@@ -58,8 +63,55 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     problems += _dimensions(members, layout)
     for member in members:
         if member.component.check is not None:
-            problems += member.component.check(recipe, member.selection.config, layout)
+            problems += _own_check(member, recipe, layout, registry)
     return layout, problems
+
+
+def _own_check(member: Member, recipe: Recipe, layout: Layout, registry: Registry) -> list[Problem]:
+    """Return what a component's own check finds.
+
+    Raises:
+        PluginError: the check itself is wrong: it raised, or gave something else than problems.
+    """
+    check = member.component.check
+    assert check is not None
+    owner = registry.owner(member.selection.kind, member.selection.use)
+    place = (
+        f"{check.__code__.co_filename}:{check.__code__.co_firstlineno}" if inspect.isfunction(check) else ""
+    )
+    label = f"{member} of {owner}: its check"
+    try:
+        inspect.signature(check).bind(recipe, member.selection.config, layout)
+    except TypeError as error:
+        raise PluginError(f"{label} must take (recipe, config, layout): {error} ({place})") from None
+    try:
+        found: Any = check(recipe, member.selection.config, layout)
+        problems = list(found) if isinstance(found, Iterable) else [found]
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{label} raised {describe(error)}") from error
+    for problem in problems:
+        if not isinstance(problem, Problem):
+            raise PluginError(f"{label} gave {problem!r} where it must yield Problem(key, message) ({place})")
+    return problems
+
+
+def _modules(members: list[Member]) -> Iterator[Problem]:
+    """Check that what will be imported is there."""
+    for member in members:
+        if not member.component.has_module():
+            factory = member.component.factory
+            yield Problem(f"{member.key}.use", f"{member}: its factory '{factory}' is in no module there is")
+
+
+def _twice(members: list[Member]) -> Iterator[Problem]:
+    """Refuse to apply one wrapper twice; several monitors of one sort are fine."""
+    seen: dict[str, Member] = {}
+    for member in members:
+        if member.selection.kind == "parallel" and member.word in seen:
+            yield Problem(member.key, f"{member} is already {seen[member.word].key}; remove one of them")
+        seen.setdefault(member.word, member)
 
 
 def _members(recipe: Recipe, registry: Registry) -> list[Member]:

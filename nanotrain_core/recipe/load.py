@@ -75,7 +75,8 @@ def resolve_recipe(
     resolver = Resolver(merged, registry)
     recipe = resolver.recipe()
     if recipe is None:
-        raise RecipeError(_lines(merged, resolver.problems))
+        files = _missing_files(resolver.written_versions(), registry)
+        raise RecipeError([*_lines(merged, resolver.problems), *files])
     layout, problems = find_problems(recipe, registry)
     if problems or layout is None:
         raise RecipeError(_lines(merged, problems))
@@ -98,6 +99,14 @@ def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | 
 
 def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
     return [f"{merged.place(problem.key)}: {problem.key}: {problem.message}" for problem in problems]
+
+
+def _missing_files(written: Mapping[str, str], registry: Registry) -> Iterator[str]:
+    """Yield the one-file plugins that a resolved recipe was made with and that were not given now."""
+    given = {plugin.distribution for plugin in registry.plugins}
+    for name in sorted(set(written) - given):
+        if name.endswith(".py"):
+            yield f"this recipe was made with {name}: give --plugin {name}"
 
 
 def _changed_versions(label: str, written: Mapping[str, str], installed: Mapping[str, str]) -> Iterator[str]:

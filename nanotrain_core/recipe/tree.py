@@ -92,7 +92,7 @@ class ScheduleConfig:
     decay_steps: int | None = attrs.field(default=None, validator=optional(ge(1)))
     """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run."""
     final_ratio: float = attrs.field(default=0.0, validator=ge(0.0))
-    """Rate at the last step, as a fraction of `lr`."""
+    """Rate that the decay leads to, as a fraction of `lr`: it would be reached one step after the run."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.structure import structure
-from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry import Registry, load_plugins
 
 Tables = dict[str, Any]
@@ -35,6 +35,9 @@ TINY: Tables = {
     "monitor": [],
     "data": {"use": "synthetic", "vocab": 64, "sequences": 64, "validation_sequences": 10},
 }
+
+#: What to do about a recipe that cannot run.
+REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"
 
 #: Degrees that say nothing about the world size: dp is what the others leave, experts are folded.
 REMAINDER, FOLDED = {"dp", "edp"}, {"edp", "ep", "etp"}
@@ -61,9 +64,12 @@ class Case:
     world_size: int = attrs.field(kw_only=True)
     """The product of the degrees, unless given."""
     overrides: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
-    """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``."""
+    """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``. A list of ``parallel``
+    or ``monitor`` stands around the component, which comes last, or where the list has ``{"use": itself}``."""
     plugins: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_texts)
     """Plugin files to load, for components without packaging."""
+    name: str = attrs.field(default="", kw_only=True)
+    """Stands in test ids for a case that component and degrees do not tell from another."""
     plain: bool = attrs.field(default=False, kw_only=True)
     """Leave out layout, wrappers and pipeline: see :meth:`alone`."""
 
@@ -73,7 +79,9 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Names the case in test ids: ``tp-w4-tp2``."""
+        """Names the case in test ids: its name, or ``tp-w4-tp2``."""
+        if self.name:
+            return self.name
         degrees = [f"{dim}{n}" for dim, n in self.topology.items() if dim not in REMAINDER]
         return "-".join([self.use, f"w{self.world_size}", *degrees])
 
@@ -97,14 +105,24 @@ class Case:
         """
         return self.registry().get(self.kind, self.use)
 
+    def own_table(self, tables: Tables) -> Tables:
+        """Return the component's table in ``tables``."""
+        found = tables[self.kind]
+        own: Tables = next(t for t in found if t["use"] == self.use) if self.listed else found
+        return own
+
+    @property
+    def listed(self) -> bool:
+        """Whether a recipe has a list of this kind."""
+        return self.kind in LISTED_KINDS
+
     def settings(self) -> Any:
         """Return the component's config.
 
         Raises:
             RecipeError: the case's table does not fit the config class.
         """
-        table = self.tables()[self.kind]
-        table = dict(table[-1] if self.kind in LISTED_KINDS else table)
+        table = dict(self.own_table(self.tables()))
         del table["use"]
         settings, problems = structure(table, self.component().config, self.kind)
         if problems:
@@ -113,7 +131,7 @@ class Case:
 
     def build(self) -> Any:
         """Build the component's object, alone."""
-        return self.component().build(self.settings())
+        return self.registry().build(Selection(self.kind, self.use, self.settings()))
 
     def alone(self) -> Case:
         """Return the single-process run that this case must equal: no layout, wrapper or pipeline."""
@@ -125,13 +143,19 @@ class Case:
         layout = {"run": {"ranks": self.world_size}, "topology": degrees}
         tables = merge(merge(TINY, layout), self.overrides)
         own = {"use": self.use, **self.config}
-        if self.kind in LISTED_KINDS:
-            tables[self.kind] = [*tables.get(self.kind, []), own]
+        if self.listed:
+            tables[self.kind] = self._listed(tables.get(self.kind, []), own)
         else:
             tables = merge(tables, {self.kind: own})
         if self.plain:
             tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"], "parallel": []}
         return merge(tables, changes)
+
+    def _listed(self, around: list[Tables], own: Tables) -> list[Tables]:
+        """Put the component where ``around`` names it, else after the others."""
+        if all(table.get("use") != self.use for table in around):
+            return [*around, own]
+        return [own if table.get("use") == self.use else table for table in around]
 
     def recipe(self, **changes: Any) -> Recipe:
         """Return the checked recipe, sections replaced or extended by ``changes``.
@@ -142,7 +166,11 @@ class Case:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "case.toml")
             path.write_text(tomli_w.dumps(self.tables(**changes)))
-            return load_recipe(path, plugins=PluginArguments(local=self.plugins))
+            try:
+                return load_recipe(path, plugins=PluginArguments(local=self.plugins))
+            except RecipeError as error:
+                lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
+                raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:

@@ -11,12 +11,18 @@ from unittest import mock
 import attrs
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
+from torch import nn
 
-from nanotrain_core import random_state
+from nanotrain_core import log, random_state
+from nanotrain_core.builtin.precisions import Uniform
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import Block, Monitor, StepReport, StepStats
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.initialise import initial_block, stream_seed
+from nanotrain_core.initialise import initial_block
+from nanotrain_core.placement import Placement
+from nanotrain_core.random_state import stream_seed
+from nanotrain_core.roles import Role, replace, tagged
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.collectives import CollectiveLog, Entry
 
@@ -100,6 +106,11 @@ def make_run(case: Case, changes: Mapping[str, Any]) -> Run:
     return compose(case.recipe(**changes), case.registry(), rank=rank())
 
 
+def placements(case: Case) -> list[Placement]:
+    """Return how this rank's parameters are placed."""
+    return [placed.placement for placed in make_run(case, {}).placed]
+
+
 def train(
     case: Case,
     changes: Mapping[str, Any],
@@ -110,6 +121,7 @@ def train(
     failing_monitors: bool = False,
 ) -> Trace:
     """Train all the steps of the case's recipe."""
+    log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes, folder=folder, resume=resume)
     optimizer, seen = FirstGradients(engine.run), Reports()
@@ -119,7 +131,8 @@ def train(
     if failing_monitors:
         engine.events.strict = False
         engine.events.monitors = [*map(Failing, engine.run.monitors), seen]
-    with CollectiveLog() as log:
+    quiet = capture_logs() if failing_monitors else contextlib.nullcontext()
+    with CollectiveLog() as collectives, quiet:
         engine.fit()
     run = engine.run
     return Trace(
@@ -129,7 +142,7 @@ def train(
         state=copies(run.optimizer.blocks()),
         meta={"optimizer": run.optimizer.meta(), "scale": run.loss_scale.meta(), "data": run.feed.meta()},
         streams=random_state.capture(torch.device("cpu")),
-        collectives=log.entries,
+        collectives=collectives.entries,
     )
 
 
@@ -223,7 +236,7 @@ def drive(
     Args:
         loss_scale: gradients are multiplied by it and the optimizer is told.
         lr: learning rate set through ``inner.param_groups``.
-        overflow_from: the rank whose gradients are infinite, with ``skip_overflow``.
+        overflow_from: the rank whose gradients are infinite.
     """
     run = make_run(case, changes)
     for group in run.optimizer.inner.param_groups if lr is not None else ():
@@ -231,7 +244,7 @@ def drive(
     before, stats = weights(run), []
     for step, scale in enumerate(scales):
         push(run, step, scale * loss_scale * (float("inf") if overflow_from == rank() else 1.0))
-        stats.append(run.optimizer.step(loss_scale=loss_scale, skip_overflow=overflow_from is not None))
+        stats.append(run.optimizer.step(loss_scale=loss_scale))
         run.gradients.zero()
     return Drive(
         before=before,
@@ -240,6 +253,37 @@ def drive(
         norms=[s.grad_norm.item() for s in stats],
         skipped=[s.skipped for s in stats],
     )
+
+
+# --- modules that a precision replaces ---------------------------------------------------------
+
+
+class Replacement(nn.Module):
+    """A linear that a precision might put in the place of another: its own class, the same parameters."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("weight", old.get_parameter("weight"))
+        self.register_parameter("bias", None if old.bias is None else old.get_parameter("bias"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.get_parameter("bias")
+        return nn.functional.linear(x, self.get_parameter("weight"), bias)
+
+
+def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
+    """Train with every tagged linear replaced after the wrappers, as a precision may."""
+    convert = Uniform.convert
+
+    def replace_all(precision: Uniform, part: nn.Module) -> nn.Module:
+        for name, module, found in list(tagged(part)):
+            if found.role in (Role.COLUMN, Role.ROW, Role.REPLICATED):
+                parent, _, last = name.rpartition(".")
+                setattr(part.get_submodule(parent), last, replace(module, Replacement(module)))
+        return convert(precision, part)
+
+    with mock.patch.object(Uniform, "convert", replace_all):
+        return train(case, changes)
 
 
 # --- a parameter that not every rank uses ---------------------------------------------------------

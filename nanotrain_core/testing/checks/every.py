@@ -9,16 +9,13 @@ from pathlib import Path
 
 import attrs
 
-from nanotrain_core.component import LISTED_KINDS
+from nanotrain_core.component import TORCH_FREE_KINDS
 from nanotrain_core.discovery import PluginArguments
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
-
-#: Kinds that commands without torch build too, not only describe.
-TORCH_FREE_KINDS = ("topology", "schedule")
 
 _LOAD = """
 import sys
@@ -46,6 +43,15 @@ def describes_itself(case: Case) -> None:
     module, _, attribute = component.factory.partition(":")
     assert module, f"factory {component.factory!r} is not 'module:attribute'"
     assert attribute, f"factory {component.factory!r} is not 'module:attribute'"
+
+
+@check("every", since="0.1")
+def factory_can_be_imported(case: Case) -> None:
+    """The factory's module imports and has the attribute, something to call."""
+    try:
+        case.component().load()
+    except PluginError as error:
+        raise AssertionError(str(error)) from None
 
 
 @check("every", since="0.1")
@@ -99,6 +105,5 @@ def schema_accepts_the_recipe(case: Case) -> None:
     recipe = case.tables()
     errors = list(jsonschema.Draft7Validator(schema).iter_errors(recipe))
     assert not errors, f"{errors[0].json_path}: {errors[0].message}"
-    table = recipe[case.kind][-1] if case.kind in LISTED_KINDS else recipe[case.kind]
-    table["surely_unknown"] = 1
+    case.own_table(recipe)["surely_unknown"] = 1
     assert list(jsonschema.Draft7Validator(schema).iter_errors(recipe)), "the schema accepts an unknown key"

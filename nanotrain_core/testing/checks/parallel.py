@@ -7,11 +7,12 @@ from typing import Any
 import attrs
 import torch
 
+from nanotrain_core.recipe import check_combination as resolve_layout
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Trace, train, train_with_extra
+from nanotrain_core.testing.probe import Trace, placements, train, train_with_extra, train_with_replaced
 
 SGD = {"use": "sgd", "lr": 0.1, "clip_norm": 0.5}
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
@@ -51,6 +52,37 @@ def weights_equal(case: Case, optimizer: str) -> None:
     assert_same(whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 3 steps")
     for trace in ranks:
         assert_same_reports(trace, alone, atol=EXACT)
+
+
+def _dims_to_use(case: Case) -> list[str]:
+    """Return the dimensions of more than one rank that the component says it handles."""
+    layout = resolve_layout(case.recipe(), case.registry())
+    return sorted(dim for dim in case.component().mesh_dims if dim in layout.dims and layout.size(dim) > 1)
+
+
+@check("parallel", since="0.1", applies=distributed)
+def its_dimensions_are_used(case: Case) -> None:
+    """Along each of its mesh dimensions some parameter is split, or has a gradient that must be summed."""
+    held = [placement for rank in run_ranks(placements, case.world_size, case) for placement in rank]
+    used = {dim for placement in held for dim in placement.sharded | placement.summed}
+    idle = [dim for dim in _dims_to_use(case) if dim not in used]
+    assert not idle, (
+        f"mesh_dims has {idle}, but all ranks along it hold the same parameters and compute the same "
+        "gradients: `apply` must split or sum_over the placements of what it transforms"
+    )
+
+
+@check("parallel", since="0.1", applies=distributed)
+def a_precision_may_replace_modules(case: Case) -> None:
+    """Gradients are right too when a precision puts other modules in the place of all tagged linears."""
+    changes = {"run": {"steps": 1}}
+    ranks = run_ranks(train_with_replaced, case.world_size, case, changes)
+    (alone,) = traces(case.alone(), **changes)
+    try:
+        assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
+    except AssertionError as error:
+        hint = "what `apply` changes of a tagged module must be a hook: see nanotrain_core.roles.replace"
+        raise AssertionError(f"{error}; {hint}") from None
 
 
 @check("parallel", since="0.1")

@@ -49,6 +49,10 @@ class Bucket:
         """Return when the sum is there, and be ready for the next step."""
         assert self.work is not None
         self.work.wait()
+        self.reset()
+
+    def reset(self) -> None:
+        """Wait for every gradient again."""
         self.work, self.missing = None, set(self.parameters)
 
 
@@ -103,6 +107,13 @@ class DataParallel(LocalGradients):
             bucket.wait()
         self.started = 0
         super().finish()
+
+    def zero(self) -> None:
+        """Forget all gradients; after a step that was broken off, also what its buckets hold."""
+        super().zero()
+        self.started = 0
+        for bucket in self.buckets:
+            bucket.reset()
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the sum over ranks, a view of a bucket."""

@@ -1,0 +1,49 @@
+"""Does a built object have what the contract of its kind asks for? By name only: signatures show in use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanotrain_core import contracts
+from nanotrain_core.component import Component
+from nanotrain_core.errors import PluginError
+
+#: Kind -> its contract.
+CONTRACTS: dict[str, type] = {
+    "topology": contracts.Topology,
+    "model": contracts.Model,
+    "parallel": contracts.Parallel,
+    "precision": contracts.Precision,
+    "optimizer": contracts.Optimizer,
+    "schedule": contracts.Schedule,
+    "checkpoint": contracts.Checkpoint,
+    "data": contracts.Data,
+    "monitor": contracts.Monitor,
+}
+
+#: Contracts whose attributes exist only after ``open`` or ``setup``; their methods exist from the start.
+LATE_ATTRIBUTES = (contracts.Data, contracts.Optimizer)
+
+
+def missing_members(contract: type, built: Any) -> list[str]:
+    """Return the public methods and attributes of ``contract`` that ``built`` lacks, in its order."""
+    members = [] if contract in LATE_ATTRIBUTES else list(vars(contract).get("__annotations__", ()))
+    members += [name for name in vars(contract) if name not in members]
+    return [name for name in members if not name.startswith("_") and not hasattr(built, name)]
+
+
+def check_contract(label: str, component: Component, kind: str, built: Any) -> None:
+    """Check what a factory returned.
+
+    Raises:
+        PluginError: it lacks a member of its contract.
+    """
+    wanted = [CONTRACTS[kind]]
+    if "gradient_sync" in component.provides:
+        wanted.append(contracts.GradientSync)
+    for contract in wanted:
+        missing = missing_members(contract, built)
+        if missing:
+            returned = "None" if built is None else f"a {type(built).__name__} without {', '.join(missing)}"
+            see = f"see nanotrain_core.contracts.{contract.__name__}"
+            raise PluginError(f"{label}: its factory returned {returned} ({see})")

@@ -1,0 +1,87 @@
+"""The benchmark compares two programs that do the same computation, and reports what it measured."""
+
+import attrs
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.cases import CASES, Case
+from benchmarks.ours import batches
+from benchmarks.peers import Llama, Loop
+from benchmarks.race import Result
+from benchmarks.report import BEGIN, END, write_markdown
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.engine import RuntimeEngine
+
+CASE = Case(name="small", peer="PyTorch loop")
+
+
+def small_recipe():
+    recipe = CASE.recipe()
+
+    def change(section, **values):
+        return attrs.evolve(section, config=attrs.evolve(section.config, **values))
+
+    return attrs.evolve(
+        recipe,
+        run=attrs.evolve(recipe.run, log_every=1),
+        batch=attrs.evolve(recipe.batch, length=16),
+        model=change(recipe.model, layers=2, width=32, heads=4, ffn=48, vocab=64),
+        data=change(recipe.data, vocab=64, sequences=64),
+    )
+
+
+class Losses(Monitor):
+    def __init__(self):
+        self.values = []
+
+    def on_step(self, report):
+        self.values.append(report.loss)
+
+
+def test_engine_and_peer_follow_the_same_losses_from_the_same_weights():
+    recipe, seen = small_recipe(), Losses()
+    engine = RuntimeEngine.from_recipe(recipe)
+    engine.events.monitors = (seen,)
+    model = Llama(recipe.model.config, recipe.batch.length)
+    model.load_state_dict(engine.run.stages[0].state_dict())
+    loop, stream = Loop(recipe, model), batches(recipe, rank=0)
+
+    engine.fit(steps=3)
+    theirs = [loop.step(next(stream)).item() for _ in range(3)]
+
+    assert len(set(theirs)) == 3
+    assert seen.values[0] == pytest.approx(theirs[0], abs=1e-5)
+    assert seen.values == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_rank_of_every_case_steps_on_two_microbatches_of_four(case):
+    recipe = case.recipe()
+    assert recipe.run.ranks == case.ranks
+    assert recipe.batch.sequences == 2 * recipe.batch.microbatch * case.ranks == 8 * case.ranks
+
+
+@pytest.mark.parametrize(("ratios", "passed"), [((0.9, 1.0, 1.4), True), ((0.9, 0.99, 1.4), False)])
+def test_the_median_ratio_decides(ratios, passed):
+    assert Result(CASE, 1.0, 1.0, ratios).passed is passed
+
+
+def test_figures_go_between_the_markers_and_nowhere_else(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_markdown(page, "new")
+    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no markers\n")
+    with pytest.raises(ValueError, match=r"page\.md needs the lines"):
+        write_markdown(page, "new")
+    assert page.read_text() == "no markers\n"
+
+
+def test_an_unknown_benchmark_is_refused_with_the_names_there_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["fp32"])
+    assert "no benchmark named fp32; there are fp32-1-thread" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""Each mistake in a plugin is told in one text that names the component, and where to look."""
+
+import pytest
+from recipe_files import SMALL, write
+
+from nanotrain_core.cli import main
+from nanotrain_core.discovery import PluginArguments, discover
+from nanotrain_core.errors import DataError, Exit, PluginError
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry import Registry
+
+PLUGIN = '''
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.errors import DataError, Problem
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    """No keys."""
+
+def check(recipe, config, layout):
+    return ()
+
+@hookimpl
+def nanotrain_register_{kind}(register):
+    register(Component(name="mine", config=Config, factory=f"{{__name__}}:build", check=check))
+
+def build(config):
+    {build}
+'''
+
+
+def plugin(folder, build="return object()", kind="monitor", name="mistake.py", **changes):
+    """Write a plugin; ``changes`` replaces its texts: ``old=new`` with old one of the keys below."""
+    text = PLUGIN.format(build=build, kind=kind)
+    olds = {
+        "factory": 'f"{__name__}:build"',
+        "check": "    return ()\n",
+        "signature": "(recipe, config, layout)",
+        "register": 'Component(name="mine", config=Config, ',
+        "head": "\nimport attrs\n",
+    }
+    for key, new in changes.items():
+        assert olds[key] in text
+        text = text.replace(olds[key], new)
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def registry(*paths):
+    return Registry(discover(PluginArguments(local=[str(path) for path in paths])))
+
+
+def build(path, kind="monitor"):
+    found = registry(path)
+    assert not found.broken, found.broken
+    return found.build(Selection(kind, "mine", found.get(kind, "mine").config()))
+
+
+def check_command(capsys, path, text=SMALL + '[[monitor]]\nuse = "mine"\n'):
+    code = main(["check", str(write(path.parent, text)), "--plugin", str(path)])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factory", "text"),
+    [
+        ('f"{__name__}:biuld"', r"monitor 'mine': factory .* has no 'biuld' \(did you mean 'build'\?\)"),
+        ('"no_such_place.x:build"', r"monitor 'mine': factory .*ModuleNotFoundError: No module named"),
+        ('f"{__name__}:__name__"', r"monitor 'mine': factory .* cannot be called: it is a str"),
+    ],
+)
+def test_a_factory_that_is_not_there(tmp_path, factory, text):
+    with pytest.raises(PluginError, match=text):
+        build(plugin(tmp_path, factory=factory))
+
+
+def test_a_factory_that_raises_is_named_and_its_traceback_kept(tmp_path):
+    with pytest.raises(
+        PluginError, match=r"monitor 'mine': its factory raised KeyError.*mistake.py:\d+\)"
+    ) as e:
+        build(plugin(tmp_path, build="return {}['licence']"))
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
+    with pytest.raises(DataError, match="^buy more data$"):
+        build(plugin(tmp_path, build='raise DataError("buy more data")'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "model",
+            "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops_per_token",
+        ),
+        ("monitor", r"without on_start, .*\(see nanotrain_core.contracts.Monitor\)"),
+        ("parallel", "returned a object without apply"),
+    ],
+)
+def test_an_object_that_lacks_part_of_its_contract(tmp_path, kind, text):
+    with pytest.raises(PluginError, match=text):
+        build(plugin(tmp_path, kind=kind), kind)
+
+
+def test_data_need_only_their_methods_before_they_are_open(tmp_path):
+    with pytest.raises(PluginError) as error:
+        build(plugin(tmp_path, kind="data"), "data")
+    assert "train_batch" in str(error.value)
+    assert "vocab_size" not in str(error.value)
+
+
+def test_a_factory_that_returns_nothing(tmp_path):
+    with pytest.raises(PluginError, match="its factory returned None"):
+        build(plugin(tmp_path, build="pass"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"check": "    return 1 / 0\n"}, "its check raised ZeroDivisionError: division by zero ("),
+        ({"check": "    yield 1 / 0\n"}, "its check raised ZeroDivisionError: division by zero ("),
+        ({"check": "    yield 'no'\n"}, "its check gave 'no' where it must yield Problem(key, message) ("),
+        ({"check": "    pass\n"}, "its check gave None where it must yield Problem(key, message) ("),
+        ({"signature": "(recipe)"}, "its check must take (recipe, config, layout): too many positional"),
+    ],
+)
+def test_a_check_that_misbehaves_is_the_plugins_mistake(tmp_path, capsys, change, text):
+    code, err = check_command(capsys, plugin(tmp_path, **change))
+    assert code == Exit.USER
+    assert err.startswith("nanotrain: monitor 'mine' of plugin 'mistake' (mistake.py sha256-")
+    assert text in err
+    assert "mistake.py:1" in err
+
+
+def test_a_factory_in_no_module_is_found_before_anything_starts(tmp_path, capsys):
+    code, err = check_command(capsys, plugin(tmp_path, factory='"no_such_place.x:build"'))
+    assert code == Exit.USER
+    assert "monitor.0.use: monitor 'mine': its factory 'no_such_place.x:build' is in no module" in err
+
+
+def test_a_wrapper_is_applied_once(tmp_path, capsys):
+    twice = SMALL + '[[parallel]]\nuse = "mine"\n' * 2
+    code, err = check_command(capsys, plugin(tmp_path, kind="parallel"), twice)
+    assert code == Exit.USER
+    assert "parallel.1: parallel 'mine' is already parallel.0; remove one of them" in err
+
+
+def test_monitors_may_repeat(tmp_path, capsys):
+    text = SMALL + '[[monitor]]\nuse = "mine"\n' * 2
+    assert check_command(capsys, plugin(tmp_path), text) == (Exit.DONE, "")
+
+
+def test_a_clash_names_only_the_plugin_that_may_go(tmp_path):
+    path = plugin(tmp_path, register='Component(name="jsonl", config=Config, ')
+    with pytest.raises(PluginError, match=r"; --no-plugin mistake, or rename the component$"):
+        registry(path).get("monitor", "jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"register": '"mine", dict(config=Config, '},
+            "must call register(Component(...)) with one Component",
+        ),
+        ({"register": 'Component(nam="mine", config=Config, '}, "'nam'"),
+        ({"register": 'Component(name="mine", confg=Config, '}, "(did you mean 'config'?)"),
+        ({"head": "\nimport attrs, ()\n"}, "SyntaxError: invalid syntax ("),
+    ],
+)
+def test_a_mistake_in_the_face_is_told_without_noise(tmp_path, change, text):
+    (broken,) = registry(plugin(tmp_path, **change)).broken
+    assert text in broken.error
+    assert "<frozen" not in broken.error
+
+
+def test_an_unknown_hook_is_told_in_one_short_line(tmp_path):
+    (broken,) = registry(plugin(tmp_path, kind="monitr")).broken
+    near = "(did you mean 'nanotrain_register_monitor'?)"
+    assert broken.error == f"unknown hook 'nanotrain_register_monitr' {near}"
+
+
+def test_a_table_that_is_piped_has_one_line_per_component_and_the_reason(tmp_path, capsys):
+    path = plugin(tmp_path, kind="monitr")
+    assert main(["plugins", "--plugin", str(path)]) == Exit.USER
+    lines = capsys.readouterr().out.splitlines()
+    assert any("broken" in line and "unknown hook" in line for line in lines)
+    assert len(lines) == 2 + sum(max(1, len(p.components)) for p in registry(path).plugins)
+
+
+def test_a_face_that_imports_torch_is_named(tmp_path):
+    import subprocess
+    import sys
+
+    path = plugin(tmp_path, head="\nimport attrs, torch\n")
+    command = [sys.executable, "-m", "nanotrain_core.cli", "plugins", "--plugin", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "plugin 'mistake' (mistake.py sha256-" in done.stderr
+    assert "imports torch: move that behind the factory" in done.stderr
+
+
+def test_a_resolved_recipe_says_which_file_it_was_made_with(tmp_path, capsys):
+    versions = '[versions]\n"mistake.py" = "sha256-123"\n'
+    path = write(tmp_path, SMALL + '[[monitor]]\nuse = "mine"\n' + versions)
+    assert main(["check", str(path)]) == Exit.USER
+    assert "this recipe was made with mistake.py: give --plugin mistake.py" in capsys.readouterr().err

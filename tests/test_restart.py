@@ -1,0 +1,146 @@
+"""What survives a failure: restarts go on from the last checkpoint, and several hosts can meet."""
+
+import json
+import socket
+
+from command import finish, nanotrain, start
+from test_run import SMALL, metrics
+
+from nanotrain_core.errors import Exit
+
+DIES_ONCE = """
+import os, signal
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    pass
+
+def build(config):
+    from nanotrain_core.contracts import Monitor
+
+    class DiesOnce(Monitor):
+        def on_start(self, run):
+            self.run = run
+
+        def on_step(self, report):
+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if first and self.run.rank == 1 and report.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return DiesOnce()
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="dies_once", config=Config, factory=f"{__name__}:build", summary="dies"))
+"""
+
+
+def write_small(tmp_path):
+    (tmp_path / "small.toml").write_text(SMALL)
+
+
+def test_a_restarted_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(tmp_path):
+    write_small(tmp_path)
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    words = ["run", "small.toml", "--nproc", "2"]
+    nanotrain(*words, "--folder", "whole", cwd=tmp_path)
+    killed = [*words, "--folder", "killed", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
+    ended = nanotrain(*killed, "--max-restarts", "1", cwd=tmp_path)
+    assert (ended.code, ended.err) == (Exit.DONE, "")
+    assert [row["first_step"] for row in metrics(tmp_path / "killed", "start")] == [0, 3]
+    last = "checkpoints/step-00000006.safetensors"
+    assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "killed" / last).read_bytes()
+
+
+def test_two_hosts_meet_at_the_rendezvous(tmp_path):
+    write_small(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+    hosts = [start(*words, "--folder", "here", cwd=tmp_path) for _ in range(2)]
+    outcomes = [finish(host) for host in hosts]
+    assert [(o.code, o.err) for o in outcomes] == [(Exit.DONE, "")] * 2
+    assert sum("2 ranks on cpu" in o.out for o in outcomes) == 1
+    assert len(metrics(tmp_path / "here")) == 6
+
+
+def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):
+    write_small(tmp_path)
+    nanotrain("run", "small.toml", "--folder", "a", "--set", "checkpoint.every=1", cwd=tmp_path)
+    words = (
+        "--resume",
+        "3",
+        "--set",
+        "checkpoint.every=1",
+        "--set",
+        "checkpoint.keep=2",
+        "--set",
+        "run.steps=5",
+    )
+    assert nanotrain("run", "small.toml", "--folder", "a", *words, cwd=tmp_path).code == Exit.DONE
+    kept = sorted(path.name for path in (tmp_path / "a/checkpoints").glob("*.safetensors"))
+    assert kept == ["step-00000004.safetensors", "step-00000005.safetensors"]
+    aside = sorted(path.name for path in (tmp_path / "a/checkpoints").glob("superseded-*/*"))
+    assert aside == [f"step-{step:08d}.safetensors" for step in (4, 5, 6)]
+    assert (tmp_path / "a/recipe-2.toml").exists()
+
+
+def test_a_checkpoint_of_another_model_or_precision_is_refused_by_name(tmp_path):
+    write_small(tmp_path)
+    nanotrain("run", "small.toml", "--folder", "a", cwd=tmp_path)
+    nanotrain("run", "small.toml", "--folder", "narrow", "--set", "precision.use=bf16", cwd=tmp_path)
+    for folder, change, text in (
+        ("a", "model.norm_eps=0.1", "another model: model.norm_eps is 1e-05 there and 0.1 in this recipe"),
+        ("a", "model.tied=true", "model.tied is False there and True"),
+        ("a", "optimizer.use=sgd", "it holds 'exp_avg' tensors, which this run has no place for"),
+        ("narrow", "precision.use=fp32", "it holds 'master' tensors, which this run has no place for"),
+    ):
+        words = ("--folder", folder, "--resume", "--set", "run.steps=7", "--set", change)
+        ended = nanotrain("run", "small.toml", *words, cwd=tmp_path)
+        assert ended.code == Exit.USER, change
+        assert text in ended.err
+
+
+def test_ranks_with_different_data_are_refused(tmp_path):
+    write_small(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    words = ("run", "small.toml", "--nproc", "2", "--plugin", "own.py", "--set", 'data.use="own"')
+    ended = nanotrain(*words, "--set", "data.vocab=64", cwd=tmp_path)
+    assert ended.code == Exit.USER
+    assert ended.err.startswith("nanotrain: rank 1 has other data than rank 0: its fingerprint is 1, not 0")
+
+
+OWN_DATA = """
+import os
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin.configs import SyntheticConfig
+from nanotrain_core.component import Component
+
+def build(config):
+    from nanotrain_core.builtin.synthetic import Synthetic
+
+    class Own(Synthetic):
+        def meta(self):
+            return {**super().meta(), "fingerprint": os.environ["RANK"]}
+
+    return Own(config)
+
+@hookimpl
+def nanotrain_register_data(register):
+    register(Component(name="own", config=SyntheticConfig, factory=f"{__name__}:build", summary="own"))
+"""
+
+
+def test_a_run_whose_gradients_stay_infinite_is_given_up(tmp_path):
+    write_small(tmp_path)
+    words = ("--set", "optimizer.lr=1e38", "--set", "run.steps=60", "--set", "optimizer.clip_norm=0.0")
+    ended = nanotrain("run", "small.toml", "--folder", "a", *words, cwd=tmp_path)
+    assert ended.code == Exit.DIVERGED
+    assert "the gradient norm was nan for 30 steps in a row" in ended.err
+    steps = metrics(tmp_path / "a")
+    assert any(row["skipped"] for row in steps)
+    assert json.loads((tmp_path / "a/metrics.jsonl").read_text().splitlines()[-1])["reason"] == "failed"
