@@ -32,7 +32,7 @@ from nanotrain_core.feed import DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, place, placed_parameters
+from nanotrain_core.placement import PlacedParameter, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 
@@ -204,8 +204,8 @@ def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements:
     for part in parts:
         if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
             raise PluginError(
-                f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model part: "
-                "return the part, or a module that passes its initializer(name) on"
+                f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
+                "part: return the part, or a module that passes its initializer(name) on"
             )
     try:
         placed_parameters(parts, placements)

@@ -151,7 +151,6 @@ class RuntimeEngine:
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1
-            self._agree_on_stop()
             last = self.step == self.steps
             if self.step % run.log_every == 0 or last or self.stop.reason:
                 self._report(losses, counts, stats, lr)
@@ -164,12 +163,13 @@ class RuntimeEngine:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
         run = self.run
         microbatches = run.feed.microbatches()
-        counts = self._global_counts(microbatches)
+        counts, wishes = self._global_counts(microbatches)
         scale = run.loss_scale.value
         weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         losses = self.executor.run(run.actions, microbatches, weights)
         run.gradients.finish()
-        stats = run.optimizer.step(loss_scale=scale)
+        stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
+        self.stop.agree(wishes.tolist())
         run.gradients.zero()
         run.loss_scale.update(stats.skipped)
         self._give_up_if_diverged(stats)
@@ -180,27 +180,24 @@ class RuntimeEngine:
         self._skipped = self._skipped + 1 if stats.skipped else 0
         if self._skipped == MOST_SKIPPED:
             raise Diverged(
-                f"step {self.step + 1}: the gradient norm was {stats.grad_norm.item()} for {MOST_SKIPPED} steps in "
-                "a row; the last checkpoint is from before them"
+                f"step {self.step + 1}: the gradient norm was {stats.grad_norm.item()} for {MOST_SKIPPED} "
+                "steps in a row, which were skipped: the weights are those from before"
             )
 
-    def _global_counts(self, microbatches: Sequence[Any]) -> Losses:
-        """Sum what each loss term is averaged over, over all microbatches of all data ranks."""
+    def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
+        """Sum what each loss term is averaged over, over all microbatches of all data ranks.
+
+        All ranks' wishes to stop travel with it, so that they stop after the same step.
+        """
         counts = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((c[name] for c in counts), start=zero) for name in names])
-        total = self._sum_over_data(total, once_per_pipeline=True)
-        return dict(zip(names, total.clamp(min=1).unbind(), strict=True))
+        summed = self._sum_over_data(total, once_per_pipeline=True, beside=self.stop.flags())
+        counts, wishes = summed[: len(names)], summed[len(names) :]
+        return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), wishes
 
     # --- what happens between steps -----------------------------------------------------------
-
-    def _agree_on_stop(self) -> None:
-        """All ranks learn what any of them wishes. The host has just waited for the gradient norm anyway."""
-        mesh = self.run.mesh
-        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=mesh.device)
-        mesh.all_reduce(flags)
-        self.stop.agree(flags.tolist())
 
     def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float) -> None:
         """Tell monitors about the step just done."""
@@ -284,15 +281,19 @@ class RuntimeEngine:
 
     # --- sums and reports ---------------------------------------------------------------------
 
-    def _sum_over_data(self, values: torch.Tensor, *, once_per_pipeline: bool = False) -> torch.Tensor:
+    def _sum_over_data(
+        self, values: torch.Tensor, *, once_per_pipeline: bool = False, beside: Sequence[float] = ()
+    ) -> torch.Tensor:
         """All-reduce over the world what differs between data ranks, counting each replica once.
 
-        Stages of a pipeline compute different losses, which add up, but see the same batch.
+        Stages of a pipeline compute different losses, which add up, but see the same batch. Numbers
+        ``beside`` are summed over all ranks and appended.
         """
         mesh = self.run.mesh
-        total = values.to(mesh.device, torch.float64)
+        mine = values.to(mesh.device, torch.float64)
         if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
-            total = torch.zeros_like(total)
+            mine = torch.zeros_like(mine)
+        total = torch.cat([mine, mine.new_tensor(beside)])
         mesh.all_reduce(total)
         return total
 

@@ -94,6 +94,7 @@ def replace(old: nn.Module, new: M) -> M:
         hooks = getattr(old, name)
         hooks.update(getattr(new, name))
         setattr(new, name, hooks)  # the same table, so that handles of old hooks go on working
+    new._is_full_backward_hook = new._is_full_backward_hook or old._is_full_backward_hook
     return new
 
 

@@ -145,7 +145,7 @@ def attempt() -> int:
 
 
 def keep_recipe(folder: Path, text: str) -> None:
-    """Write the resolved recipe as ``recipe.toml``; of a resumed run that changed it, as ``recipe-2.toml``."""
+    """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it."""
     for number in count(1):
         path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
         if not path.exists():

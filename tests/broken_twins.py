@@ -99,6 +99,16 @@ class SumsOnlyWhatItHas(Summed):
         return [placed for placed in self.placed if placed.parameter.grad is not None]
 
 
+class ChangesNothing:
+    """Says that it handles a dimension, and lets all ranks along it do the same work."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def apply(self, part, placements, mesh):
+        return part
+
+
 class DropsBackward(Accumulate):
     """Never runs the backward pass of the last microbatch."""
 
@@ -173,6 +183,7 @@ def nanotrain_register_model(register):
 def nanotrain_register_parallel(register):
     for cls in (Summed, DropsOneSum, SumsOnlyWhatItHas):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
+    register(twin(ChangesNothing, mesh_dims={"tp"}))
 
 
 @hookimpl

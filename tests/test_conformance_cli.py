@@ -35,6 +35,7 @@ def test_a_broken_component_is_told_with_its_numbers(capsys):
     ("words", "text"),
     [
         (["paralel:ddp"], r"expected KIND:NAME .* \(did you mean 'parallel'\?\)"),
+        (["parallel"], r"got 'parallel'; kinds: topology"),
         (["topology:gird"], r"no topology named 'gird' \(did you mean 'grid'\?\)"),
         (["topology:grid", "--set", "tq=2"], r"unknown key 'tq' \(did you mean 'tp'\?\)"),
         (["topology:grid", "--set", "tp"], "expected KEY=VALUE"),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import attrs
 import pytest
 
 from nanotrain_core.testing import Case, conformance, failures, trials
@@ -15,6 +16,7 @@ WRONG_GRADIENTS = {
     "gradients_equal[fp32]",
     "weights_equal[sgd]",
     "weights_equal[adamw]",
+    "a_precision_may_replace_modules",
     "accumulation_changes_nothing",
     "unused_parameter_does_not_hang[nowhere]",
     "unused_parameter_does_not_hang[on_one_rank]",
@@ -32,6 +34,7 @@ FAULTS = [
         Case("parallel", use="sums_only_what_it_has", topology={"dp": 2}, plugins=TWINS),
         {"unused_parameter_does_not_hang[on_one_rank]"},
     ),
+    (Case("parallel", use="changes_nothing", topology={"tp": 2}, plugins=TWINS), {"its_dimensions_are_used"}),
     (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
     (
@@ -72,7 +75,33 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
     )
     case = Case("monitor", use="careless", plugins=[plugin])
     found = failures(t for t in trials(case) if t.check.kind == "every")
-    assert set(found) == {"describes_itself", "config_is_frozen_and_documented"}
+    assert set(found) == {
+        "describes_itself",
+        "factory_can_be_imported",
+        "config_is_frozen_and_documented",
+    }
+
+
+def test_a_case_that_makes_no_recipe_is_told_once_with_what_to_change():
+    case = Case("optimizer", use="sgd", overrides={"batch": {"sequences": 7}})
+    ((label, error),) = failures(trials(case)).items()
+    assert label == "makes_a_recipe"
+    lines = str(error).splitlines()
+    assert lines[0] == "the recipe of case sgd-w1 is refused"
+    assert lines[1].startswith("batch.sequences: 7 is not a multiple of 2")
+    assert (
+        lines[2]
+        == "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"
+    )
+
+
+def test_a_case_may_have_a_name_and_a_place_among_others():
+    first = {"parallel": [{"use": "changes_nothing"}, {"use": "summed"}]}
+    case = Case("parallel", use="changes_nothing", overrides=first, plugins=TWINS, name="before")
+    assert case.id == "before"
+    assert [s.use for s in case.recipe().parallel] == ["changes_nothing", "summed"]
+    last = attrs.evolve(case, overrides={"parallel": [{"use": "summed"}]})
+    assert [s.use for s in last.recipe().parallel] == ["summed", "changes_nothing"]
 
 
 def test_an_expected_failure_that_names_no_check_is_refused():

@@ -2,6 +2,9 @@
 
 import inspect
 import re
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from command import nanotrain
 from nanotrain_core import hookspecs
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import Exit
+from nanotrain_core.testing import Case, failures, trials
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
@@ -32,9 +36,75 @@ def test_every_field_of_a_component_is_explained():
         assert re.search(rf"^\|.*`{field.name}`", PLUGINS, re.MULTILINE), field.name
 
 
+def write_example(folder, name, old="", new=""):
+    """Write a file of the documentation, ``old`` in it replaced by ``new``; return its path."""
+    (source,) = re.findall(rf"<!-- file: {name} -->\n```python\n(.*?)```", PLUGINS, re.DOTALL)
+    assert old in source
+    (folder / name).write_text(source.replace(old, new))
+    return str(folder / name)
+
+
+def failed(case, *labels):
+    """Run the checks of those labels, or all that there are, and return what failed."""
+    chosen = [trial for trial in trials(case) if not labels or trial.label in labels]
+    assert len(chosen) >= max(1, len(labels))
+    return {label: str(error) for label, error in failures(chosen).items()}
+
+
+WITH_DDP = {"overrides": {"parallel": [{"use": "ddp"}]}}
+LEARNED = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [({"tp": 2}, {}), ({"tp": 2}, {"overrides": {"model": LEARNED}}), ({"dp": 2, "tp": 2}, WITH_DDP)],
+    ids=["tp", "biases", "with_ddp"],
+)
+def test_the_wrapper_of_the_documentation_has_the_gradients_of_one_process(tmp_path, topology, options):
+    plugins = [write_example(tmp_path, "mini_tp.py")]
+    case = Case("parallel", use="mini_tp", topology=topology, plugins=plugins, **options)
+    assert failed(case, "gradients_equal[fp64]") == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("topology", "options"), [({"tp": 2}, {}), ({"dp": 2, "tp": 2}, WITH_DDP)])
+def test_the_wrapper_of_the_documentation_passes_every_check(tmp_path, topology, options):
+    plugins = [write_example(tmp_path, "mini_tp.py")]
+    assert failed(Case("parallel", use="mini_tp", topology=topology, plugins=plugins, **options)) == {}
+
+
+def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
+    hook = "module.register_forward_pre_hook(lambda module, args: (SumGradient.apply(args[0], mesh),))"
+    method = "module.forward = lambda x, plain=module.forward: plain(SumGradient.apply(x, mesh))"
+    plugins = [write_example(tmp_path, "mini_tp.py", hook, method)]
+    case = Case("parallel", use="mini_tp", topology={"tp": 2}, plugins=plugins)
+    found = failed(case, "gradients_equal[fp64]", "a_precision_may_replace_modules")
+    assert set(found) == {"a_precision_may_replace_modules"}
+    assert "must be a hook: see nanotrain_core.roles.replace" in found["a_precision_may_replace_modules"]
+
+
+@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting")])
+def test_the_small_examples_pass_every_check(tmp_path, kind, use):
+    assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
+
+
+def test_what_to_import_from_where_is_there():
+    table = PLUGINS.partition("## What to import from where")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+) \| (yes|no) \|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    for module, names, _ in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert hasattr(import_module(module), name), f"{module}.{name}"
+
+
+def test_what_is_said_to_be_torch_free_is():
+    modules = re.findall(r"^\| `(nanotrain_core[\w.]*)` \|.*\| yes \|$", PLUGINS, re.MULTILINE)
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_plugin_of_the_tutorial_trains(tmp_path):
-    (source,) = re.findall(r"<!-- file: lion.py -->\n```python\n(.*?)```", PLUGINS, re.DOTALL)
-    (tmp_path / "lion.py").write_text(source)
+    write_example(tmp_path, "lion.py")
     words = ("--plugin", "lion.py", "--set", "optimizer.use=lion", "--set", "optimizer.lr=3e-3")
     done = nanotrain("run", "capstone", "--nproc", "1", *words, cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")

@@ -86,7 +86,7 @@ def test_a_factory_that_raises_is_named_and_its_traceback_kept(tmp_path):
 
 
 def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
-    with pytest.raises(DataError, match="^buy more data$"):
+    with pytest.raises(DataError, match=r"^buy more data$"):
         build(plugin(tmp_path, build='raise DataError("buy more data")'))
 
 
