@@ -121,3 +121,47 @@ def test_a_missing_or_empty_loader_is_said_plainly(loader, error):
     engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(error, match="train_loader"):
         engine.fit(loader, steps=1)
+
+
+def fit_once(model, **config):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    engine = RuntimeEngine(model, optimizer, ScriptConfig(**config))
+    engine.fit(make_loader(), make_loader(), steps=3)
+    return engine
+
+
+def test_a_frozen_parameter_is_not_even_decayed():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    fit_once(model)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_every_module_keeps_the_mode_its_script_chose():
+    model = nn.Sequential(*make_model(), nn.Dropout(0.5), nn.Dropout(0.5))
+    model.train()
+    model[2].eval()
+    fit_once(model, evaluate_every=1)
+    assert [module.training for module in model] == [True, True, False, True]
+
+
+def test_gradients_left_from_before_do_not_enter_the_first_step():
+    clean, dirty = make_model(), make_model()
+    for parameter in dirty.parameters():
+        parameter.grad = torch.full_like(parameter, 100.0)
+    fit_once(clean)
+    fit_once(dirty)
+    assert all(map(torch.equal, clean.parameters(), dirty.parameters()))
+
+
+def test_fit_goes_on_after_a_stop():
+    class StopOnce(Monitor):
+        def on_step(self, report):
+            return "stop" if report.step == 2 else None
+
+    model = make_model()
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[StopOnce()])
+    assert engine.fit(make_loader(), steps=6).reason == "stopped"
+    end = engine.fit(make_loader(), steps=6)
+    assert (end.step, end.reason) == (6, "done")

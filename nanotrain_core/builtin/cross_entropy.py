@@ -114,8 +114,11 @@ def _index(target_C: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may have a wider dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
+    """Add ``left @ right`` to ``total``, which may have a wider dtype.
+
+    A sum over thousands of tokens does not fit into float16, so that product is computed wide.
+    """
+    if left.dtype in (total.dtype, torch.float16):
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
     else:
         total.add_(left @ right)

@@ -1,0 +1,29 @@
+"""Replicas whose initial weights differ in a last bit start from the same bits after composing."""
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.compose import equalise
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter, Placement
+from nanotrain_core.testing.pool import run_ranks
+
+
+def start_apart_then_equalise():
+    """Return this rank's block after starting from its own rank number: dp 2 x tp 2, split over tp."""
+    rank = dist.get_rank()
+    layout = Layout({"dense": View(("dp", "tp"), (2, 2))})
+    mesh = Mesh(layout, rank=rank)
+    whole = PlacedParameter(
+        torch.nn.Parameter(torch.full((4,), float(rank))), Placement.whole("a", (4,), layout)
+    )
+    split = Placement.whole("b", (4,), layout).split(0, "tp", mesh.coordinate("tp"), 2)
+    block = PlacedParameter(torch.nn.Parameter(torch.full((2,), float(rank))), split)
+    mesh.agree_on_groups([whole.placement.replica_dims(layout), split.replica_dims(layout)])
+    equalise([whole, block], mesh)
+    return whole.parameter[0].item(), block.parameter[0].item()
+
+
+def test_every_holder_of_a_block_gets_the_first_holders_bits():
+    assert run_ranks(start_apart_then_equalise, 4) == [(0.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.0, 1.0)]

@@ -1,0 +1,47 @@
+"""The dynamic loss scale, and what keeps narrow dtypes from going wrong in silence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.precisions import LARGEST_SCALE, DynamicLossScale
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_quiet_steps():
+    scale = DynamicLossScale(1024.0, growth_interval=3)
+    seen = []
+    for skipped in (False, True, False, False, False, False):
+        scale.update(skipped)
+        seen.append(scale.value)
+    assert seen == [1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0]
+
+
+def test_the_scale_stays_within_bounds():
+    scale = DynamicLossScale(2.0**16, growth_interval=1)
+    for _ in range(100):
+        scale.update(True)
+    assert scale.value == 1.0
+    for _ in range(100):
+        scale.update(False)
+    assert scale.value == LARGEST_SCALE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_heads_gradient_is_rounded_only_after_it_is_divided_by_the_tokens(dtype):
+    """4096 tokens that agree make a sum beyond float16; their mean is small."""
+    tokens = 4096
+    hidden = torch.full((tokens, 2), 30.0, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(4, 2, dtype=dtype, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    (linear_cross_entropy(hidden, weight, targets) / tokens).backward()
+    expected = weight.detach().double().requires_grad_()
+    F.cross_entropy(hidden.detach().double() @ expected.T, targets).backward()
+    torch.testing.assert_close(weight.grad.double(), expected.grad, rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("target", [-1, 4])
+def test_a_target_outside_the_vocabulary_is_an_error(target):
+    hidden, weight = torch.zeros(1, 2), torch.zeros(4, 2)
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        linear_cross_entropy(hidden, weight, torch.tensor([target]))
