@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from command import nanotrain
 
 from nanotrain_core.cli import conformance
 from nanotrain_core.errors import Exit, NanotrainError
@@ -29,6 +30,29 @@ def test_a_broken_component_is_told_with_its_numbers(capsys):
     output = capsys.readouterr().out
     assert "FAILED drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
     assert "rank 0, 1 microbatches: missing [\"Action(kind='B', stage=0, microbatch=0)\"]" in output
+
+
+def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
+    done = nanotrain("conformance", "monitor:jsonl", cwd=tmp_path)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    assert all(line.startswith("ok     jsonl-w1-") for line in done.out.splitlines()[:-1])
+
+
+def test_one_reason_for_several_failures_is_told_once():
+    error = RuntimeError("no licence")
+    told = set()
+    assert conformance._reason(error, told) == ["no licence"]
+    assert conformance._reason(error, told) == ["for the same reason"]
+    assert conformance._reason(None, told) == []
+
+
+def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(capsys):
+    assert call("schedule:accumulate", "--with", "batch.sequences=7") == Exit.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("FAILED accumulate-w1-makes_a_recipe: ")
+    assert "batch.sequences: 7 is not a multiple of 2" in lines[2]
+    assert "--with KEY=VALUE" in lines[3]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ def start_apart_then_equalise():
     rank = dist.get_rank()
     layout = Layout({"dense": View(("dp", "tp"), (2, 2))})
     mesh = Mesh(layout, rank=rank)
-    whole = PlacedParameter(
-        torch.nn.Parameter(torch.full((4,), float(rank))), Placement.whole("a", (4,), layout)
-    )
+    everywhere = Placement.whole("a", (4,), layout)
+    whole = PlacedParameter(torch.nn.Parameter(torch.full((4,), float(rank))), everywhere)
     split = Placement.whole("b", (4,), layout).split(0, "tp", mesh.coordinate("tp"), 2)
     block = PlacedParameter(torch.nn.Parameter(torch.full((2,), float(rank))), split)
     mesh.agree_on_groups([whole.placement.replica_dims(layout), split.replica_dims(layout)])

@@ -142,6 +142,13 @@ def test_a_factory_in_no_module_is_found_before_anything_starts(tmp_path, capsys
     assert "monitor.0.use: monitor 'mine': its factory 'no_such_place.x:build' is in no module" in err
 
 
+def test_a_topology_without_a_layout_is_the_plugins_mistake(tmp_path, capsys):
+    code, err = check_command(capsys, plugin(tmp_path, kind="topology"), SMALL + '[topology]\nuse = "mine"\n')
+    assert code == Exit.USER
+    assert err.startswith("nanotrain: topology 'mine': ")
+    assert "layout" in err
+
+
 def test_a_wrapper_is_applied_once(tmp_path, capsys):
     twice = SMALL + '[[parallel]]\nuse = "mine"\n' * 2
     code, err = check_command(capsys, plugin(tmp_path, kind="parallel"), twice)

@@ -50,16 +50,26 @@ def run(args: argparse.Namespace) -> int:
         **ranks,
     )
     case.settings()
+    told: set[str] = set()
     failed = 0
     for trial in trials(case):
         error = failures([trial]).get(trial.label)
         failed += error is not None
         print(f"{'ok    ' if error is None else 'FAILED'} {trial.id}: {trial.check.invariant}")
-        for line in str(error).splitlines() if error is not None else ():
+        for line in _reason(error, told):
             print(f"       {line}")
     close_pools()
     print(f"{failed} failed" if failed else "all checks passed")
     return Exit.FAILED if failed else Exit.DONE
+
+
+def _reason(error: Exception | None, told: set[str]) -> list[str]:
+    """Return the lines to print under a check; what failed others for the same reason was told with them."""
+    text = "" if error is None else str(error)
+    if text in told:
+        return ["for the same reason"]
+    told.update({text} if text else ())
+    return text.splitlines()
 
 
 def _component(text: str) -> tuple[str, str]:

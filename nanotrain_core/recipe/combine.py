@@ -59,6 +59,10 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
             *problems,
             Problem("run.ranks", f"{recipe.run.ranks} ranks do not fit [topology]: {error}"),
         ]
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"topology '{recipe.topology.use}': layout() raised {describe(error)}") from error
     problems += _batch(recipe, layout)
     problems += _dimensions(members, layout)
     for member in members:

@@ -64,8 +64,8 @@ class Case:
     world_size: int = attrs.field(kw_only=True)
     """The product of the degrees, unless given."""
     overrides: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
-    """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``. A list of ``parallel``
-    or ``monitor`` stands around the component, which comes last, or where the list has ``{"use": itself}``."""
+    """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``. Of the listed kinds the
+    component comes after those given here, or where ``{"use": ...}`` with its own name stands among them."""
     plugins: tuple[str, ...] = attrs.field(default=(), kw_only=True, converter=_texts)
     """Plugin files to load, for components without packaging."""
     name: str = attrs.field(default="", kw_only=True)
