@@ -56,10 +56,11 @@ class Placement:
         """Return the ``index``-th of ``count`` equal blocks along tensor axis ``axis``.
 
         Raises:
-            ValueError: the axis does not divide, or ``dim`` already splits this tensor.
+            ValueError: the axis does not divide, ``dim`` already splits this tensor, or is not of its view.
         """
         if dim in self.sharded:
             raise ValueError(f"{self.name} is already split along {dim!r}")
+        self._check_replicated(dim)
         if self.shape[axis] % count:
             raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
         length = self.shape[axis] // count
@@ -75,9 +76,22 @@ class Placement:
         )
 
     def sum_over(self, *dims: str) -> Placement:
-        """Return this placement with ``dims`` moved from *same* to *summed*."""
+        """Return this placement with ``dims`` moved from *same* to *summed*.
+
+        Raises:
+            ValueError: the tensor is split along one of them, or it is not of its view.
+        """
+        for dim in dims:
+            self._check_replicated(dim)
         moved = frozenset(dims)
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
+
+    def _check_replicated(self, dim: str) -> None:
+        known = self.summed | self.same
+        if dim not in known:
+            raise ValueError(
+                f"{self.name} is not replicated along {dim!r}, only along {', '.join(sorted(known))}"
+            )
 
     def sync_dims(self, layout: Layout) -> tuple[str, ...]:
         """Return the dimensions to sum a gradient over, those of size 1 left out, in the view's order."""

@@ -146,3 +146,9 @@ def test_broken_local_plugin_is_refused_at_once(tmp_path):
     plugin.write_text("1 / 0")
     with pytest.raises(PluginError, match=r"bad_plugin\.py: ZeroDivisionError"):
         load_recipe(write(tmp_path), plugins=PluginArguments(local=[str(plugin)]))
+
+
+def test_a_decay_that_would_begin_during_warm_up_is_refused(tmp_path):
+    schedule = '[optimizer.lr_schedule]\nuse = "linear"\nwarmup_steps = 10\ndecay_steps = 200\n'
+    (found,) = reasons(tmp_path, text=SMALL + schedule)
+    assert "10 steps of warm-up and 200 of decay do not fit into a run of " in found

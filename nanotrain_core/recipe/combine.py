@@ -64,11 +64,23 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     except Exception as error:
         raise PluginError(f"topology '{recipe.topology.use}': layout() raised {describe(error)}") from error
     problems += _batch(recipe, layout)
+    problems += _lr_schedule(recipe)
     problems += _dimensions(members, layout)
     for member in members:
         if member.component.check is not None:
             problems += _own_check(member, recipe, layout, registry)
     return layout, problems
+
+
+def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:
+    """Refuse a decay that would begin during warm-up: the rate would jump."""
+    schedule, steps = recipe.optimizer.config.lr_schedule, recipe.run.steps
+    if schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
+        yield Problem(
+            "optimizer.lr_schedule.decay_steps",
+            f"{schedule.warmup_steps} steps of warm-up and {schedule.decay_steps} of decay do not fit into a "
+            f"run of {steps} steps",
+        )
 
 
 def _own_check(member: Member, recipe: Recipe, layout: Layout, registry: Registry) -> list[Problem]:

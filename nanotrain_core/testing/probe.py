@@ -6,23 +6,19 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import torch
 import torch.distributed as dist
 from structlog.testing import capture_logs
-from torch import nn
 
 from nanotrain_core import log, random_state
-from nanotrain_core.builtin.precisions import Uniform
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import Block, Monitor, StepReport, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.initialise import initial_block
 from nanotrain_core.placement import Placement
 from nanotrain_core.random_state import stream_seed
-from nanotrain_core.roles import Role, replace, tagged
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.collectives import CollectiveLog, Entry
 
@@ -253,76 +249,3 @@ def drive(
         norms=[s.grad_norm.item() for s in stats],
         skipped=[s.skipped for s in stats],
     )
-
-
-# --- modules that a precision replaces ---------------------------------------------------------
-
-
-class Replacement(nn.Module):
-    """A linear that a precision might put in the place of another: its own class, the same parameters."""
-
-    def __init__(self, old: nn.Module) -> None:
-        super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", None if old.bias is None else old.get_parameter("bias"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.get_parameter("bias")
-        return nn.functional.linear(x, self.get_parameter("weight"), bias)
-
-
-def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
-    """Train with every tagged linear replaced after the wrappers, as a precision may."""
-    convert = Uniform.convert
-
-    def replace_all(precision: Uniform, part: nn.Module) -> nn.Module:
-        for name, module, found in list(tagged(part)):
-            if found.role in (Role.COLUMN, Role.ROW, Role.REPLICATED):
-                parent, _, last = name.rpartition(".")
-                setattr(part.get_submodule(parent), last, replace(module, Replacement(module)))
-        return convert(precision, part)
-
-    with mock.patch.object(Uniform, "convert", replace_all):
-        return train(case, changes)
-
-
-# --- a parameter that not every rank uses ---------------------------------------------------------
-
-
-def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Trace:
-    """Train with an extra parameter in every stage: used ``nowhere``, or ``on_one_rank`` of dp."""
-    with extra_parameter(used_on):
-        return train(case, changes)
-
-
-@contextlib.contextmanager
-def extra_parameter(used_on: str) -> Iterator[None]:
-    """Have every stage built with one more parameter, in the loss of the last dp rank or of none."""
-    from nanotrain_core import compose as module
-
-    build = module.build_stages
-
-    def build_with_extra(model: Any, schedule: Any, mesh: Any) -> Any:
-        stages = build(model, schedule, mesh)
-        used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
-        for number, part in stages.items():
-            _add_extra(part, f"extra_{number}", used)
-        return stages
-
-    with mock.patch.object(module, "build_stages", build_with_extra):
-        yield
-
-
-def _add_extra(part: Any, name: str, used: bool) -> None:
-    from nanotrain_core.contracts import Initializer
-
-    known = part.initializer
-    part.register_parameter(name, torch.nn.Parameter(torch.empty(3, device="meta")))
-    part.initializer = lambda n: Initializer("constant", 1.0) if n == name else known(n)
-
-    def add_to_loss(module: Any, inputs: Any, output: Any) -> Any:
-        losses = {term: value + getattr(module, name).sum() for term, value in output.losses.items()}
-        return attrs.evolve(output, losses=losses)
-
-    if used:
-        part.register_forward_hook(add_to_loss)

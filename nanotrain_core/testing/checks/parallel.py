@@ -8,11 +8,12 @@ import attrs
 import torch
 
 from nanotrain_core.recipe import check_combination as resolve_layout
+from nanotrain_core.testing.altered import train_with_extra, train_with_replaced
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Trace, placements, train, train_with_extra, train_with_replaced
+from nanotrain_core.testing.probe import Trace, placements, train
 
 SGD = {"use": "sgd", "lr": 0.1, "clip_norm": 0.5}
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
