@@ -71,7 +71,7 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     """Build this rank's run. Collective over the world: every rank must call it with an equal recipe."""
 
     def build(selection: Selection) -> Any:
-        return registry.get(selection.kind, selection.use).build(selection.config)
+        return registry.build(selection)
 
     topology: Topology = build(recipe.topology)
     model: Model = build(recipe.model)
@@ -158,8 +158,8 @@ def _gradient_sync(
     """Return the one component that provides gradient sync, else the core's local one."""
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
-            assert isinstance(component, GradientSync), f"{selection.use} lacks methods of GradientSync"
-            return component
+            sync: GradientSync = component
+            return sync
     return LocalGradients()
 
 

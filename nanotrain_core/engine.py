@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanotrain_core import random_state
+from nanotrain_core import log, random_state
 from nanotrain_core.compose import Run, compose, refuse_other_model
 from nanotrain_core.contracts import (
     Block,
@@ -101,6 +101,7 @@ class RuntimeEngine:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.step = 0
         """Optimizer steps done, those before a resume included."""
+        log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients)
         self.stop = StopRequest()
         self.events = Events(run.monitors, self.stop, strict=run.strict_monitors)
@@ -189,10 +190,10 @@ class RuntimeEngine:
 
         All ranks' wishes to stop travel with it, so that they stop after the same step.
         """
-        counts = [self.run.feed.counts(batch) for batch in microbatches]
+        each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
         zero = torch.zeros((), dtype=torch.float64)
-        total = torch.stack([sum((c[name] for c in counts), start=zero) for name in names])
+        total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
         summed = self._sum_over_data(total, once_per_pipeline=True, beside=self.stop.flags())
         counts, wishes = summed[: len(names)], summed[len(names) :]
         return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), wishes

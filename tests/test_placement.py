@@ -52,7 +52,7 @@ def test_a_split_that_does_not_divide_or_repeats_is_refused():
 def test_a_dimension_of_another_view_is_refused():
     dense = Placement.whole("w", (8, 4), LAYOUT)
     for change in (lambda: dense.split(0, "ep", 0, 4), lambda: dense.sum_over("edp")):
-        with pytest.raises(ValueError, match="w is not replicated along 'ed?p', only along cp, dp, tp"):
+        with pytest.raises(ValueError, match=r"w is not replicated along 'ed?p', only along cp, dp, tp"):
             change()
 
 
