@@ -21,6 +21,8 @@ class DataParallelConfig:
     """Megabytes of gradient summed by one all-reduce: small ones start early, large ones cost less each."""
     overlap: bool = True
     """Start a bucket's all-reduce during backward, as soon as its last gradient is there."""
+    shared_memory: bool = True
+    """On CPU, sum through memory that ranks of one host share, in one bucket after backward, if they can."""
 
 
 @hookimpl

@@ -10,7 +10,7 @@ Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,16 @@ from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Placements
 from nanotrain_ddp import DataParallelConfig
+from nanotrain_ddp.shared import SharedBuffers
 
 
 class Bucket:
     """Gradients that one all-reduce sums: consecutive ranges of a flat buffer."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, flat: torch.Tensor
     ) -> None:
-        self.parameters = parameters
-        self.group = group
-        self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
+        self.parameters, self.group, self.flat = parameters, group, flat
         ranges = self.flat.split([p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, ranges, strict=True)}
         self.missing = set(parameters)
@@ -56,6 +55,27 @@ class Bucket:
         self.work, self.missing = None, set(self.parameters)
 
 
+class SharedBucket(Bucket):
+    """A bucket whose buffer the other ranks of this host can read: summed after backward, by waiting.
+
+    The cores that would send it meanwhile are the ones that compute backward.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, buffers: SharedBuffers
+    ) -> None:
+        super().__init__(parameters, group, buffers.mine)
+        self.buffers = buffers
+
+    def start(self) -> None:
+        """Nothing can go on in the background."""
+
+    def wait(self) -> None:
+        """Sum over the group, and be ready for the next step."""
+        self.buffers.all_reduce()
+        self.reset()
+
+
 class DataParallel(LocalGradients):
     """The ``ddp`` component: a wrapper that leaves the model alone, and the run's gradient sync."""
 
@@ -74,7 +94,9 @@ class DataParallel(LocalGradients):
         """Assign every parameter with a partial gradient to a bucket."""
         super().attach(parameters, mesh, dtype)
         limit = int(self.config.bucket_mb * 2**20)
-        self.buckets = list(make_buckets(parameters, mesh, dtype, limit))
+        share = self.config.shared_memory and mesh.device.type == "cpu"
+        groups = group_parameters(parameters, mesh, dtype, limit)
+        self.buckets = [make_bucket(members, mesh, *key, share=share) for members, key in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def check(self, mesh: Mesh) -> None:
@@ -121,15 +143,18 @@ class DataParallel(LocalGradients):
         return super().gradient(parameter) if bucket is None else bucket.views[parameter]
 
 
-def make_buckets(
-    parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None, limit: int
-) -> Iterable[Bucket]:
-    """Yield buckets of at most ``limit`` bytes (or one parameter), last parameters first.
+#: What the members of a bucket have in common: the dimensions to sum over, and the dtype.
+Key = tuple[tuple[str, ...], torch.dtype]
 
-    A bucket holds parameters of one dtype that are summed over the same ranks; parameters whose
-    gradient is complete on this rank are in none.
+
+def group_parameters(
+    parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None, limit: int
+) -> Iterator[tuple[list[nn.Parameter], Key]]:
+    """Yield the members of buckets of at most ``limit`` bytes (or one parameter), last parameters first.
+
+    Parameters whose gradient is complete on this rank are in none.
     """
-    filling: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+    filling: dict[Key, list[nn.Parameter]] = {}
     for placed in reversed(parameters):
         parameter, dims = placed.parameter, placed.placement.sync_dims(mesh.layout)
         if not dims or not parameter.requires_grad:
@@ -138,16 +163,21 @@ def make_buckets(
         members = filling.setdefault(key, [])
         size = sum(p.numel() for p in members) + parameter.numel()
         if members and size * key[1].itemsize > limit:
-            yield bucket(members, key, mesh)
+            yield members, key
             filling[key] = members = []
         members.append(parameter)
     for key, members in filling.items():
-        yield bucket(members, key, mesh)
+        yield members, key
 
 
-def bucket(members: Sequence[nn.Parameter], key: tuple[tuple[str, ...], torch.dtype], mesh: Mesh) -> Bucket:
-    """Make the bucket of ``members``, which are summed over the dimensions ``key[0]``."""
-    dims, dtype = key
+def make_bucket(
+    members: Sequence[nn.Parameter], mesh: Mesh, dims: tuple[str, ...], dtype: torch.dtype, *, share: bool
+) -> Bucket:
+    """Make the bucket of ``members``, through shared memory if asked for and possible. Collective."""
     group = mesh.group(*dims)
     assert group is not None, f"summing over {dims}, each of size 1"
-    return Bucket(members, group, dtype)
+    numel = sum(p.numel() for p in members)
+    buffers = SharedBuffers.open(numel, dtype, group) if share else None
+    if buffers is not None:
+        return SharedBucket(members, group, buffers)
+    return Bucket(members, group, torch.empty(numel, dtype=dtype, device=mesh.device))

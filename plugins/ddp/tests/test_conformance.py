@@ -8,10 +8,12 @@ from nanotrain_core.testing import Case, conformance
 
 DDP = {"parallel": [{"use": "ddp"}]}
 MANY_BUCKETS = {"bucket_mb": 0.01}
+SOCKETS = {**MANY_BUCKETS, "shared_memory": False}
 
 test_conformance = conformance(
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}),
-    Case("parallel", use="ddp", config={"overlap": False}, topology={"dp": 4}),
+    Case("parallel", use="ddp", config=SOCKETS, topology={"dp": 2}, name="sockets"),
+    Case("parallel", use="ddp", config={**SOCKETS, "overlap": False}, topology={"dp": 4}, name="after"),
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
     Case("optimizer", use="adamw", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
@@ -38,7 +40,9 @@ test_exhaustively = pytest.mark.full(
                 topology={"dp": dp},
                 overrides={"model": model, "batch": {"sequences": 16}},
             )
-            for dp, model, config in product((2, 4, 8), MODELS, (MANY_BUCKETS, {"overlap": False}))
+            for dp, model, config in product(
+                (2, 4, 8), MODELS, (MANY_BUCKETS, SOCKETS, {"shared_memory": False, "overlap": False})
+            )
         ),
         *(
             Case("optimizer", use=use, config=config, topology={"dp": dp}, overrides=DDP)
