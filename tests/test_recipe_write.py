@@ -22,7 +22,7 @@ tables = st.fixed_dictionaries(
         "optimizer.lr": positive,
         "optimizer.betas": st.tuples(st.floats(0, 1), st.floats(0, 1)).map(list),
         "optimizer.lr_schedule.use": st.sampled_from(["constant", "linear", "cosine", "wsd"]),
-        "optimizer.lr_schedule.decay_steps": st.integers(1, 9),
+        "optimizer.lr_schedule.decay_steps": st.integers(1, 3),
         "data.suffixes": st.lists(words, max_size=3),
         "data.paths": st.lists(words.filter(lambda word: "\0" not in word), max_size=3),
     },
