@@ -1,5 +1,6 @@
 """Sums through shared memory equal sums, leave nothing behind, and are given up by all ranks or none."""
 
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -16,15 +17,17 @@ def numbers(rank, numel):
 
 
 def sum_twice(numel):
-    """Return two sums of different numbers in the same buffers, and what is left of their files."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    buffers = SharedBuffers.open(numel, torch.float64, group)
+    """Return two sums of different numbers in the same buffers, and what is left of this rank's file."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        with mock.patch.object(shared, "MEMORY", Path(folder)):
+            buffers = SharedBuffers.open(numel, torch.float64, dist.group.WORLD)
+        left = list(Path(folder).iterdir())
     sums = []
     for offset in (0, 100):
-        buffers.mine.copy_(numbers(rank + offset, numel))
+        buffers.mine.copy_(numbers(dist.get_rank() + offset, numel))
         buffers.all_reduce()
         sums.append(buffers.mine.clone())
-    return [*sums, [path.name for path in MEMORY.glob("nanotrain-*")]]
+    return [*sums, len(left)]
 
 
 def test_every_rank_gets_the_same_bits_of_the_sum():
@@ -35,7 +38,7 @@ def test_every_rank_gets_the_same_bits_of_the_sum():
             for result in results:
                 torch.testing.assert_close(torch.as_tensor(result[position]), expected, rtol=0, atol=1e-14)
                 assert torch.equal(torch.as_tensor(result[position]), torch.as_tensor(results[0][position]))
-        assert results[0][2] == []
+        assert [result[2] for result in results] == [0] * ranks
 
 
 def open_where_rank_one_cannot():
