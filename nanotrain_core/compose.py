@@ -32,7 +32,7 @@ from nanotrain_core.feed import DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, Placements, place, placed_parameters
+from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 
@@ -64,15 +64,11 @@ class Run:
     monitors: Sequence[Monitor] = ()
     strict_monitors: bool = False
     log_every: int = 1
-    seed: int = 0
 
 
 def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.device | str = "cpu") -> Run:
     """Build this rank's run. Collective over the world: every rank must call it with an equal recipe."""
-
-    def build(selection: Selection) -> Any:
-        return registry.build(selection)
-
+    build = registry.build
     topology: Topology = build(recipe.topology)
     model: Model = build(recipe.model)
     wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
@@ -100,8 +96,8 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
 
-    mesh.agree_on_groups(p.placement.sync_dims(layout) for p in placed)
-    mesh.agree_on_groups(p.placement.replica_dims(layout) for p in placed)
+    of_parameters = (Placement.sync_dims, Placement.replica_dims)
+    mesh.agree_on_groups(dims(p.placement, layout) for p in placed for dims in of_parameters)
     equalise(placed, mesh)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
@@ -132,7 +128,6 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
         monitors=monitors,
         strict_monitors=recipe.run.strict_monitors,
         log_every=recipe.run.log_every,
-        seed=recipe.run.seed,
     )
 
 

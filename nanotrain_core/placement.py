@@ -95,12 +95,14 @@ class Placement:
 
     def sync_dims(self, layout: Layout) -> tuple[str, ...]:
         """Return the dimensions to sum a gradient over, those of size 1 left out, in the view's order."""
-        return tuple(d for d in layout.views[self.view].dims if d in self.summed and layout.size(d) > 1)
+        return self._in_order(self.summed, layout)
 
     def replica_dims(self, layout: Layout) -> tuple[str, ...]:
         """Return the dimensions along which ranks hold this same block, those of size 1 left out."""
-        same = self.summed | self.same
-        return tuple(d for d in layout.views[self.view].dims if d in same and layout.size(d) > 1)
+        return self._in_order(self.summed | self.same, layout)
+
+    def _in_order(self, wanted: frozenset[str], layout: Layout) -> tuple[str, ...]:
+        return tuple(d for d in layout.views[self.view].dims if d in wanted and layout.size(d) > 1)
 
     def replicas(self, layout: Layout) -> int:
         """Return how many ranks of a pipeline stage hold this same block."""
