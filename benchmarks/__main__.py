@@ -15,7 +15,6 @@ from benchmarks.peers import peer
 from benchmarks.race import race
 from benchmarks.report import markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
-from nanotrain_core.launch import HUGE_PAGES
 
 NAMES = (*(case.name for case in CASES), "startup")
 
@@ -47,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 if every bar was passed, else 1."""
     args = parse(arguments)
     names = args.names or NAMES
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # both as `nanotrain run` sets them
-    os.environ.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
     results = []
     for case in CASES:
         if case.name in names:

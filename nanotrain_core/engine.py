@@ -28,6 +28,7 @@ from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.lr_schedule import lr_scheduler
+from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.pace import Pace
 from nanotrain_core.stop import StopRequest
 
@@ -90,6 +91,7 @@ class RuntimeEngine:
 
         if isinstance(recipe, str | Path):
             recipe = load_recipe(recipe)
+        keep_freed_memory()
         engine = cls.__new__(cls)
         run = compose(recipe, registry or load_plugins(), rank=rank, device=device)
         engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)

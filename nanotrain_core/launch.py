@@ -38,9 +38,6 @@ from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import SIGNALS
 from nanotrain_core.worker import Job, run_rank, train
 
-#: Lets malloc use huge pages: 10 page faults a step in place of 8,800, and 4% less time on a CPU.
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
-
 EXIT_OF = {
     "done": Exit.DONE,
     "stopped": Exit.DONE,
@@ -84,7 +81,6 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 def prepare(nproc: int) -> None:
     """Start the forkserver, which loads torch while this process does: call it as early as possible."""
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
-    os.environ.setdefault("GLIBC_TUNABLES", HUGE_PAGES)
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "nanotrain_core.engine"])
     multiprocessing.forkserver.ensure_running()
 

@@ -14,7 +14,7 @@ CORE = ROOT / "nanotrain_core"
 #: From the ground up. A module imports from its own level and those above it in this list. A name
 #: with a star stands for a whole package; any other new module must be given its level here.
 LEVELS = (
-    ("vocabulary", "errors files forward layout actions batch log roles pace random_state stop"),
+    ("vocabulary", "errors files forward layout actions batch log memory roles pace random_state stop"),
     ("placement and mesh", "placement mesh"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (

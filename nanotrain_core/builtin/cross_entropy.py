@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
+from nanotrain_core.builtin.linear import matmul
 
 #: Logits of one chunk, about, and its fewest tokens: matrix products of few rows are slow.
 CHUNK = {"cpu": (2**20, 128), "cuda": (2**27, 1024)}
@@ -48,15 +49,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD))
-        logits_CV = hidden_TD.new_empty(_chunk_size(weight_VD), len(weight_VD))
         losses = []
         for rows in _chunks(target_T, weight_VD):
             hidden_CD, target_C = hidden_TD[rows], target_T[rows]
-            chunk_CV = torch.mm(hidden_CD, weight_VD.T, out=logits_CV[: len(target_C)])
-            loss, exp_CV, total_C1 = _loss_(chunk_CV, target_C)
+            logits_CV = matmul(hidden_CD, weight_VD.T)
+            loss, exp_CV, total_C1 = _loss_(logits_CV, target_C)
             losses.append(loss)
-            d_logits_CV = chunk_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
-            torch.mm(d_logits_CV, weight_VD, out=d_hidden_TD[rows])
+            d_logits_CV = logits_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
+            d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
             _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
@@ -118,7 +118,6 @@ def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
 
     A sum over thousands of tokens does not fit into float16, so that product is computed wide.
     """
-    if left.dtype in (total.dtype, torch.float16):
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    else:
-        total.add_(left @ right)
+    if left.dtype == torch.float16:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    total.add_(matmul(left, right))

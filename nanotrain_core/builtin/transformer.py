@@ -19,8 +19,10 @@ from torch import nn
 
 from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.attention import causal_attention
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.linear import Linear
 from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.builtin.rope import Rotation, rotate, rotation
 from nanotrain_core.contracts import Initializer, PartOutput
@@ -150,10 +152,10 @@ class Attention(nn.Module):
         super().__init__()
         D, K = config.width, config.head_size
         self.head_size = K
-        self.q = tag(nn.Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.k = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.v = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.o = tag(nn.Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
+        self.q = tag(Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.o = tag(Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         heads = (-1, self.head_size)
@@ -162,14 +164,8 @@ class Attention(nn.Module):
         v_BSHK = self.v(x_BSD).unflatten(-1, heads)
         if turn is not None:
             q_BSHK, k_BSHK = rotate(q_BSHK, turn), rotate(k_BSHK, turn)
-        y_BHSK = F.scaled_dot_product_attention(
-            q_BSHK.transpose(1, 2),
-            k_BSHK.transpose(1, 2),
-            v_BSHK.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q_BSHK.shape[2] != k_BSHK.shape[2],
-        )
-        y_BSD: torch.Tensor = self.o(y_BHSK.transpose(1, 2).flatten(2))
+        y_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK)
+        y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
         return y_BSD
 
 
@@ -178,9 +174,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate = tag(nn.Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.up = tag(nn.Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(nn.Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.gate = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
@@ -192,8 +188,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = tag(nn.Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(nn.Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(F.gelu(self.up(x_BSD), approximate="tanh"))
