@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import attrs
 
 
-@attrs.define(frozen=True)
+@attrs.define(frozen=True, kw_only=True)
 class Part:
-    """A run of consecutive layers, ``first`` to ``last`` exclusive, of a model with ``layers``."""
+    """A run of consecutive layers, ``first`` to ``last`` exclusive; none if they are equal."""
 
     first: int
     last: int
-    layers: int
-
-    @property
-    def has_embedding(self) -> bool:
-        return self.first == 0
-
-    @property
-    def has_head(self) -> bool:
-        return self.last == self.layers
+    has_embedding: bool
+    """Whether it turns tokens into hidden states."""
+    has_head: bool
+    """Whether it turns hidden states into the loss (or logits), with all that hangs there, as MTP."""
+    rank: int = 0
+    """The pipeline rank that holds it: one rank may hold several."""
 
     @classmethod
     def whole(cls, layers: int) -> Part:
-        return cls(0, layers, layers)
+        """Return the one part of a run without a pipeline."""
+        return cls(first=0, last=layers, has_embedding=True, has_head=True)
+
+
+def parts_between(edges: Sequence[int], ranks: Sequence[int]) -> tuple[Part, ...]:
+    """Return consecutive parts, the first with the embedding, the last with the head.
+
+    Args:
+        edges: layer numbers, from 0 to the number of layers: one more than parts.
+        ranks: the pipeline rank of each part.
+
+    >>> [(p.first, p.last, p.has_head) for p in parts_between([0, 2, 5], [0, 1])]
+    [(0, 2, False), (2, 5, True)]
+    """
+    final = len(ranks) - 1
+    return tuple(
+        Part(first=first, last=last, has_embedding=stage == 0, has_head=stage == final, rank=rank)
+        for stage, ((first, last), rank) in enumerate(zip(pairwise(edges), ranks, strict=True))
+    )
 
 
 @attrs.define(frozen=True)
@@ -33,6 +50,14 @@ class Action:
     """One entry of a pipeline schedule."""
 
     kind: Literal["F", "B", "W"]
-    """Forward; backward (with W: for inputs only); backward for weights."""
+    """Forward; backward; weight gradients that a backward put off.
+
+    In a list with a W for a stage and microbatch, that stage's B computes what the stage before waits
+    for, and leaves products for weight gradients to the W. Without one, B computes everything.
+    """
     stage: int
+    """Number of the part in ``Schedule.parts``."""
     microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"

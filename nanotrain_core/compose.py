@@ -35,6 +35,7 @@ from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
+from nanotrain_core.roles import Role, tagged
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -47,6 +48,10 @@ class Run:
     mesh: Mesh
     stages: Mapping[int, nn.Module]
     """This rank's model parts by stage number."""
+    owners: Sequence[int] = (0,)
+    """The pipeline rank of every stage of the model."""
+    has_routers: bool = False
+    """Whether any stage of the model has experts."""
     placed: Sequence[PlacedParameter]
     model_table: Mapping[str, Any]
     """What the recipe says of the model: a checkpoint of another one is refused."""
@@ -87,8 +92,10 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     mesh = Mesh(layout, rank=rank, device=device, timeout=timeout)
     _check_same_data(data, mesh)
 
+    pp, pp_rank = pipeline(mesh)
+    owners = [part.rank for part in schedule.parts(model.layers, pp)]
     stages = build_stages(model, schedule, mesh)
-    placements = place(stages.values(), layout)
+    placements = share_between_stages(place(stages.values(), layout), mesh)
     for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         _check_wrapped(selection, stages.values(), placements)
@@ -96,8 +103,8 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
 
-    of_parameters = (Placement.sync_dims, Placement.replica_dims)
-    mesh.agree_on_groups(dims(p.placement, layout) for p in placed for dims in of_parameters)
+    of_parameters = (Placement.sync_span, Placement.replica_span)
+    mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)
     equalise(placed, mesh)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
@@ -105,7 +112,6 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     gradients.attach(placed, mesh, precision.gradient_dtype)
     optimizer.setup(placed, precision, gradients, mesh)
 
-    pp, pp_rank = pipeline(mesh)
     shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
     microbatches = len(shard.rows(recipe.batch.sequences)) // recipe.batch.microbatch
     return Run(
@@ -113,6 +119,8 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
         recipe=recipe,
         mesh=mesh,
         stages=stages,
+        owners=owners,
+        has_routers=_any_routers(stages.values(), mesh),
         placed=placed,
         model_table={"use": recipe.model.use, **attrs.asdict(recipe.model.config)},
         loss_weights=model.loss_weights,
@@ -142,9 +150,24 @@ def build_stages(model: Model, schedule: Schedule, mesh: Mesh) -> dict[int, nn.M
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
     pp, rank = pipeline(mesh)
     parts = schedule.parts(model.layers, pp)
-    in_order = sorted((part for mine in parts for part in mine), key=lambda part: part.first)
     with torch.device("meta"):
-        return {in_order.index(part): model.build(part) for part in parts[rank]}
+        return {stage: model.build(part) for stage, part in enumerate(parts) if part.rank == rank}
+
+
+def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
+    """Note which parameters several pipeline ranks hold, as a tied embedding. Collective along pp."""
+    held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
+    for name, placement in placements.items():
+        holders = tuple(rank for rank, names in enumerate(held) if name in names)
+        if len(holders) > 1:
+            placements[name] = attrs.evolve(placement, stages=holders)
+    return placements
+
+
+def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
+    """Say whether any rank's part of the model has a router. Collective along pp."""
+    mine = any(found.role is Role.ROUTER for part in parts for _, _, found in tagged(part))
+    return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
 
 def _gradient_sync(
@@ -185,8 +208,7 @@ def _check_same_data(data: Data, mesh: Mesh) -> None:
     """Refuse ranks that opened different data: they would train on it without a word."""
     if mesh.world_size == 1:
         return
-    prints: list[str] = [""] * mesh.world_size
-    dist.all_gather_object(prints, str(data.meta().get("fingerprint")))
+    prints = mesh.gather(str(data.meta().get("fingerprint")))
     for rank, found in enumerate(prints):
         if found != prints[0]:
             raise DataError(
@@ -216,6 +238,7 @@ def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
     the last bit differently, and replicas that start apart stay apart.
     """
     for parameter in placed:
-        dims = parameter.placement.replica_dims(mesh.layout)
-        if dims:
-            dist.broadcast(parameter.parameter.data, src=mesh.ranks(*dims)[0], group=mesh.group(*dims))
+        span = parameter.placement.replica_span(mesh.layout)
+        group = mesh.group_of(span)
+        if group is not None:
+            dist.broadcast(parameter.parameter.data, src=mesh.layout.members(mesh.rank, span)[0], group=group)

@@ -7,7 +7,7 @@ class with empty methods, so that a monitor writes only the events it wants.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -119,8 +119,15 @@ class GradientSync(Protocol):
         """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own)."""
         ...
 
-    def last_microbatch(self) -> None:
-        """Announce that the backward passes from here on complete the gradients of this step."""
+    def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that the next gradient of each of ``parameters`` is the last one of this step.
+
+        The parameters of one pipeline stage, in the same order on all ranks that hold the stage.
+        """
+        ...
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that no more gradients of ``parameters`` come, also of those that never got any."""
         ...
 
     def finish(self) -> None:
@@ -273,12 +280,22 @@ class Optimizer(Protocol):
 class Schedule(Protocol):
     """A pipeline schedule as data. Torch-free."""
 
-    def parts(self, layers: int, pp: int) -> tuple[tuple[Part, ...], ...]:
-        """Return the parts of every pipeline rank; a rank with several holds virtual stages."""
+    def parts(self, layers: int, pp: int) -> tuple[Part, ...]:
+        """Return the stages in the order of the model: consecutive, and all ``layers`` of them.
+
+        Each names the pipeline rank that holds it; a rank with several holds virtual stages.
+
+        Raises:
+            ValueError: ``layers`` cannot be cut like that; the text says what can.
+        """
         ...
 
     def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """Return the ordered actions of every pipeline rank for one step."""
+        """Return the ordered actions of every pipeline rank for one step.
+
+        Raises:
+            ValueError: the schedule does not exist for so many microbatches.
+        """
         ...
 
 
@@ -408,6 +425,8 @@ class RunInfo:
     """This rank's model parts."""
     placed: Sequence[PlacedParameter]
     data: Any
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
 
 
 @attrs.define(frozen=True)
@@ -430,6 +449,8 @@ class StepReport:
     """Of one step, mean since the previous report."""
     loss_scale: float = 1.0
     skipped: bool = False
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean, in the worst layer; None without experts."""
 
 
 @attrs.define(frozen=True)

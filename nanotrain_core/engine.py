@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core import log, random_state
@@ -30,6 +31,7 @@ from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.pace import Pace
+from nanotrain_core.routing import balance
 from nanotrain_core.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class RuntimeEngine:
         self.step = 0
         """Optimizer steps done, those before a resume included."""
         log.ensure(run.mesh.rank)
-        self.executor = Executor(run.stages, run.gradients)
+        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners)
         self.stop = StopRequest()
         self.events = Events(run.monitors, self.stop, strict=run.strict_monitors)
         self.pace = Pace()
@@ -174,6 +176,7 @@ class RuntimeEngine:
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())
         run.gradients.zero()
+        self.loads = balance(run.stages.values(), run.mesh)
         run.loss_scale.update(stats.skipped)
         self._give_up_if_diverged(stats)
         return losses, counts, stats
@@ -221,8 +224,19 @@ class RuntimeEngine:
                 seconds=seconds,
                 loss_scale=run.loss_scale.value,
                 skipped=stats.skipped,
+                expert_load=self._expert_load(),
             )
         )
+
+    def _expert_load(self) -> float | None:
+        """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""
+        if not self.run.has_routers:
+            return None
+        worst = torch.zeros(1, dtype=torch.float64, device=self.run.mesh.device)
+        for load in self.loads.values():
+            worst = torch.maximum(worst, load.max() / load.double().mean().clamp(min=1e-9))
+        self.run.mesh.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return worst.item()
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -322,6 +336,7 @@ class RuntimeEngine:
             parts=tuple(run.stages.values()),
             placed=run.placed,
             data=run.feed.data,
+            logits=self.executor.logits,
         )
 
     def _count_parameters(self) -> int:

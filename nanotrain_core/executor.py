@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from nanotrain_core import weight_gradients
 from nanotrain_core.actions import Action
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import GradientSync, PartOutput
+from nanotrain_core.handover import Handover
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.weight_gradients import Postponed, postpone
 
 Losses = dict[str, torch.Tensor]
 
 
+@attrs.define(frozen=True, eq=False)
+class Pass:
+    """A forward pass that waits for its backward."""
+
+    inputs: torch.Tensor
+    output: PartOutput
+
+
 class Executor:
-    """Executes forward and backward actions on the stages of this rank.
+    """Executes forward, backward and weight-gradient actions on the stages of this rank."""
 
-    The schedule with one stage is complete here; a pipeline adds the hand-over between stages.
-    """
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        gradients: GradientSync,
+        mesh: Mesh,
+        owners: Sequence[int] = (0,),
+    ) -> None:
+        """``owners``: the pipeline rank of every stage of the model. Collective over the pipeline."""
+        self.stages, self.gradients, self.mesh = stages, gradients, mesh
+        self.owners, self.final = owners, len(owners) - 1
+        self.handover = Handover(owners, mesh)
 
-    def __init__(self, stages: Mapping[int, nn.Module], gradients: GradientSync) -> None:
-        self.stages = stages
-        self.gradients = gradients
+    # --- training -----------------------------------------------------------------------------
 
     def run(
         self, actions: Sequence[Action], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
@@ -37,30 +57,135 @@ class Executor:
             weights: what each loss sum is multiplied by before backward: its weight in the training
                 loss times the loss scale, over its global count.
         """
-        outputs: dict[tuple[int, int], PartOutput] = {}
-        sums: Losses = defaultdict(lambda: torch.zeros((), device=microbatches[0].tokens.device))
-        last_backward = max(i for i, action in enumerate(actions) if action.kind != "F")
+        self._begin(actions, weights, microbatches)
         for position, action in enumerate(actions):
-            key = (action.stage, action.microbatch)
-            if action.kind == "F":
-                batch = microbatches[action.microbatch]
-                outputs[key] = self.stages[action.stage](batch.tokens, batch)
-                for name, value in outputs[key].losses.items():
-                    sums[name] = sums[name] + value.detach()
-            elif action.kind == "B":
-                if position == last_backward:
-                    self.gradients.last_microbatch()
-                losses = outputs.pop(key).losses
-                torch.stack([weights[name] * value for name, value in losses.items()]).sum().backward()  # type: ignore[no-untyped-call]
-            else:
-                raise ValueError(f"action {action} needs a pipeline executor")
-        return dict(sums)
+            closing = self._closing.get(position, ())
+            if closing:
+                self.gradients.last_microbatch(closing)
+            match action.kind:
+                case "F":
+                    self._forward(action)
+                case "B":
+                    self._backward(action)
+                case "W":
+                    self._postponed.pop((action.stage, action.microbatch)).compute()
+            if closing:
+                self.gradients.complete(closing)
+        self.handover.flush()
+        return self._sums
 
+    def _begin(
+        self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]
+    ) -> None:
+        self.handover.forget()
+        self._microbatches, self._weights = microbatches, weights
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self._sums: Losses = {}
+        self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
+        self._postponed: dict[tuple[int, int], Postponed] = {}
+        self._closing = self._find_closing(actions)
+        if self._split:
+            weight_gradients.use()
+
+    def _find_closing(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+        """Return, by position, the actions that complete gradients, and whose: each stage's last one.
+
+        A parameter that two stages on this rank share is complete with the later of them.
+        """
+        last = {action.stage: position for position, action in enumerate(actions) if action.kind != "F"}
+        owner = {
+            parameter: last[stage]
+            for stage in sorted(self.stages, key=last.__getitem__)
+            for parameter in self.stages[stage].parameters()
+        }
+        closing: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
+        for parameter, position in owner.items():
+            closing[position].append(parameter)
+        return closing
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        batch = self._microbatches[number]
+        inputs = self._inputs(stage, number, batch)
+        if stage:
+            inputs.requires_grad_()
+        output = self.stages[stage](inputs, batch)
+        self._passes[stage, number] = Pass(inputs, output)
+        for name, value in output.losses.items():
+            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
+        if stage != self.final:
+            self.handover.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
+
+    def _inputs(self, stage: int, number: int, batch: Batch) -> torch.Tensor:
+        if stage == 0:
+            return batch.tokens
+        return self.handover.receive(stage - 1, number, tuple(batch.tokens.shape))
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        done = self._passes.pop((stage, number))
+        roots, seeds = self._roots(done.output.losses), []
+        if stage != self.final:
+            assert done.output.value is not None
+            seeds = [self.handover.receive_gradient(stage, number, done.output.value)]
+            roots = [done.output.value, *roots]
+        gradients = [*seeds, *(None for _ in range(len(roots) - len(seeds)))]
+        if (stage, number) in self._split:
+            into = self._postponed[stage, number] = Postponed()
+            with postpone(into):
+                torch.autograd.backward(roots, gradients)
+        else:
+            torch.autograd.backward(roots, gradients)
+        if stage:
+            assert done.inputs.grad is not None
+            like = tuple(self._microbatches[number].tokens.shape)
+            self.handover.send("backward", stage - 1, number, done.inputs.grad, like)
+
+    def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        if not losses:
+            return []
+        return [torch.stack([self._weights[name] * value for name, value in losses.items()]).sum()]
+
+    # --- without gradients --------------------------------------------------------------------
+
+    @torch.no_grad()
     def forward(self, batch: Batch) -> Losses:
-        """Return the loss sums of one validation batch."""
-        (stage,) = self.stages.values()
-        with evaluating(stage):
-            return dict(stage(batch.tokens, batch).losses)
+        """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
+        sums: Losses = {}
+        for output in self._through(batch).values():
+            for name, value in output.losses.items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
+        outputs = self._through(Batch(tokens))
+        if len(set(self.owners)) == 1:
+            (logits,) = [outputs[self.final].value]
+            assert logits is not None
+            return logits
+        # Every rank must know the shape to receive into: the vocabulary is the last stage's alone.
+        mine = outputs[self.final].value if self.final in outputs else None
+        shapes = self.mesh.gather(None if mine is None else (tuple(mine.shape), mine.dtype), "pp")
+        shape, dtype = shapes[self.owners[self.final]]
+        logits = (
+            torch.empty(shape, dtype=dtype, device=self.mesh.device) if mine is None else mine.contiguous()
+        )
+        source = self.mesh.ranks("pp")[self.owners[self.final]]
+        dist.broadcast(logits, source, group=self.mesh.group("pp"))
+        return logits
+
+    def _through(self, batch: Batch) -> dict[int, PartOutput]:
+        """Run this rank's stages forward, in the order of the model, in evaluation mode."""
+        outputs = {}
+        for stage in sorted(self.stages):
+            with evaluating(self.stages[stage]):
+                outputs[stage] = self.stages[stage](self._inputs(stage, 0, batch), batch)
+            if stage != self.final:
+                self.handover.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
+        self.handover.flush()
+        return outputs
 
 
 @contextmanager

@@ -6,13 +6,14 @@ build on it: it owns the hook that fires when a microbatch's gradient of a param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter
+from nanotrain_core.weight_gradients import is_pending
 
 
 class LocalGradients:
@@ -25,7 +26,7 @@ class LocalGradients:
     def __init__(self) -> None:
         self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self.placed: Sequence[PlacedParameter] = ()
-        self.completing = False
+        self._completing: set[nn.Parameter] = set()
 
     def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
         """Watch ``parameters``. See :class:`~nanotrain_core.contracts.GradientSync`."""
@@ -39,39 +40,41 @@ class LocalGradients:
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up."""
         for placed in self.placed:
-            partial = placed.placement.sync_dims(mesh.layout)
+            partial = placed.placement.sync_span(mesh.layout)
             if partial:
                 raise ValueError(
-                    f"the gradient of {placed.placement.name} is partial along {', '.join(partial)} and no "
+                    f"the gradient of {placed.placement.name} is partial along {partial} and no "
                     'component provides gradient_sync (for example [[parallel]] use = "ddp")'
                 )
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if self.dtype is not None and parameter.dtype != self.dtype:
-            self._widen(parameter)
-        if self.completing:
+        if self.dtype is not None and parameter.dtype != self.dtype and parameter.grad is not None:
+            self._widen(parameter, parameter.grad)
+        if parameter in self._completing and not is_pending(parameter):
             self.completed(parameter)
 
-    def _widen(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
+    def _widen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         wide = self._wide.get(parameter)
         if wide is None:
-            self._wide[parameter] = parameter.grad.to(self.dtype)
+            self._wide[parameter] = gradient.to(self.dtype)
         else:
-            wide.add_(parameter.grad)
+            wide.add_(gradient)
         parameter.grad = None
 
     def completed(self, parameter: nn.Parameter) -> None:
         """React to the last microbatch's gradient of ``parameter``; nothing to do without other ranks."""
 
-    def last_microbatch(self) -> None:
-        """Start treating gradients as complete when they arrive."""
-        self.completing = True
+    def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Start treating gradients of ``parameters`` as complete when they arrive."""
+        self._completing.update(parameters)
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """Nothing to do without other ranks."""
 
     def finish(self) -> None:
         """Nothing is in flight."""
-        self.completing = False
+        self._completing.clear()
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the complete gradient."""
@@ -85,6 +88,6 @@ class LocalGradients:
 
     def zero(self) -> None:
         """Forget all gradients, and a step that was broken off."""
-        self.completing = False
+        self._completing.clear()
         for placed in self.placed:
             self.drop(placed.parameter)

@@ -49,10 +49,13 @@ def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
     """Give parts built on ``meta`` real storage on ``device`` and their initial weights.
 
+    A name that several of them have is one parameter, tied.
+
     Raises:
         PluginError: a part has a buffer, which would come to life uninitialised, or a parameter for which
             it knows no initializer.
     """
+    seen: dict[str, nn.Parameter] = {}
     for part in parts:
         for name, _ in part.named_buffers():
             raise PluginError(f"model buffer {name} would be uninitialised: compute it in forward instead")
@@ -63,7 +66,17 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
                     f"parameter {name} has no placement: is it tied to another? A tie does not "
                     "survive materialisation: lend the other module's weight in forward"
                 )
+            if name in seen:
+                _set(part, name, seen[name])
+                continue
             parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
+            seen[name] = parameter
+
+
+def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Have ``part`` hold a parameter that another part of this rank holds under the same name."""
+    owner, _, last = name.rpartition(".")
+    setattr(part.get_submodule(owner), last, parameter)
 
 
 def _initializer(part: nn.Module, name: str) -> Initializer:

@@ -47,12 +47,29 @@ class View:
         return tuple(origin + sum(offsets) for offsets in product(*steps))
 
 
+@attrs.define(frozen=True, order=True)
+class Span:
+    """Ranks that differ from one another along ``dims`` and, where there are any, among ``stages``."""
+
+    dims: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    """Coordinates along ``pp``, ascending; empty: only a rank's own."""
+
+    def __bool__(self) -> bool:
+        return bool(self.dims or self.stages)
+
+    def __str__(self) -> str:
+        stages = [f"pp{'&'.join(map(str, self.stages))}"] if self.stages else []
+        return "+".join([*self.dims, *stages])
+
+
 @attrs.define(frozen=True)
 class Layout:
-    """The views of one run. ``data_dims`` are those whose ranks see different training data."""
+    """The views of one run."""
 
     views: dict[str, View]
     data_dims: tuple[str, ...] = ("dp",)
+    """Of any view: those along which ranks see different tokens, so that gradients are partial."""
 
     @property
     def world_size(self) -> int:
@@ -89,3 +106,17 @@ class Layout:
     def ranks(self, rank: int, *dims: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
         return self.view(dims).ranks(rank, dims)
+
+    def members(self, rank: int, span: Span) -> tuple[int, ...]:
+        """Return the ranks of the span that ``rank`` belongs to, ascending.
+
+        Empty if ``rank`` is in none of its stages.
+        """
+        view = self.view(span.dims)
+        if not span.stages:
+            return view.ranks(rank, span.dims)
+        stage, stride = view.coordinate(rank, "pp"), view.stride("pp")
+        if stage not in span.stages:
+            return ()
+        twins = (rank + (other - stage) * stride for other in span.stages)
+        return tuple(member for twin in twins for member in view.ranks(twin, span.dims))

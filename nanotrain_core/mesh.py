@@ -6,15 +6,14 @@ it is a member of, so a mesh costs the same on 8 ranks and on 16,384.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.layout import Layout
-
-Dims = tuple[str, ...]
+from nanotrain_core.layout import Layout, Span
 
 
 class Mesh:
@@ -32,8 +31,10 @@ class Mesh:
         self.rank = rank
         self.device = torch.device(device)
         self._timeout = timeout
+        dense = layout.views["dense"].dims
+        self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.create_groups((dim,) for dim in layout.dims)
+        self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data])
 
     @property
     def world_size(self) -> int:
@@ -50,30 +51,30 @@ class Mesh:
         """Return the global ranks of this rank's group along ``dims``, ascending."""
         return self.layout.ranks(self.rank, *dims)
 
-    def create_groups(self, wanted: Iterable[Dims]) -> None:
-        """Create this rank's groups along each of ``wanted``. Collective over those groups' members.
+    def create_groups(self, wanted: Iterable[Span]) -> None:
+        """Create this rank's groups of each of ``wanted``. Collective over those groups' members.
 
         Ranks must agree on the order of what they share; :meth:`agree_on_groups` sees to it where
         the wishes come from parameters, which differ between pipeline stages.
         """
-        for dims in wanted:
-            ranks = self.ranks(*dims)
-            if len(ranks) in (1, self.world_size) or ranks in self._groups:
+        for span in wanted:
+            ranks = self.layout.members(self.rank, span)
+            if len(ranks) in (0, 1, self.world_size) or ranks in self._groups:
                 continue
-            self._groups[ranks] = dist.new_group(
-                list(ranks),
-                timeout=self._timeout,
-                use_local_synchronization=True,
-                group_desc="+".join(dims),
-            )
+            self._groups[ranks] = self.new_group(ranks, str(span))
 
-    def agree_on_groups(self, wanted: Iterable[Dims]) -> None:
-        """Create the union of what all ranks want, in one order. Collective over the world."""
-        mine = {dims for dims in wanted if self.size(*dims) > 1}
-        everyone: list[set[Dims]] = [mine]
-        if self.world_size > 1:
-            everyone = [set()] * self.world_size
-            dist.all_gather_object(everyone, mine)
+    def new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Create one more group, for example for messages of its own. Collective over ``ranks`` alone."""
+        return dist.new_group(  # type: ignore[no-any-return]
+            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name
+        )
+
+    def agree_on_groups(self, wanted: Iterable[Span]) -> None:
+        """Create the union of what all pipeline stages want, in one order. Collective over the world.
+
+        Ranks of one stage hold the same parameters and want the same.
+        """
+        everyone = self.gather(set(wanted), "pp") if "pp" in self.layout.dims else [set(wanted)]
         self.create_groups(sorted(set().union(*everyone)))
 
     def group(self, *dims: str) -> dist.ProcessGroup | None:
@@ -82,20 +83,43 @@ class Mesh:
         Raises:
             KeyError: several dimensions together were never asked for before training began.
         """
-        ranks = self.ranks(*dims)
-        if len(ranks) == 1:
+        return self.group_of(Span(dims))
+
+    def group_of(self, span: Span) -> dist.ProcessGroup | None:
+        """Return the group of ``span`` that this rank is in, or None when it has one member.
+
+        Raises:
+            KeyError: it is along several dimensions or stages and was never asked for.
+        """
+        ranks = self.layout.members(self.rank, span)
+        if len(ranks) <= 1:
             return None
         if len(ranks) == self.world_size:
             return dist.group.WORLD
         if ranks not in self._groups:
-            raise KeyError(f"no process group along {'+'.join(dims)}: ask for it with agree_on_groups first")
+            raise KeyError(f"no process group of {span}: ask for it with agree_on_groups first")
         return self._groups[ranks]
+
+    def gather(self, value: Any, *dims: str) -> list[Any]:
+        """All-gather: return the ``value``, any picklable object, of every rank along ``dims`` or of all."""
+        size = self.size(*dims) if dims else self.world_size
+        if size == 1:
+            return [value]
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, value, group=self.group(*dims) if dims else None)
+        return everyone
 
     def all_reduce(self, tensor: torch.Tensor, *dims: str, op: dist.ReduceOp.RedOpType | None = None) -> None:
         """Reduce ``tensor`` in place over ``dims``, or over the world if none are named. SUM by default."""
         group = self.group(*dims) if dims else (dist.group.WORLD if self.world_size > 1 else None)
         if group is not None:
             dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
+
+    def all_reduce_data(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor`` in place over the ranks of this pipeline stage that see different data."""
+        group = self.group_of(self._data)
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
 
     def speaks_for_replicas(self, *, once_per_pipeline: bool = False) -> bool:
         """Say whether this rank is the first of those that see the same data in the same stage.

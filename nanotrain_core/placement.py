@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout import Layout, Span
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,8 @@ class Placement:
     """Mesh dimensions whose replicas hold partial gradients: add them."""
     same: frozenset[str] = frozenset()
     """Mesh dimensions whose replicas already agree on the gradient."""
+    stages: tuple[int, ...] = ()
+    """Pipeline ranks that hold this block, if several do (a tied embedding): gradients are partial."""
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int], layout: Layout, view: str = "dense") -> Placement:
@@ -93,20 +95,21 @@ class Placement:
                 f"{self.name} is not replicated along {dim!r}, only along {', '.join(sorted(known))}"
             )
 
-    def sync_dims(self, layout: Layout) -> tuple[str, ...]:
-        """Return the dimensions to sum a gradient over, those of size 1 left out, in the view's order."""
-        return self._in_order(self.summed, layout)
+    def sync_span(self, layout: Layout) -> Span:
+        """Return the ranks to sum a gradient over; falsy if it is complete as it is."""
+        return self._span(self.summed, layout)
 
-    def replica_dims(self, layout: Layout) -> tuple[str, ...]:
-        """Return the dimensions along which ranks hold this same block, those of size 1 left out."""
-        return self._in_order(self.summed | self.same, layout)
+    def replica_span(self, layout: Layout) -> Span:
+        """Return the ranks that hold this same block; falsy if it is the only copy."""
+        return self._span(self.summed | self.same, layout)
 
-    def _in_order(self, wanted: frozenset[str], layout: Layout) -> tuple[str, ...]:
-        return tuple(d for d in layout.views[self.view].dims if d in wanted and layout.size(d) > 1)
+    def _span(self, wanted: frozenset[str], layout: Layout) -> Span:
+        dims = layout.views[self.view].dims
+        return Span(tuple(d for d in dims if d in wanted and layout.size(d) > 1), self.stages)
 
     def replicas(self, layout: Layout) -> int:
-        """Return how many ranks of a pipeline stage hold this same block."""
-        return layout.size(*sorted(self.summed | self.same))
+        """Return how many ranks hold this same block."""
+        return layout.size(*sorted(self.summed | self.same)) * max(1, len(self.stages))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -145,8 +148,12 @@ def placed_parameters(
             changed one without the other.
     """
     found = []
+    seen: set[str] = set()
     for part in parts:
         for name, parameter in part.named_parameters():
+            if name in seen:  # tied: two parts on this rank hold one parameter
+                continue
+            seen.add(name)
             placement = placements.get(name)
             if placement is None:
                 raise ValueError(f"parameter {name} has no placement: the wrapper that made it must add one")

@@ -6,7 +6,7 @@ never a module's name or class, so a new model works with every wrapper and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,10 +41,18 @@ class Role(Enum):
     logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""
     BLOCK = "one layer of the model: the unit of recomputation"
     """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
-    ROUTER = "chooses experts per token: whole on every rank"
-    """``module(x [..., D])``, with ``.weight`` [E, D]; what it returns is between it and its experts."""
-    EXPERTS = "stacked experts [E, ...]: may be split over experts"
-    """Every parameter's axis 0 is the experts; called as its model likes."""
+    SHARED = "identity on what all heads share, as MLA's rotary key: where it enters the split region"
+    """``module(x [B, S, ...]) -> x``. A COLUMN's input enters there too, without this role."""
+    ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
+    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.routing.Routing` [B, S, K]. With
+    ``take_load()`` and ``balance(load)`` it is told after each step how many tokens each expert got:
+    see :func:`nanotrain_core.routing.balance`."""
+    EXPERTS = (
+        "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"
+    )
+    """``module(x [B, S, D], routing) -> [B, S, D]``, for any subset of tokens: it is
+    :func:`~nanotrain_core.routing.run_locally` of ``module.compute(rows [N, D], counts [E]) -> [N, D]``,
+    whose rows are sorted by expert. Experts split along the tag's ``split`` axes compute partial sums."""
 
 
 @attrs.define(frozen=True)
@@ -54,6 +62,8 @@ class Tag:
     role: Role
     unit: int = 1
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
+    split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
+    """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
 
 
 _ATTRIBUTE = "nanotrain_tag"
@@ -70,9 +80,9 @@ _HOOKS = (
 )
 
 
-def tag(module: M, role: Role, *, unit: int = 1) -> M:
+def tag(module: M, role: Role, *, unit: int = 1, split: Mapping[str, int] | None = None) -> M:
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``."""
-    setattr(module, _ATTRIBUTE, Tag(role, unit))
+    setattr(module, _ATTRIBUTE, Tag(role, unit, split or {}))
     return module
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from nanotrain_core import hookimpl
 from nanotrain_core.actions import Action
@@ -86,7 +87,9 @@ class Summed(LocalGradients):
             parameter = placed.parameter
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.mesh.all_reduce(parameter.grad, *placed.placement.sync_dims(self.mesh.layout))
+            group = self.mesh.group_of(placed.placement.sync_span(self.mesh.layout))
+            if group is not None:
+                dist.all_reduce(parameter.grad, group=group)
 
 
 class DropsOneSum(Summed):

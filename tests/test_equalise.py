@@ -19,7 +19,7 @@ def start_apart_then_equalise():
     whole = PlacedParameter(torch.nn.Parameter(torch.full((4,), float(rank))), everywhere)
     split = Placement.whole("b", (4,), layout).split(0, "tp", mesh.coordinate("tp"), 2)
     block = PlacedParameter(torch.nn.Parameter(torch.full((2,), float(rank))), split)
-    mesh.agree_on_groups([whole.placement.replica_dims(layout), split.replica_dims(layout)])
+    mesh.agree_on_groups([whole.placement.replica_span(layout), split.replica_span(layout)])
     equalise([whole, block], mesh)
     return whole.parameter[0].item(), block.parameter[0].item()
 

@@ -38,7 +38,7 @@ def test_experts_fold_over_tensor_and_data_ranks():
 
 
 def test_gradients_are_partial_over_dp_and_cp():
-    assert Grid(GridConfig(cp=2)).layout(4).data_dims == ("dp", "cp")
+    assert Grid(GridConfig(cp=2)).layout(4).data_dims == ("dp", "cp", "edp", "ep")
 
 
 @settings(max_examples=30, deadline=None)

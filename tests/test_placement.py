@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain_core.layout import Layout, View
+from nanotrain_core.layout import Layout, Span, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placement, global_norm, place, placed_parameters
 
@@ -12,7 +12,7 @@ LAYOUT = Layout(
         "dense": View(("pp", "dp", "cp", "tp"), (1, 2, 1, 4)),
         "expert": View(("pp", "edp", "ep", "etp"), (1, 2, 4, 1)),
     },
-    data_dims=("dp", "cp"),
+    data_dims=("dp", "cp", "edp", "ep"),
 )
 
 
@@ -20,7 +20,7 @@ def test_an_unsplit_tensor_is_partial_along_data_and_the_same_elsewhere():
     placement = Placement.whole("w", (8, 4), LAYOUT)
     assert placement.summed == {"dp", "cp"}
     assert placement.same == {"tp"}
-    assert placement.sync_dims(LAYOUT) == ("dp",)
+    assert placement.sync_span(LAYOUT) == Span(("dp",))
     assert placement.replicas(LAYOUT) == 8
 
 
@@ -58,7 +58,7 @@ def test_a_dimension_of_another_view_is_refused():
 
 def test_sum_over_makes_a_dimension_partial():
     placement = Placement.whole("w", (8,), LAYOUT).sum_over("tp")
-    assert placement.sync_dims(LAYOUT) == ("dp", "tp")
+    assert placement.sync_span(LAYOUT) == Span(("dp", "tp"))
     assert placement.same == set()
 
 

@@ -44,7 +44,10 @@ def draw(name, shape):
 
 
 def build(config, first=0, last=None):
-    part = Transformer(config).build(Part(first, config.layers if last is None else last, config.layers))
+    last = config.layers if last is None else last
+    part = Transformer(config).build(
+        Part(first=first, last=last, has_embedding=first == 0, has_head=last == config.layers)
+    )
     part = part.double().to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in part.named_parameters():

@@ -172,13 +172,9 @@ class SampleConfig:
 
 
 def check_sample(recipe: Recipe, config: SampleConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse layouts where rank 0 alone cannot run the model: a part of it, or collectives inside."""
-    split = [dim for dim in layout.dims if dim not in ("dp", "edp") and layout.size(dim) > 1]
-    if split:
-        yield Problem(
-            "monitor",
-            f"'sample' runs the whole model on rank 0, but {', '.join(split)} splits it: leave it out",
-        )
+    """Refuse context parallelism, whose ranks each return the logits of their own tokens."""
+    if "cp" in layout.dims and layout.size("cp") > 1:
+        yield Problem("monitor", f"'sample' reads logits of whole sequences, but cp = {layout.size('cp')}")
 
 
 @attrs.define(frozen=True, kw_only=True)

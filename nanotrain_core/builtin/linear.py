@@ -18,17 +18,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from nanotrain_core.weight_gradients import in_use, weight_gradient
+
 #: Multiplications from which oneDNN is faster.
 LARGE = 2**21
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose three products are :func:`matmul`."""
+    """``nn.Linear`` whose three products are :func:`matmul`, the one for the weight when there is time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., K] times the transposed weight [N, K], plus the bias [N] if there is one."""
         rows = x.numel() // max(1, x.shape[-1])
-        if not _prefers_onednn(x, rows * self.weight.numel()):
+        if not in_use() and not _prefers_onednn(x, rows * self.weight.numel()):
             return F.linear(x, self.weight, self.bias)
         y: torch.Tensor = _Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
@@ -48,7 +50,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = matmul(d_y_MN, weight_NK).view_as(x)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = matmul(d_y_MN.T, x.flatten(0, -2))
+            d_weight_NK = weight_gradient(weight_NK, lambda: matmul(d_y_MN.T, x.flatten(0, -2)))
         return d_x, d_weight_NK
 
 

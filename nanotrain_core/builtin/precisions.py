@@ -10,6 +10,7 @@ from torch import nn
 
 from nanotrain_core.builtin.configs import FP16Config, PrecisionConfig
 from nanotrain_core.contracts import LossScale, MasterWeight
+from nanotrain_core.dtypes import cast
 
 #: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
 LARGEST_SCALE = 2.0**24
@@ -114,8 +115,8 @@ class Uniform:
         self.loss_scale = loss_scale
 
     def convert(self, part: nn.Module) -> nn.Module:
-        """Cast every parameter."""
-        return part.to(self.parameter_dtype)
+        """Cast every parameter but those that a module keeps in a dtype of their own."""
+        return cast(part, self.parameter_dtype)
 
     def master(self, weight: torch.Tensor, name: str) -> MasterWeight:
         """Return the weight itself if the optimizer can work on it, else a float32 copy."""

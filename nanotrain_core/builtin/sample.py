@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
-from nanotrain_core.executor import evaluating
 
 
 class Sample(Monitor):
@@ -32,22 +30,21 @@ class Sample(Monitor):
             self._write(report.step)
 
     def _write(self, step: int) -> None:
+        text = self.run.data.decode(self._tokens(step))  # every rank takes part in the forward passes
         if self.run.rank == 0:
-            text = self.run.data.decode(self._tokens(step))
             print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
 
     @torch.no_grad()
     def _tokens(self, seed: int) -> list[int]:
         """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
-        (model,) = self.run.parts
         device, window = self.run.device, self.run.recipe.batch.length
         generator = torch.Generator().manual_seed(seed)
         tokens = list(self.prompt)
-        with evaluating(model):
-            for _ in range(self.config.tokens):
-                context = torch.tensor([tokens[-window:]], device=device)
-                logits = model(context, Batch(context)).value[0, -1].float().cpu()
-                tokens.append(pick(logits, self.config.temperature, generator))
+        for _ in range(self.config.tokens):
+            context = (tokens[-window:] + [0] * window)[:window]  # causal: padding changes nothing before it
+            logits = self.run.logits(torch.tensor([context], device=device))
+            last = logits[0, min(len(tokens), window) - 1].float().cpu()
+            tokens.append(pick(last, self.config.temperature, generator))
         return tokens
 
 

@@ -177,7 +177,7 @@ def _dimensions(members: list[Member], layout: Layout) -> Iterator[Problem]:
     handled = {dim for member in members for dim in member.component.mesh_dims}
     synced = any("gradient_sync" in member.component.provides for member in members)
     experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
-    data = set(layout.data_dims) | ({"edp"} if experts_split else set())
+    data = {*layout.data_dims} & {*layout.views["dense"].dims} | ({"edp"} if experts_split else set())
     for dim in (dim for dim in layout.dims if layout.size(dim) > 1):
         size = f"{dim} = {layout.size(dim)}"
         if dim in data and not synced:

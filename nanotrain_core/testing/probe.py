@@ -191,10 +191,11 @@ def push(run: Run, step: int, scale: float) -> None:
     """
     total = torch.zeros((), dtype=torch.float64)
     for placed in run.placed:
-        parts = run.mesh.size(*sorted(placed.placement.summed))
+        placement = placed.placement
+        parts = run.mesh.size(*sorted(placement.summed)) * max(1, len(placement.stages))
         gradient = random_gradient(placed.placement, step) * (scale / parts)
         total = total + (placed.parameter.double() * gradient).sum()
-    run.gradients.last_microbatch()
+    run.gradients.last_microbatch([placed.parameter for placed in run.placed])
     total.backward()  # type: ignore[no-untyped-call]
     run.gradients.finish()
 

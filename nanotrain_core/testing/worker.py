@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import pickle
 import random
@@ -122,18 +123,14 @@ def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -
 
 
 def answer(job: Job, rank: int, world_size: int) -> bytes:
-    """Run the job and return its pickled result or :class:`Failure`.
-
-    Plain ``pickle`` copies a tensor's values. The multiprocessing pickler would send a handle of
-    shared memory, which dies with the worker.
-    """
+    """Run the job and return its pickled result or :class:`Failure`."""
     try:
         sys.path[:] = job.path
         function = job.target.resolve()
         args, kwargs = pickle.loads(job.arguments)
         reset(check_collectives=job.check_collectives and job.backend is not None)
         with process_group(job, rank, world_size):
-            return pickle.dumps(function(*args, **kwargs))
+            return dumps(function(*args, **kwargs))
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
         lines = traceback.format_exception(error)
@@ -194,3 +191,36 @@ def ask_for_stack(pid: int) -> None:
     """Make the worker ``pid`` write where it is to its stack file."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
+
+
+class TensorPickler(pickle.Pickler):
+    """Copies the values of a tensor, in bulk: torch's own pickling writes a small file for each.
+
+    The multiprocessing pickler would send a handle of shared memory, gone when this process is killed.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor or value.is_meta:
+            return NotImplemented
+        plain = value.detach().cpu().contiguous()
+        return rebuild, (plain.flatten().view(torch.uint8).numpy().tobytes(), plain.dtype, plain.shape)
+
+
+def rebuild(data: bytes, dtype: Any, shape: Any) -> Any:
+    """Return the tensor that :class:`TensorPickler` took apart."""
+    import torch
+
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle ``value``."""
+    buffer = io.BytesIO()
+    TensorPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()

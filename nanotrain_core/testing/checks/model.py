@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.actions import Part
+from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import Initializer, Model
 from nanotrain_core.initialise import materialise
@@ -33,7 +31,7 @@ def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
     """Build the model cut at ``bounds``."""
     model = model_of(case)
     edges = [0, *bounds, model.layers]
-    parts = [Part(a, b, model.layers) for a, b in pairwise(edges)]
+    parts = parts_between(edges, [0] * (len(edges) - 1))
     with torch.device("meta"):
         return [model.build(part) for part in parts]
 
@@ -69,19 +67,21 @@ def run_parts(parts: list[nn.Module], batch: Batch) -> dict[str, torch.Tensor]:
     for part in parts:
         output = part(value, batch)
         value = output.value
-        losses |= output.losses
+        for name, loss in output.losses.items():
+            losses[name] = losses[name] + loss if name in losses else loss
     return losses
 
 
 def losses_and_gradients(parts: list[nn.Module], batch: Batch) -> tuple[Losses, dict[str, torch.Tensor]]:
-    """Run forward and backward; gradients of a parameter that two parts share are added."""
+    """Run forward and backward; a parameter that two parts share is one, and gets both gradients."""
     losses = run_parts(parts, batch)
     torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
-    gradients: dict[str, torch.Tensor] = {}
-    for part in parts:
-        for name, p in part.named_parameters():
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for part in parts
+        for name, p in part.named_parameters()
+        if p.requires_grad
+    }
     return {name: loss.item() for name, loss in losses.items()}, gradients
 
 

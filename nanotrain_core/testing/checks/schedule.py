@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from nanotrain_core.actions import Action, Part
+from nanotrain_core.actions import Action
 from nanotrain_core.contracts import Schedule
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -34,8 +34,7 @@ def microbatch_counts(case: Case) -> list[int]:
 def stages_of(case: Case) -> list[list[int]]:
     """Return the stage numbers that each pipeline rank holds."""
     parts = schedule_of(case).parts(_layers(case), pipeline_of(case))
-    in_order = sorted((part for mine in parts for part in mine), key=lambda part: part.first)
-    return [[in_order.index(part) for part in mine] for mine in parts]
+    return [[s for s, part in enumerate(parts) if part.rank == rank] for rank in range(pipeline_of(case))]
 
 
 def _layers(case: Case) -> int:
@@ -44,12 +43,14 @@ def _layers(case: Case) -> int:
 
 @check("schedule", since="0.1")
 def parts_cover_the_layers(case: Case) -> None:
-    """The parts of all ranks are consecutive and hold every layer once."""
+    """The parts are consecutive and hold every layer once, embedding and head at the ends."""
     layers = _layers(case)
-    parts = [part for mine in schedule_of(case).parts(layers, pipeline_of(case)) for part in mine]
+    parts = schedule_of(case).parts(layers, pipeline_of(case))
     held: list[int] = []
-    for part in sorted(parts, key=lambda part: part.first):
-        assert part == Part(part.first, part.last, layers), f"{part} is not of a model with {layers} layers"
+    for stage, part in enumerate(parts):
+        assert part.has_embedding == (stage == 0), f"stage {stage}: {part}: the first has the embedding"
+        assert part.has_head == (stage == len(parts) - 1), f"stage {stage}: {part}: the last has the head"
+        assert 0 <= part.rank < pipeline_of(case), f"stage {stage}: {part}: no such pipeline rank"
         held += range(part.first, part.last)
     assert held == list(range(layers)), f"of layers 0 to {layers - 1} the parts hold {held}"
 
@@ -106,3 +107,17 @@ def gradients_equal(case: Case) -> None:
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), what)
         for trace in ranks:
             assert_same_reports(trace, alone, atol=EXACT)
+
+
+@check("schedule", since="0.1")
+def edges_keep_one_order(case: Case) -> None:
+    """Both ends of an edge between stages run its microbatches in one order: NCCL has no tags."""
+    last = max(stage for mine in stages_of(case) for stage in mine)
+    for count in microbatch_counts(case):
+        lists = schedule_of(case).actions(pipeline_of(case), count)
+        for kind in ("F", "B"):
+            orders = [
+                [a.microbatch for mine in lists for a in mine if (a.kind, a.stage) == (kind, stage)]
+                for stage in range(last + 1)
+            ]
+            assert all(order == orders[0] for order in orders), f"{count} microbatches: {kind} runs {orders}"

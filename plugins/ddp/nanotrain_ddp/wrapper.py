@@ -10,13 +10,14 @@ Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Span
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Placements
 from nanotrain_ddp import DataParallelConfig
@@ -30,7 +31,7 @@ class Bucket:
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, flat: torch.Tensor
     ) -> None:
         self.parameters, self.group, self.flat = parameters, group, flat
-        ranges = self.flat.split([p.numel() for p in parameters])
+        ranges = torch.split(self.flat, [p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, ranges, strict=True)}
         self.missing = set(parameters)
         self.work: dist.Work | None = None
@@ -95,7 +96,8 @@ class DataParallel(LocalGradients):
         super().attach(parameters, mesh, dtype)
         limit = int(self.config.bucket_mb * 2**20)
         share = self.config.shared_memory and mesh.device.type == "cpu"
-        groups = group_parameters(parameters, mesh, dtype, limit)
+        # Those that other stages hold too come last: all ranks reach them, whatever they did before.
+        groups = sorted(group_parameters(parameters, mesh, dtype, limit), key=lambda g: g[1][0].stages)
         self.buckets = [make_bucket(members, mesh, *key, share=share) for members, key in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
@@ -111,6 +113,13 @@ class DataParallel(LocalGradients):
         self.drop(parameter)
         if self.config.overlap:
             self.start_complete()
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave nothing."""
+        for parameter in parameters:
+            bucket = self.bucket_of.get(parameter)
+            if bucket is not None and parameter in bucket.missing:
+                self.completed(parameter)
 
     def start_complete(self) -> None:
         """Start the next buckets in line, as far as they are complete."""
@@ -143,8 +152,8 @@ class DataParallel(LocalGradients):
         return super().gradient(parameter) if bucket is None else bucket.views[parameter]
 
 
-#: What the members of a bucket have in common: the dimensions to sum over, and the dtype.
-Key = tuple[tuple[str, ...], torch.dtype]
+#: What the members of a bucket have in common: the ranks to sum over, and the dtype.
+Key = tuple[Span, torch.dtype]
 
 
 def group_parameters(
@@ -156,10 +165,10 @@ def group_parameters(
     """
     filling: dict[Key, list[nn.Parameter]] = {}
     for placed in reversed(parameters):
-        parameter, dims = placed.parameter, placed.placement.sync_dims(mesh.layout)
-        if not dims or not parameter.requires_grad:
+        parameter, span = placed.parameter, placed.placement.sync_span(mesh.layout)
+        if not span or not parameter.requires_grad:
             continue
-        key = (dims, dtype or parameter.dtype)
+        key = (span, dtype or parameter.dtype)
         members = filling.setdefault(key, [])
         size = sum(p.numel() for p in members) + parameter.numel()
         if members and size * key[1].itemsize > limit:
@@ -171,11 +180,11 @@ def group_parameters(
 
 
 def make_bucket(
-    members: Sequence[nn.Parameter], mesh: Mesh, dims: tuple[str, ...], dtype: torch.dtype, *, share: bool
+    members: Sequence[nn.Parameter], mesh: Mesh, span: Span, dtype: torch.dtype, *, share: bool
 ) -> Bucket:
     """Make the bucket of ``members``, through shared memory if asked for and possible. Collective."""
-    group = mesh.group(*dims)
-    assert group is not None, f"summing over {dims}, each of size 1"
+    group = mesh.group_of(span)
+    assert group is not None, f"summing over {span}, a single rank"
     numel = sum(p.numel() for p in members)
     buffers = SharedBuffers.open(numel, dtype, group) if share else None
     if buffers is not None:

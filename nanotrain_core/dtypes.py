@@ -1,0 +1,31 @@
+"""Casting a model without touching what must stay as it is."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+_ATTRIBUTE = "nanotrain_kept"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def keep_dtype(module: M, *names: str) -> M:
+    """Have every precision leave these parameters of ``module`` in the dtype they were built with.
+
+    For state that is not a weight, as a router's bias: it counts in steps that bfloat16 cannot hold.
+    """
+    setattr(module, _ATTRIBUTE, frozenset(names) | getattr(module, _ATTRIBUTE, frozenset()))
+    return module
+
+
+def cast(part: M, dtype: torch.dtype) -> M:
+    """Cast every floating-point parameter below ``part``, on ``meta``, but those of :func:`keep_dtype`."""
+    for module in part.modules():
+        kept: frozenset[str] = getattr(module, _ATTRIBUTE, frozenset())
+        for name, parameter in module.named_parameters(recurse=False):
+            if name not in kept and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+    return part

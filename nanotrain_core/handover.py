@@ -1,0 +1,139 @@
+"""Hands tensors from one pipeline stage to the next: within a rank, or as a message to another one.
+
+Every message has its own tag, so the two ends need not agree on an order. NCCL ignores tags and takes
+messages of a group in order, so there each edge between stages has a group for either direction;
+a schedule runs the microbatches of an edge in the same order at both ends (the harness checks it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.mesh import Mesh
+
+Way = Literal["forward", "backward"]
+
+#: What a message can be made of: its number travels ahead of the first one.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: Most dimensions of a message.
+MOST_DIMS = 6
+
+Shape = tuple[int, ...]
+
+
+class Handover:
+    """The edges between stages that this rank is at either end of. Edge e is from stage e to e + 1."""
+
+    def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
+        """``owners``: the pipeline rank of each stage. Collective over the pipeline."""
+        self.owners, self.mesh = owners, mesh
+        self.rank = mesh.coordinate("pp") if len(set(owners)) > 1 else owners[0]
+        self._kept: dict[tuple[Way, int, int], torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
+        self._told: set[tuple[int, Shape]] = set()
+        self._groups = self._make_groups()
+
+    def _make_groups(self) -> dict[tuple[Way, int], dist.ProcessGroup]:
+        """Make the groups of this rank's edges; all edges share one where messages have tags."""
+        crossing = [e for e in range(len(self.owners) - 1) if self.owners[e] != self.owners[e + 1]]
+        if not crossing:
+            return {}
+        ways: tuple[Way, ...] = ("forward", "backward")
+        if self.mesh.device.type == "cpu":
+            group = self.mesh.new_group(self.mesh.ranks("pp"), "handover")
+            return {(way, edge): group for edge in crossing for way in ways}
+        mine = [e for e in crossing if self.rank in self.owners[e : e + 2]]
+        return {
+            (way, edge): self.mesh.new_group(self._ends(edge), f"handover-{way}-{edge}")
+            for edge in mine
+            for way in ways
+        }
+
+    def _ends(self, edge: int) -> list[int]:
+        """Return the global ranks at the ends of an edge, ascending."""
+        ranks = self.mesh.ranks("pp")
+        return sorted(ranks[owner] for owner in self.owners[edge : edge + 2])
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def send(self, way: Way, edge: int, microbatch: int, tensor: torch.Tensor, like: Shape) -> None:
+        """Pass ``tensor`` along an edge. ``like``: the shape of the batch's tokens, which both ends know."""
+        receiver = self.owners[edge + 1 if way == "forward" else edge]
+        if receiver == self.rank:
+            self._kept[way, edge, microbatch] = tensor
+            return
+        tensor = tensor.contiguous()
+        if way == "forward" and (edge, like) not in self._told:
+            self._told.add((edge, like))
+            self._post(way, edge, self._tag(way, edge, -1), receiver, describe(tensor))
+        self._post(way, edge, self._tag(way, edge, microbatch), receiver, tensor)
+
+    def _post(self, way: Way, edge: int, tag: int, receiver: int, tensor: torch.Tensor) -> None:
+        to = self.mesh.ranks("pp")[receiver]
+        work = dist.isend(tensor, to, group=self._groups[way, edge], tag=tag)
+        assert work is not None
+        self._sent.append((work, tensor))
+
+    def flush(self) -> None:
+        """Return once everything sent has left."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Drop what a step that was broken off left behind."""
+        self._kept.clear()
+        self._sent.clear()
+
+    # --- receiving ----------------------------------------------------------------------------
+
+    def receive(self, edge: int, microbatch: int, like: Shape) -> torch.Tensor:
+        """Return the hidden states that the stage before passed forward."""
+        key: tuple[Way, int, int] = ("forward", edge, microbatch)
+        if key in self._kept:
+            return self._kept.pop(key)
+        if (edge, like) not in self._known:
+            header = torch.empty(MOST_DIMS + 2, dtype=torch.int64, device=self.mesh.device)
+            self._wait_for("forward", edge, self._tag("forward", edge, -1), self.owners[edge], header)
+            self._known[edge, like] = read(header)
+        shape, dtype = self._known[edge, like]
+        found = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+        self._wait_for("forward", edge, self._tag(*key), self.owners[edge], found)
+        return found
+
+    def receive_gradient(self, edge: int, microbatch: int, output: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``output``, which this rank passed forward."""
+        key: tuple[Way, int, int] = ("backward", edge, microbatch)
+        if key in self._kept:
+            return self._kept.pop(key)
+        found = torch.empty_like(output, memory_format=torch.contiguous_format)
+        self._wait_for("backward", edge, self._tag(*key), self.owners[edge + 1], found)
+        return found
+
+    def _wait_for(self, way: Way, edge: int, tag: int, sender: int, into: torch.Tensor) -> None:
+        source = self.mesh.ranks("pp")[sender]
+        work = dist.irecv(into, source, group=self._groups[way, edge], tag=tag)
+        assert work is not None
+        work.wait()
+
+    def _tag(self, way: Way, edge: int, microbatch: int) -> int:
+        """Number a message: -1 is the description that goes ahead of the first microbatch."""
+        return ((microbatch + 1) * len(self.owners) + edge) * 2 + (way == "backward")
+
+
+def describe(tensor: torch.Tensor) -> torch.Tensor:
+    """Return dtype, number of dimensions and shape as a tensor of a fixed size."""
+    header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(header + [0] * (MOST_DIMS + 2 - len(header)), device=tensor.device)
+
+
+def read(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
+    """Return shape and dtype of a described tensor."""
+    dtype, dims, *shape = header.tolist()
+    return tuple(shape[:dims]), DTYPES[dtype]

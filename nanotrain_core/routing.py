@@ -1,0 +1,96 @@
+"""Tokens and their experts: what a router says, how experts run, how load is balanced.
+
+A mixture of experts meets its wrappers here. A router returns a :class:`Routing`; experts compute
+on rows sorted by expert. Which rows those are (this rank's tokens, or those that other ranks sent)
+is the business of whoever calls ``compute``.
+
+Shapes: B batch, S sequence, D width, K experts chosen per token, E experts, N rows, one for each token
+and chosen expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.roles import Role, tagged
+
+#: Runs experts: rows [N, D] sorted by expert and counts [E], which add up to N, to [N, D].
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@attrs.define(frozen=True, eq=False)
+class Routing:
+    """What a router decided for a batch of tokens."""
+
+    experts: torch.Tensor
+    """Chosen experts [B, S, K], int64."""
+    weights: torch.Tensor
+    """What their outputs are multiplied by [B, S, K]."""
+    losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Sums of balance losses over whole sequences, which the model adds to its part's losses."""
+
+
+def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order [N] that sorts flattened choices by expert, stably, and each expert's rows [E]."""
+    flat = experts.flatten()
+    return flat.argsort(stable=True), torch.bincount(flat, minlength=count)
+
+
+def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
+    """Run experts that are all on this rank: sort, compute, sort back, weigh and add up.
+
+    Args:
+        compute: see :data:`Compute`.
+        x: tokens [..., D].
+        routing: of those tokens.
+        experts: how many there are.
+
+    Returns:
+        [..., D].
+    """
+    chosen = routing.experts.shape[-1]
+    order, counts = sort_by_expert(routing.experts, experts)
+    rows = x.flatten(0, -2)[order // chosen]
+    return combine(compute(rows, counts), order, routing.weights).view_as(x)
+
+
+def combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return each token's weighted sum [T, D] of ``outputs`` [N, D], which are in sorted ``order`` [N].
+
+    Every token adds its experts in the order in which the router named them, whatever the layout.
+    """
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    by_token = outputs[back].unflatten(0, (-1, weights.shape[-1]))  # type: ignore[no-untyped-call]
+    total: torch.Tensor = (by_token * weights.flatten(0, -2).unsqueeze(-1).to(outputs.dtype)).sum(1)
+    return total
+
+
+def balance(parts: Iterable[nn.Module], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Tell every router how many tokens each of its experts got in this step, over the whole batch.
+
+    All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own
+    count [E], int64, of every rank's whole sequences, and forgets it; ``balance(load)`` gets the sum.
+
+    Returns:
+        The global load [E] of each router on this rank, by module name.
+    """
+    routers = {
+        name: module
+        for part in parts
+        for name, module, tag in tagged(part)
+        if tag.role is Role.ROUTER and hasattr(module, "take_load")
+    }
+    if not routers:
+        return {}
+    loads = [router.take_load() for router in routers.values()]  # type: ignore[operator]
+    total = torch.cat(loads)
+    mesh.all_reduce_data(total)
+    summed = dict(zip(routers, torch.split(total, [len(load) for load in loads]), strict=True))
+    for name, router in routers.items():
+        router.balance(summed[name])  # type: ignore[operator]
+    return summed

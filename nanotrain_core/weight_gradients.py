@@ -1,0 +1,79 @@
+"""Lets the product for a weight's gradient wait while something more urgent goes on.
+
+A linear layer's backward pass makes two products. The gradient of its input is what others wait for: the
+pipeline stage before, or the ranks that must add it up. The gradient of its weight is needed only at
+the end of the step. Layers that ask :func:`weight_gradient` let others choose the moment.
+
+Source: the split of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+Product = Callable[[], torch.Tensor]
+
+
+class Postponed:
+    """Products that wait to be computed."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[nn.Parameter, Product]] = deque()
+
+    def add(self, weight: nn.Parameter, product: Product) -> None:
+        """Put off the gradient of ``weight``."""
+        self._waiting.append((weight, product))
+        _pending[weight] = _pending.get(weight, 0) + 1
+
+    def compute(self) -> None:
+        """Make all products and accumulate them, as backward would have, hooks included."""
+        while self._waiting:
+            weight, product = self._waiting.popleft()
+            _pending[weight] -= 1
+            weight.backward(product())  # type: ignore[no-untyped-call]
+
+
+_open: list[Postponed] = []
+_pending: dict[nn.Parameter, int] = {}
+_used = [False]
+
+
+def use() -> None:
+    """Announce that gradients will be postponed in this process: layers may ask :func:`in_use`."""
+    _used[0] = True
+
+
+def in_use() -> bool:
+    """Say whether a layer must make its own backward pass for :func:`weight_gradient` to be asked."""
+    return _used[0]
+
+
+def is_pending(weight: nn.Parameter) -> bool:
+    """Say whether a gradient of ``weight`` waits: autograd calls its hooks even when it got none."""
+    return _pending.get(weight, 0) > 0
+
+
+@contextmanager
+def postpone(into: Postponed) -> Iterator[None]:
+    """Put off, while this lasts, what backward passes ask :func:`weight_gradient` for."""
+    _open.append(into)
+    try:
+        yield
+    finally:
+        _open.pop()
+
+
+def weight_gradient(weight: torch.Tensor, product: Product) -> torch.Tensor | None:
+    """Return ``product()``, the gradient of ``weight``, or None if it was put off.
+
+    For the backward pass of an autograd function: return what this returns.
+    """
+    if _open and isinstance(weight, nn.Parameter):
+        _open[-1].add(weight, product)
+        return None
+    return product()
