@@ -451,6 +451,9 @@ class StepReport:
     skipped: bool = False
     expert_load: float | None = None
     """Tokens of the busiest expert over the mean, in the worst layer; None without experts."""
+    bubble: float | None = None
+    """Share of the schedule's time that ranks waited for other stages, mean over ranks; None where no host
+    waits: without a pipeline, and on CUDA."""
 
 
 @attrs.define(frozen=True)

@@ -225,8 +225,18 @@ class RuntimeEngine:
                 loss_scale=run.loss_scale.value,
                 skipped=stats.skipped,
                 expert_load=self._expert_load(),
+                bubble=self._bubble(),
             )
         )
+
+    def _bubble(self) -> float | None:
+        """Return the mean share of the step that ranks of a pipeline waited, where the host waits at all."""
+        mesh = self.run.mesh
+        if len(set(self.run.owners)) == 1 or mesh.device.type != "cpu":
+            return None
+        total = torch.tensor(self.executor.idle, dtype=torch.float64)
+        mesh.all_reduce(total)
+        return total.item() / mesh.world_size
 
     def _expert_load(self) -> float | None:
         """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""

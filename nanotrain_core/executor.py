@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -43,6 +44,8 @@ class Executor:
         self.stages, self.gradients, self.mesh = stages, gradients, mesh
         self.owners, self.final = owners, len(owners) - 1
         self.handover = Handover(owners, mesh)
+        self.idle = 0.0
+        """Share of the last step's time in which the host waited for other stages."""
 
     # --- training -----------------------------------------------------------------------------
 
@@ -58,6 +61,7 @@ class Executor:
                 loss times the loss scale, over its global count.
         """
         self._begin(actions, weights, microbatches)
+        began, waited = time.perf_counter(), self.handover.waited
         for position, action in enumerate(actions):
             closing = self._closing.get(position, ())
             if closing:
@@ -72,6 +76,7 @@ class Executor:
             if closing:
                 self.gradients.complete(closing)
         self.handover.flush()
+        self.idle = (self.handover.waited - waited) / (time.perf_counter() - began)
         return self._sums
 
     def _begin(

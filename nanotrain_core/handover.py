@@ -7,6 +7,7 @@ a schedule runs the microbatches of an edge in the same order at both ends (the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -38,6 +39,8 @@ class Handover:
         self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
         self._told: set[tuple[int, Shape]] = set()
         self._groups = self._make_groups()
+        self.waited = 0.0
+        """Seconds that the host has waited for messages."""
 
     def _make_groups(self) -> dict[tuple[Way, int], dist.ProcessGroup]:
         """Make the groups of this rank's edges; all edges share one where messages have tags."""
@@ -118,9 +121,11 @@ class Handover:
 
     def _wait_for(self, way: Way, edge: int, tag: int, sender: int, into: torch.Tensor) -> None:
         source = self.mesh.ranks("pp")[sender]
+        began = time.perf_counter()
         work = dist.irecv(into, source, group=self._groups[way, edge], tag=tag)
         assert work is not None
         work.wait()
+        self.waited += time.perf_counter() - began
 
     def _tag(self, way: Way, edge: int, microbatch: int) -> int:
         """Number a message: -1 is the description that goes ahead of the first microbatch."""

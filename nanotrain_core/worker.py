@@ -49,6 +49,8 @@ class Job:
     one_host: bool = False
     """Whether all ranks share the scratch folder, and so can meet in a file."""
     launcher_pid: int | None = None
+    show: tuple[str, ...] = ()
+    """What to print before training: ``placements``."""
 
 
 def run_rank(job: Job) -> str:
@@ -112,6 +114,7 @@ def train(job: Job, ranks: Ranks) -> str:
 
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.random_state import seed_all
+    from nanotrain_core.show import show_placements
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
@@ -131,6 +134,8 @@ def train(job: Job, ranks: Ranks) -> str:
             folder=folder,
             resume="auto" if attempt() else job.resume,
         )
+        if "placements" in job.show:
+            show_placements(engine.run)
         return engine.fit().reason
     finally:
         if lock is not None:

@@ -26,7 +26,7 @@ LEVELS = (
     ),
     ("recipe and registry", "discovery registry recipe recipe.*"),
     ("built-ins", "builtin builtin.*"),
-    ("engine", "compose script engine"),
+    ("engine", "compose script show engine"),
     ("launch", "worker launch"),
     ("harness", "testing testing.*"),
     ("commands", "cli cli.*"),

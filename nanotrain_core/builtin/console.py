@@ -106,6 +106,10 @@ def step_fields(report: StepReport, steps: int) -> dict[str, Any]:
         "tokens/s": f"{report.tokens_per_second:,.0f}".replace(",", "_"),
         "ms/step": f"{report.seconds * 1000:.0f}",
     }
+    if report.expert_load is not None:
+        fields["expert_load"] = f"{report.expert_load:.2f}"
+    if report.bubble is not None:
+        fields["bubble"] = f"{report.bubble:.0%}"
     if report.skipped or report.loss_scale != 1.0:
         fields["loss_scale"] = f"{report.loss_scale:g}"
     if report.skipped:

@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHICH",
         help="go on from a checkpoint: the latest (default), a step or a path",
     )
+    parser.add_argument(
+        "--show",
+        action="append",
+        default=[],
+        choices=["placements"],
+        help="print, before training, which rank holds which block of every parameter",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
     plugins = plugin_arguments(args)
     job = Job(
-        recipe=args.recipe, overrides=tuple(args.set), plugins=plugins, folder=args.folder, resume=args.resume
+        recipe=args.recipe,
+        overrides=tuple(args.set),
+        plugins=plugins,
+        folder=args.folder,
+        resume=args.resume,
+        show=tuple(args.show),
     )
     joined = Ranks.detect()
     if joined is not None:
