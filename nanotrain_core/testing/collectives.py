@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: The operator, the ranks of its group, the tensors' shapes and dtypes.
+#: The operator, the ranks of its group, the tensors' shapes and dtypes (of an all-to-all without axis
+#: 0, whose length is each rank's own).
 Entry = tuple[str, tuple[int, ...], tuple[str, ...]]
 
 
@@ -24,7 +25,8 @@ class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.entries.append((func.__name__, _group(args), tuple(_tensors(args))))
+            skip = 1 if func.__name__.startswith("alltoall") else 0
+            self.entries.append((func.__name__, _group(args), tuple(_tensors(args, skip))))
         return func(*args, **(kwargs or {}))
 
 
@@ -39,9 +41,10 @@ def _group(args: Sequence[Any]) -> tuple[int, ...]:
     return ()
 
 
-def _tensors(value: Any) -> list[str]:
+def _tensors(value: Any, skip: int) -> list[str]:
+    """Describe all tensors in ``value``, without the sizes of their first ``skip`` axes."""
     if isinstance(value, torch.Tensor):
-        return [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"]
+        return [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape[skip:])}"]
     if isinstance(value, list | tuple):
-        return [text for item in value for text in _tensors(item)]
+        return [text for item in value for text in _tensors(item, skip)]
     return []

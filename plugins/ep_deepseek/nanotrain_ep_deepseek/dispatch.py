@@ -1,0 +1,137 @@
+"""How a layer's tokens meet experts that other ranks hold: dispatch, compute, combine. No token is dropped.
+
+With ep = 4, rank e holds the experts [e E/4, (e+1) E/4) whole. With etp = 2 each of those is cut along its
+width over two ranks, which both compute on all the rows that either of them received::
+
+    sort rows by expert            on the rank that has the tokens
+    all-to-all over ep             each row to the rank of its etp coordinate that holds its expert
+    gather over etp                the rows of all ranks that share these experts
+    permute, compute, permute      grouped by expert, as one rank alone would have them
+    sum over etp, scatter          partial sums of sliced experts; every rank keeps its own rows
+    all-to-all over ep             back
+    weigh and add                  in the router's order, as on one rank
+
+Sources: Shazeer et al., arXiv 1701.06538, section 3.1 (experts over ranks); DeepSeek-V2, arXiv 2405.04434,
+section 2.2 (fine-grained experts); Liu et al., arXiv 2504.14960 (the fold of ep and etp over dense ranks).
+
+Shapes: T tokens of this rank, K experts chosen for each, N = T K rows, M rows that this rank computes,
+E experts, L = E / ep experts on this rank, D width, P = ep, Q = etp.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.routing import Compute, Routing, combine, dispatch_codec, sort_by_expert
+from nanotrain_ep_deepseek.exchange import Permute, Route, Spread, from_experts, inverted, to_experts
+
+
+class Experts(Protocol):
+    """What a module of role EXPERTS has; see :class:`nanotrain_core.roles.Role`."""
+
+    compute: Compute
+
+
+@attrs.define(frozen=True, eq=False)
+class Plan:
+    """Who sends how many rows where, for one pass of one layer."""
+
+    dispatch: Route | None
+    """Over ep; None if that is one rank."""
+    gather: Route | None
+    """Over etp: the own rows to everyone; None if that is one rank."""
+    order_M: torch.Tensor
+    """Sorts the rows that arrived by expert."""
+    inverse_M: torch.Tensor
+    counts_L: torch.Tensor
+    """Rows of each of this rank's experts."""
+
+
+class Dispatcher:
+    """Runs one module's experts on the ranks that hold them. Takes the place of the module's forward."""
+
+    def __init__(self, experts: int, mesh: Mesh) -> None:
+        """``experts``: E, of the whole layer."""
+        self.experts = experts
+        self.ep, self.etp = (mesh.size(dim) for dim in ("ep", "etp"))
+        self.ep_group, self.etp_group = mesh.group("ep"), mesh.group("etp")
+        self.etp_rank = mesh.coordinate("etp")
+        self.rows = 0
+        """M of the last pass."""
+
+    def __call__(self, module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the weighted sums [..., D] of the experts' outputs for this rank's tokens x [..., D].
+
+        Collective over ep and etp, in backward too, also for a rank without tokens or without rows.
+        """
+        order_N, counts_E = sort_by_expert(routing.experts, self.experts)
+        chosen = routing.experts.shape[-1]
+        rows_ND: torch.Tensor = Spread.apply(x.flatten(0, -2), order_N, inverted(order_N), chosen)  # type: ignore[no-untyped-call]
+        outputs_ND = self.run(module, rows_ND, self.plan(counts_E))
+        return combine(outputs_ND, order_N, routing.weights).view_as(x)
+
+    def plan(self, counts_E: torch.Tensor) -> Plan:
+        """Exchange counts by all-to-all over ep, then over etp, and bring them to the host.
+
+        The only place where the host waits for the device: it must know the splits of what follows.
+        """
+        sent_PL = counts_E.view(self.ep, -1)
+        received_PL = sent_PL
+        if self.ep_group is not None:
+            received_PL = torch.empty_like(sent_PL)
+            dist.all_to_all_single(received_PL, sent_PL, group=self.ep_group)
+        arrivals_QPL = received_PL[None]
+        if self.etp_group is not None:
+            same_QPL = received_PL.repeat(self.etp, 1, 1)
+            arrivals_QPL = torch.empty_like(same_QPL)
+            dist.all_to_all_single(arrivals_QPL, same_QPL, group=self.etp_group)
+        on_host = torch.cat([sent_PL.sum(1)[None], arrivals_QPL.sum(2)]).tolist()
+        sent, arrivals = on_host[0], on_host[1:]
+        mine, everyones = arrivals[self.etp_rank], [sum(rows) for rows in arrivals]
+        self.rows = sum(everyones)
+        order_M = sort_arrivals(arrivals_QPL, self.rows)
+        return Plan(
+            dispatch=Route(self.ep_group, sent, mine) if self.ep_group else None,
+            gather=Route(self.etp_group, [sum(mine)] * self.etp, everyones) if self.etp_group else None,
+            order_M=order_M,
+            inverse_M=inverted(order_M),
+            counts_L=arrivals_QPL.sum((0, 1)),
+        )
+
+    def run(self, module: nn.Module, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Return the outputs [N, D] of rows [N, D], both sorted by expert."""
+        codec = dispatch_codec(module)
+        if plan.dispatch:
+            rows = to_experts(rows, plan.dispatch, codec)
+        if plan.gather:
+            rows = to_experts(rows.repeat(self.etp, 1), plan.gather, codec)
+        rows = Permute.apply(rows, plan.order_M, plan.inverse_M)  # type: ignore[no-untyped-call]
+        anchor = anchor_of(module, rows)
+        rows = cast(Experts, module).compute(rows, plan.counts_L)
+        rows = Permute.apply(rows, plan.inverse_M, plan.order_M)  # type: ignore[no-untyped-call]
+        if plan.gather:
+            partial = from_experts(rows, plan.gather.reversed(), codec, anchor)
+            rows = partial.unflatten(0, (self.etp, -1)).sum(0)  # type: ignore[no-untyped-call]
+        if plan.dispatch:
+            rows = from_experts(rows, plan.dispatch.reversed(), codec, anchor)
+        return rows
+
+
+def sort_arrivals(arrivals_QPL: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the order [M] that groups rows by expert, which arrived by (etp, ep) source and then expert."""
+    sources, experts = arrivals_QPL.shape[0] * arrivals_QPL.shape[1], arrivals_QPL.shape[2]
+    labels = torch.arange(experts, device=arrivals_QPL.device).repeat(sources)
+    return labels.repeat_interleave(arrivals_QPL.flatten(), output_size=rows).argsort(stable=True)
+
+
+def anchor_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return what ties the way back to this rank's graph even if ``compute`` does not; None without grad."""
+    if rows.requires_grad:
+        return rows
+    return next((p for p in module.parameters() if p.requires_grad), None)

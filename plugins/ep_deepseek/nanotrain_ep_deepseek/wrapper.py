@@ -1,0 +1,114 @@
+"""Leaves each rank its block of every layer's experts, and has tokens travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Placement, Placements
+from nanotrain_core.roles import Role, tagged, take_over
+from nanotrain_ep_deepseek import ExpertParallelConfig
+from nanotrain_ep_deepseek.dispatch import Dispatcher
+
+
+class ExpertParallel:
+    """The ``ep_deepseek`` component."""
+
+    def __init__(self, config: ExpertParallelConfig) -> None:
+        self.config = config
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Split every module of role EXPERTS over ep and etp. Along degrees of 1 nothing changes.
+
+        Every rank of a pipeline stage must call such a module with tokens of its own, or with none:
+        data-parallel ranks do; a wrapper that splits the stage otherwise hands each rank its share.
+
+        Raises:
+            NanotrainError: the experts, or their width, do not divide by the degree.
+        """
+        if all(mesh.size(dim) == 1 for dim in ("ep", "etp") if dim in mesh.layout.dims):
+            return part
+        for name, module, tag in list(tagged(part)):
+            if tag.role is Role.EXPERTS:
+                experts = split(name, module, tag.split, placements, mesh)
+                take_over(module, Dispatcher(experts, mesh))
+        return part
+
+
+def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: Placements, mesh: Mesh) -> int:
+    """Leave this rank its block of every parameter of ``module``; return how many experts the layer has.
+
+    Args:
+        name: of the module in its part.
+        module: stacked experts, on ``meta``.
+        widths: the tag's ``split``: for each parameter the axis along which an expert's width lies.
+        placements: updated.
+        mesh: of this rank.
+    """
+    parameters = dict(module.named_parameters())
+    experts = len(next(iter(parameters.values())))
+    for key, parameter in parameters.items():
+        full = f"{name}.{key}" if name else key
+        placement = expert_placement(placements[full], mesh)
+        if len(parameter) != experts:
+            raise NanotrainError(
+                f"ep_deepseek: axis 0 of {full} is {len(parameter)}, but of another parameter of {name} it "
+                f"is {experts}: expected the number of experts in all of them"
+            )
+        placement = split_axis(placement, 0, "experts", "ep", mesh)
+        if mesh.size("etp") > 1:
+            placement = split_axis(placement, width_axis(full, key, widths), "columns", "etp", mesh)
+        placements[full] = placement
+        parent, _, last = key.rpartition(".")
+        block = torch.empty(placement.shape, dtype=parameter.dtype, device="meta")
+        setattr(module.get_submodule(parent), last, nn.Parameter(block, parameter.requires_grad))
+    return experts
+
+
+def expert_placement(dense: Placement, mesh: Mesh) -> Placement:
+    """Place a whole tensor anew in the expert view, whatever the view it was whole in before."""
+    if dense.sharded:
+        raise NanotrainError(
+            f"ep_deepseek: {dense.name} is already split along {', '.join(sorted(dense.sharded))} by a "
+            "wrapper before: expected experts that are whole; etp cuts them along their width"
+        )
+    placed = Placement.whole(dense.name, dense.global_shape, mesh.layout, view="expert")
+    return attrs.evolve(placed, stages=dense.stages)
+
+
+def width_axis(full: str, key: str, widths: Mapping[str, int]) -> int:
+    """Return the axis of an expert's width; without one, every rank would add the parameter once more."""
+    if key not in widths:
+        known = ", ".join(sorted(widths)) or "none"
+        raise NanotrainError(
+            f"ep_deepseek: {full} cannot be split along etp: its model's tag(..., split={{...}}) names no "
+            f"axis of it, only of {known}; expected topology.etp = 1"
+        )
+    return widths[key]
+
+
+def split_axis(placement: Placement, axis: int, what: str, dim: str, mesh: Mesh) -> Placement:
+    """Return this rank's block along ``axis``, or refuse a degree that does not divide it."""
+    length, degree = placement.global_shape[axis], mesh.size(dim)
+    if length % degree:
+        raise NanotrainError(
+            f"ep_deepseek: {placement.name} has {length} {what}, which do not divide by {dim} = {degree}; "
+            f"topology.{dim} could be {nearest_divisors(length, degree)}"
+        )
+    return placement.split(axis, dim, mesh.coordinate(dim), degree)
+
+
+def nearest_divisors(length: int, degree: int) -> str:
+    """Name the divisors of ``length`` below and above ``degree``.
+
+    >>> nearest_divisors(8, 3), nearest_divisors(8, 16)
+    ('2 or 4', '8')
+    """
+    divisors = [n for n in range(1, length + 1) if length % n == 0]
+    below, above = [n for n in divisors if n < degree], [n for n in divisors if n > degree]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
