@@ -36,7 +36,7 @@ def linear_cross_entropy(
     if torch.is_grad_enabled():
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, target_T)  # type: ignore[no-untyped-call]
         return loss
-    chunks = _chunks(target_T, weight_VD)
+    chunks = row_chunks(target_T, weight_VD)
     return torch.stack([_loss_(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in chunks]).sum()
 
 
@@ -48,16 +48,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD))
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide_dtype(weight_VD))
         losses = []
-        for rows in _chunks(target_T, weight_VD):
+        for rows in row_chunks(target_T, weight_VD):
             hidden_CD, target_C = hidden_TD[rows], target_T[rows]
             logits_CV = matmul(hidden_CD, weight_VD.T)
             loss, exp_CV, total_C1 = _loss_(logits_CV, target_C)
             losses.append(loss)
             d_logits_CV = logits_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
             d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
-            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
+            add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
@@ -75,12 +75,14 @@ def _chunk_size(weight_VD: torch.Tensor) -> int:
     return max(fewest, logits // len(weight_VD))
 
 
-def _chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+def row_chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows of one chunk after another."""
     size = _chunk_size(weight_VD)
     return (slice(start, start + size) for start in range(0, len(target_T), size))
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which softmax and sums over tokens are computed."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -92,7 +94,7 @@ def _loss_(
     The numerators take the place of logits that are wide enough: torch's log_softmax says the same in
     fewer words but fills new storage for every chunk.
     """
-    wide_CV = logits_CV.to(_wide(logits_CV))
+    wide_CV = logits_CV.to(wide_dtype(logits_CV))
     largest_C1 = wide_CV.amax(dim=1, keepdim=True)
     at_target_C1 = wide_CV.gather(1, _index(target_C))
     exp_CV = wide_CV.sub_(largest_C1).exp_()
@@ -113,7 +115,7 @@ def _index(target_C: torch.Tensor) -> torch.Tensor:
     return torch.where(target_C == IGNORE, 0, target_C).unsqueeze(1)
 
 
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add ``left @ right`` to ``total``, which may have a wider dtype.
 
     A sum over thousands of tokens does not fit into float16, so that product is computed wide.

@@ -1,0 +1,188 @@
+"""What happens where tokens enter and leave the split parts of a model: the hooks of each role.
+
+Hooks use the module they are called with, never a parameter known at ``apply``: materialisation
+makes new parameters, and a precision may put another module in the old one's place.
+
+Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers), D width, V this
+rank's part of the vocabulary, K experts chosen per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.routing import Routing
+from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
+from nanotrain_tp.head import split_cross_entropy
+
+#: The dimension of tokens [B, S, ...] that sequence parallelism splits.
+SEQUENCE = 1
+
+Args = tuple[Any, ...]
+
+
+class Entry:
+    """A tensor that entered the split layers, as it was when it did."""
+
+    def __init__(self, outside: torch.Tensor, inside: torch.Tensor) -> None:
+        self.outside, self.inside = outside, inside
+        self.state = self._state(outside)
+
+    def is_of(self, x: torch.Tensor) -> bool:
+        """Say whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
+        return x is self.outside and self._state(x) == self.state
+
+    @staticmethod
+    def _state(x: torch.Tensor) -> tuple[int, bool]:
+        return x._version, torch.is_grad_enabled()
+
+
+class Boundary:
+    """Takes tokens into split layers and out again."""
+
+    def __init__(self, ranks: Ranks, *, sequence_parallel: bool) -> None:
+        self.ranks, self.sequence_parallel = ranks, sequence_parallel
+        self._last: Entry | None = None
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence.
+
+        Queries, keys and values read the same tensor. It enters once, and the gradients of all its
+        readers are summed here before they are summed over ranks.
+        """
+        last = self._last
+        if last is None or not last.is_of(x):
+            last = self._last = Entry(x, self._enter(x))
+        return last.inside
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            return Gather.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
+        return Copy.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]
+
+    def forget(self, *_: Any) -> None:
+        """Let go of the last tensor that entered. Also a forward hook."""
+        self._last = None
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
+        if self.sequence_parallel:
+            return Scatter.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
+        return Reduce.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]
+
+    def slice(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of tokens ``x`` that are whole."""
+        return Slice.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gather(self, x: torch.Tensor, dim: int = SEQUENCE) -> torch.Tensor:
+        """Return whole what every rank has a share of, for all of them to treat alike."""
+        return GatherWhole.apply(x, self.ranks, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+    def enter_first(self, module: nn.Module, args: Args) -> Args:
+        """Take the first argument in: the pre-hook of COLUMN and SHARED."""
+        return self.enter(args[0]), *args[1:]
+
+    def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        """Sum the output: the hook of a ROW without bias."""
+        return self.leave(output)
+
+
+class BiasedRow:
+    """Hooks of a ROW with bias. The ranks' products are summed without it, then it is added once."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self.bias: nn.Parameter | None = None
+
+    def before(self, module: nn.Module, args: Args) -> None:
+        """Take the bias out of the module."""
+        self.bias = module.get_parameter("bias")
+        module.register_parameter("bias", None)
+
+    def after(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> torch.Tensor | None:
+        """Put the bias back, also when the module failed, and add it to the sum."""
+        bias, self.bias = self.bias, None
+        module.register_parameter("bias", bias)
+        if output is None:
+            return None
+        assert bias is not None
+        return self.boundary.leave(output) + bias
+
+
+class Vocabulary:
+    """Hooks of an embedding that has this rank's rows of the table."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self.elsewhere = torch.empty(0)
+
+    def before(self, module: nn.Module, args: Args) -> Args:
+        """Look up row 0 for tokens [B, S] that others have. Tokens nobody has stay wrong."""
+        tokens, ranks = args[0], self.boundary.ranks
+        rows = len(module.weight)  # type: ignore[arg-type]
+        local = tokens - ranks.index * rows
+        outside = (local < 0) | (local >= rows)
+        self.elsewhere = outside & (tokens >= 0) & (tokens < rows * ranks.size)
+        return local.masked_fill(self.elsewhere, 0), *args[1:]
+
+    def after(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        """Sum what each rank found."""
+        return self.boundary.leave(output.masked_fill(self.elsewhere.unsqueeze(-1), 0.0))
+
+
+class Head:
+    """Hooks of a head that has this rank's rows of the weight, its own or lent.
+
+    With targets they compute the loss themselves and leave the module nothing to do: no tokens. So they work
+    for any module in the head's place.
+    """
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+        self.loss: torch.Tensor | None = None
+
+    def before(self, module: nn.Module, args: Args) -> Args:
+        """Take ``x`` [B, S, D] in, and compute the loss if there are targets."""
+        x, targets, table = args
+        x = self.boundary.enter(x)
+        self.boundary.forget()
+        if targets is None:
+            return x, None, table
+        weight = module.weight if table is None else table
+        self.loss = split_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.boundary.ranks)  # type: ignore[arg-type]
+        return x[:, :0], None, table
+
+    def after(self, module: nn.Module, args: Args, logits: torch.Tensor) -> torch.Tensor:
+        """Return the loss, or whole logits."""
+        loss, self.loss = self.loss, None
+        return self.boundary.gather(logits, dim=-1) if loss is None else loss
+
+
+class Experts:
+    """Hooks of routers and experts: routers see whole sequences, experts this rank's share."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
+
+    def before_router(self, module: nn.Module, args: Args) -> Args:
+        """All-gather: make the sequence whole; every rank routes it alike."""
+        if not self.boundary.sequence_parallel:
+            return args
+        return self.boundary.gather(args[0]), *args[1:]
+
+    def after_router(self, module: nn.Module, args: Args, routing: Routing) -> Routing:
+        """Keep the choices of this rank's share; losses are of whole sequences and stay."""
+        experts = self.boundary.ranks.own(routing.experts, SEQUENCE)
+        return attrs.evolve(routing, experts=experts, weights=self.boundary.slice(routing.weights))
+
+    def before_experts(self, module: nn.Module, args: Args) -> Args:
+        """Keep this rank's share of the tokens."""
+        return (args[0] if self.boundary.sequence_parallel else self.boundary.slice(args[0])), *args[1:]
+
+    def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        """Make the tokens whole again where they were."""
+        return output if self.boundary.sequence_parallel else self.boundary.gather(output)

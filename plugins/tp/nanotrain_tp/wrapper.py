@@ -1,0 +1,149 @@
+"""Splits the layers of a model over ranks: which parameter along which axis, which hook on which role.
+
+COLUMN  weight [out, in] and bias by rows; the input enters.
+ROW     weight [out, in] by columns; the output leaves.
+VOCAB   table [V, D] by rows; the output leaves.
+HEAD    weight [V, D] by rows; the input enters, the loss is summed.
+
+Everything else is whole on every rank. With sequence parallelism it sees this rank's share of the
+sequence only, so that its gradient is partial.
+
+Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Placements
+from nanotrain_core.roles import Role, Tag, tagged
+from nanotrain_tp import TensorParallelConfig
+from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
+
+#: The axis along which each parameter of a role is split.
+AXES: dict[Role, dict[str, int]] = {
+    Role.VOCAB: {"weight": 0},
+    Role.COLUMN: {"weight": 0, "bias": 0},
+    Role.ROW: {"weight": 1},
+    Role.HEAD: {"weight": 0},
+}
+
+
+class TensorParallel:
+    """The ``tp`` component."""
+
+    def __init__(self, config: TensorParallelConfig) -> None:
+        self.config = config
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Leave this rank its blocks of ``part``, and hook in the collectives.
+
+        Raises:
+            SplitError: heads, feed-forward width or vocabulary do not divide by the number of ranks.
+        """
+        if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
+            return part
+        ranks = Ranks(mesh)
+        boundary = Boundary(ranks, sequence_parallel=self.config.sequence_parallel)
+        for name, module, tag in list(tagged(part)):
+            split(name, module, tag, placements, ranks)
+            hook(module, tag, boundary)
+        self._sum_partial(part, placements)
+        return part
+
+    def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
+        """Note which gradients are partial because a rank saw a share of the tokens."""
+        routers, experts = (set(parameters_of(part, role)) for role in (Role.ROUTER, Role.EXPERTS))
+        shared_out = (
+            {name for name, _ in part.named_parameters()} if self.config.sequence_parallel else experts
+        )
+        for name in shared_out - routers:
+            placement = placements[name]
+            if "tp" in placement.same:  # else it is split, or another wrapper placed it in another view
+                placements[name] = placement.sum_over("tp")
+
+
+def parameters_of(part: nn.Module, role: Role) -> Iterator[str]:
+    """Yield the names of all parameters in and below modules of a role."""
+    for name, module, tag in tagged(part):
+        if tag.role is role:
+            for key, _ in module.named_parameters():
+                yield f"{name}.{key}"
+
+
+def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
+    """Replace a module's parameters, on ``meta``, by this rank's blocks of them.
+
+    Raises:
+        SplitError: the units do not divide.
+    """
+    for key, axis in AXES.get(tag.role, {}).items():
+        old = getattr(module, key, None)
+        if old is None:
+            continue
+        placement = placements[f"{name}.{key}"]
+        if "tp" not in placement.sharded:  # a tied table is split once, with the first part that has it
+            _check_units(f"{name}.{key}", placement.shape[axis], tag, ranks.size)
+            placement = placement.split(axis, "tp", ranks.index, ranks.size)
+            placements[f"{name}.{key}"] = placement
+        block = torch.empty(placement.shape, dtype=old.dtype, device=old.device)
+        setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad))
+
+
+def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
+    units, rest = divmod(length, tag.unit)
+    if rest:
+        raise SplitError(
+            f"{name} has {length} {tag.role.name} entries, which are no whole units of {tag.unit}"
+        )
+    if units % degree == 0:
+        return
+    low = units // degree * degree
+    near = f"{low * tag.unit} or " if low else ""
+    near += str((low + degree) * tag.unit)
+    of = f" = {units} units of {tag.unit}" if tag.unit > 1 else ""
+    degrees = [d for d in range(1, units + 1) if units % d == 0]
+    nearest = sorted(degrees, key=lambda d: abs(d - degree))[:2]
+    raise SplitError(
+        f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that does: "
+        f"{' or '.join(map(str, sorted(nearest)))}; nearest sizes for tp = {degree}: {near}"
+    )
+
+
+def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
+    """Hook in what a role has to do with other ranks."""
+    match tag.role:
+        case Role.COLUMN | Role.SHARED:
+            module.register_forward_pre_hook(boundary.enter_first)
+        case Role.ROW if getattr(module, "bias", None) is not None:
+            row = BiasedRow(boundary)
+            module.register_forward_pre_hook(row.before)
+            module.register_forward_hook(row.after, always_call=True)
+        case Role.ROW:
+            module.register_forward_hook(boundary.leave_last)
+        case Role.VOCAB:
+            table = Vocabulary(boundary)
+            module.register_forward_pre_hook(table.before)
+            module.register_forward_hook(table.after)
+        case Role.POSITION if boundary.sequence_parallel:
+            # Of vectors [S, D]; without a conjugate, since the gradient is summed over ranks.
+            module.register_forward_hook(lambda module, args, output: boundary.ranks.own(output, 0))
+        case Role.HEAD:
+            head = Head(boundary)
+            module.register_forward_pre_hook(head.before)
+            module.register_forward_hook(head.after)
+        case Role.ROUTER:
+            experts = Experts(boundary)
+            module.register_forward_pre_hook(experts.before_router)
+            module.register_forward_hook(experts.after_router)
+        case Role.EXPERTS:
+            experts = Experts(boundary)
+            module.register_forward_pre_hook(experts.before_experts)
+            module.register_forward_hook(experts.after_experts)
+        case Role.BLOCK:
+            module.register_forward_hook(boundary.forget)

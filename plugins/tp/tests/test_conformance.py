@@ -1,0 +1,49 @@
+"""tp keeps the promises of a parallel wrapper, alone and under data parallelism."""
+
+from itertools import product
+
+import pytest
+
+from nanotrain_core.testing import Case, conformance
+
+GPT = {
+    "positions": "learned",
+    "max_length": 16,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+    "tied": True,
+}
+LLAMA = {"width": 32, "heads": 8, "kv_heads": 4, "ffn": 88}
+WHOLE = {"sequence_parallel": False}
+
+
+def case(name, model, topology, config=None, **overrides):
+    """Case of one model and layout, with gradients summed by ddp."""
+    around = {"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": model, **overrides}
+    return Case("parallel", use="tp", config=config or {}, topology=topology, overrides=around, name=name)
+
+
+test_conformance = conformance(
+    case("gpt-tp2", GPT, {"tp": 2}),
+    case("llama-dp2-tp2", LLAMA, {"dp": 2, "tp": 2}),
+    # Without sequence parallelism every gradient is complete: nothing need be summed.
+    Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
+)
+
+LAYOUTS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
+MODELS = {"gpt": GPT, "llama": LLAMA, "llama-tied": {**LLAMA, "tied": True, "layers": 1}}
+AROUND_TP = {"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": GPT}
+
+test_exhaustively = pytest.mark.full(
+    conformance(
+        *(
+            case(f"{model}-{layout}{suffix}", MODELS[model], LAYOUTS[layout], config)
+            for model, layout, (suffix, config) in product(MODELS, LAYOUTS, (("", {}), ("-whole", WHOLE)))
+        ),
+        Case("optimizer", use="adamw", topology={"tp": 2}, overrides=AROUND_TP),
+        Case("checkpoint", use="simple", topology={"tp": 2}, overrides=AROUND_TP),
+        Case("monitor", use="replicas", topology={"tp": 2}, overrides=AROUND_TP),
+        *(Case("precision", use=use, topology={"tp": 2}, overrides=AROUND_TP) for use in ("bf16", "fp16")),
+    )
+)
