@@ -16,7 +16,7 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors files forward layout actions batch log dtypes memory roles pace random_state stop",
+        "errors files forward layout actions batch log dtypes memory roles pace random_state stop timeline",
     ),
     ("placement and mesh", "placement mesh routing weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),

@@ -1,0 +1,66 @@
+"""Pipeline schedules as data: GPipe, 1F1B, interleaved 1F1B, ZB-H1 and DualPipeV.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from typing import Any
+
+import attrs
+from attrs.validators import and_, deep_iterable, ge, min_len, optional
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+_cost: Any = ge(0.0)
+_layers: Any = optional(and_(min_len(1), deep_iterable(ge(0))))
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PipelineConfig:
+    """What every pipeline schedule's ``[schedule]`` has: how layers are split into stages."""
+
+    layers: tuple[int, ...] | None = attrs.field(default=None, validator=_layers)
+    """Layers of each stage: 0 leaves a stage to embedding or head. Unset: balanced."""
+    embedding_cost: float = attrs.field(default=0.0, validator=_cost)
+    """Time of the embedding, in layers: where stages are balanced, the first one gets as many fewer."""
+    head_cost: float = attrs.field(default=0.0, validator=_cost)
+    """Time of the head with all that hangs there, in layers: the last stage gets as many fewer."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class InterleavedConfig(PipelineConfig):
+    """``[schedule] use = "interleaved_1f1b"``."""
+
+    v: int = attrs.field(default=2, validator=ge(1))
+    """Virtual stages on each rank: v times less idle time for v times as many messages."""
+
+
+@hookimpl
+def nanotrain_register_schedule(register: Register) -> None:
+    """Announce ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zb_h1`` and ``dualpipe_v``."""
+    summaries = {
+        "gpipe": ("GPipe", "all forward passes, then all backward passes"),
+        "1f1b": (
+            "OneForwardOneBackward",
+            "one forward, one backward: no more than pp microbatches in flight",
+        ),
+        "interleaved_1f1b": ("Interleaved", "1F1B with v stages on each rank: 1/v of the idle time"),
+        "zb_h1": (
+            "ZeroBubbleH1",
+            "1F1B whose weight gradients fill a part of the idle time, in the same memory",
+        ),
+        "dualpipe_v": ("DualPipeV", "stages along a V, two on each rank, forward and backward in turn"),
+    }
+    for name, (factory, summary) in summaries.items():
+        register(
+            Component(
+                name=name,
+                config=InterleavedConfig if name == "interleaved_1f1b" else PipelineConfig,
+                factory=f"nanotrain_pp_1f1b.schedules:{factory}",
+                summary=summary,
+                mesh_dims={"pp"},
+            )
+        )
