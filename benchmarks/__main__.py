@@ -11,7 +11,6 @@ from pathlib import Path
 from benchmarks import startup
 from benchmarks.cases import CASES
 from benchmarks.ours import engine
-from benchmarks.peers import peer
 from benchmarks.race import race
 from benchmarks.report import markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in CASES:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
-            results.append(race(case, engine, peer, rounds=args.rounds, steps=args.steps))
+            results.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))
     waits = startup.measure(rounds=args.rounds) if "startup" in names else []
     text = markdown(results, waits)
     print(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -10,9 +12,6 @@ from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
 
 RECIPE = Path(__file__).with_name("llama.toml")
-
-#: Microbatches per rank and optimizer step.
-ACCUMULATE = 2
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -22,21 +21,45 @@ class Case:
     name: str
     peer: str
     """What the other side is, for the table."""
+    build: str = "benchmarks.peers:peer"
+    """``module:function`` that builds one rank of it."""
     ranks: int = 1
     threads: int = 1
     """Of each rank."""
     precision: str = "fp32"
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "accumulate"
+    microbatch: int = 4
+    """Sequences."""
+    accumulate: int = 2
+    """Microbatches of each data-parallel rank in a step."""
     bar: float = 1.0
     """Lowest median of tokens/s over the peer's tokens/s that passes."""
 
     def recipe(self) -> Recipe:
         """Return the recipe of both sides."""
-        recipe = load_recipe(RECIPE, overrides=[f'precision.use = "{self.precision}"'], ranks=self.ranks)
-        rows = recipe.batch.microbatch * ACCUMULATE * self.ranks
-        return attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, sequences=rows))
+        data_ranks = self.ranks // (self.tp * self.pp)
+        changes = {
+            "precision.use": f'"{self.precision}"',
+            "topology.tp": self.tp,
+            "topology.pp": self.pp,
+            "schedule.use": f'"{self.schedule}"',
+            "batch.microbatch": self.microbatch,
+            "batch.sequences": self.microbatch * self.accumulate * data_ranks,
+        }
+        overrides = [f"{key}={value}" for key, value in changes.items()]
+        return load_recipe(RECIPE, overrides=overrides, ranks=self.ranks)
+
+    def peer_builder(self) -> Any:
+        """Import what builds the other side."""
+        module, _, name = self.build.partition(":")
+        return getattr(import_module(module), name)
 
 
 PLAIN = "PyTorch loop"
+TENSOR = {"peer": "torch DTensor, sequence parallel", "build": "benchmarks.peers_parallel:tensor"}
+PIPELINE = {"build": "benchmarks.peers_parallel:pipeline", "microbatch": 1, "accumulate": 8}
 
 CASES = (
     Case(name="fp32-1-thread", peer=PLAIN),
@@ -44,4 +67,23 @@ CASES = (
     Case(name="bf16-1-thread", peer=f"{PLAIN}, autocast", precision="bf16"),
     Case(name="bf16-2-threads", peer=f"{PLAIN}, autocast", precision="bf16", threads=2),
     Case(name="ddp-2-ranks", peer="torch DDP", ranks=2, bar=1.1),
+    Case(name="ddp-4-ranks", peer="torch DDP", ranks=4, bar=1.1),
+    Case(name="tp-2-ranks", ranks=2, tp=2, bar=1.1, **TENSOR),
+    Case(name="tp-4-ranks", ranks=4, tp=4, bar=1.1, **TENSOR),
+    *(
+        Case(
+            name=f"{name}-{pp}-ranks",
+            peer=f"torch pipelining, {words}",
+            schedule=schedule,
+            ranks=pp,
+            pp=pp,
+            bar=1.1,
+            **PIPELINE,
+        )
+        for pp in (2, 4)
+        for name, schedule, words in (
+            ("1f1b", "1f1b", "1F1B"),
+            *([("interleaved", "interleaved_1f1b", "interleaved 1F1B")] if pp == 2 else []),
+        )
+    ),
 )

@@ -24,7 +24,10 @@ def batches(recipe: Recipe, rank: int) -> Iterator[Microbatches]:
     """Yield this rank's microbatches of tokens and targets [B, S], those that the engine draws."""
     data = load_plugins().get("data", recipe.data.use).build(recipe.data.config)
     data.open(length=recipe.batch.length, seed=recipe.run.seed)
-    shard = Shard(rank, recipe.run.ranks)
+    degrees = recipe.topology.config
+    data_ranks = recipe.run.ranks // (degrees.tp * degrees.pp)
+    # The grid's order: pipeline stages slowest, tensor-parallel ranks next to each other.
+    shard = Shard(rank // degrees.tp % data_ranks, data_ranks)
     while True:
         batch = data.train_batch(recipe.batch.sequences, shard)
         yield [(micro.tokens, micro.targets) for micro in batch.split(recipe.batch.microbatch)]

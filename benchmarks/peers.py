@@ -121,10 +121,15 @@ class Loop:
                     logits = self.model(tokens)
                     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(microbatches)
                 loss.backward()
-            total += loss.detach()
+            total += self.plain(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.optimizer.step()
         return total
+
+    @staticmethod
+    def plain(loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss as a plain tensor."""
+        return loss
 
     def _sync(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         if last or not isinstance(self.model, DistributedDataParallel):

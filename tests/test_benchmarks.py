@@ -55,10 +55,10 @@ def test_engine_and_peer_follow_the_same_losses_from_the_same_weights():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_rank_of_every_case_steps_on_two_microbatches_of_four(case):
+def test_every_data_parallel_rank_of_every_case_steps_on_eight_sequences(case):
     recipe = case.recipe()
     assert recipe.run.ranks == case.ranks
-    assert recipe.batch.sequences == 2 * recipe.batch.microbatch * case.ranks == 8 * case.ranks
+    assert recipe.batch.sequences * case.tp * case.pp == 8 * case.ranks
 
 
 @pytest.mark.parametrize(("ratios", "passed"), [((0.9, 1.0, 1.4), True), ((0.9, 0.99, 1.4), False)])
