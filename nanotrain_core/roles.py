@@ -6,9 +6,10 @@ never a module's name or class, so a new model works with every wrapper and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -91,6 +92,22 @@ def tag_of(module: nn.Module) -> Tag | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
+def take_over(module: M, forward: Callable[..., Any]) -> M:
+    """Have ``forward(module, *args)`` run in the place of the module's own forward, inside all its hooks.
+
+    For a wrapper that hooks cannot serve: one that computes on other rows than it is called with.
+    :func:`replace` keeps it, with the new module as the first argument.
+    """
+    module.forward = MethodType(forward, module)
+    return module
+
+
+def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what :func:`take_over` was given for ``module``, or None."""
+    found = vars(module).get("forward")
+    return found.__func__ if isinstance(found, MethodType) else None
+
+
 def replace(old: nn.Module, new: M) -> M:
     """Return ``new`` ready to take the place of ``old``: with its tag, and its hooks before its own.
 
@@ -100,6 +117,9 @@ def replace(old: nn.Module, new: M) -> M:
     found = tag_of(old)
     if found is not None:
         setattr(new, _ATTRIBUTE, found)
+    forward = taken_over_by(old)
+    if forward is not None:
+        take_over(new, forward)
     for name in _HOOKS:
         hooks = getattr(old, name)
         hooks.update(getattr(new, name))

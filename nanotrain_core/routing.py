@@ -11,13 +11,16 @@ and chosen expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import attrs
 import torch
 from torch import nn
 
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.roles import Role, tagged, taken_over_by
+
+M = TypeVar("M", bound=nn.Module)
 
 #: Runs experts: rows [N, D] sorted by expert and counts [E], which add up to N, to [N, D].
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,3 +97,54 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh) -> dict[str, torch.Tensor]:
     for name, router in routers.items():
         router.balance(summed[name])  # type: ignore[operator]
     return summed
+
+
+# --- between ranks ------------------------------------------------------------------------------
+
+
+class DispatchCodec(Protocol):
+    """How rows travel to the ranks that hold their experts, and in backward their gradients.
+
+    A precision may offer a narrower form than the rows' own dtype. What comes back from the experts, and
+    gradients on their way back, is not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
+    Source: arXiv 2412.19437, section 3.3.3.
+    """
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [N, D] as [N, C], scales included, in a dtype that collectives carry, as uint8."""
+        ...
+
+    def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows [N, D] of ``coded`` [N, C], of ``width`` D and in ``dtype``."""
+        ...
+
+
+_CODEC = "nanotrain_dispatch_codec"
+
+
+def use_dispatch_codec(experts: M, codec: DispatchCodec) -> M:
+    """Have whoever spreads ``experts``, a module of that role, send rows through ``codec``; return it.
+
+    For a precision's ``convert``, on the module that it leaves in the model.
+    """
+    setattr(experts, _CODEC, codec)
+    return experts
+
+
+def dispatch_codec(experts: nn.Module) -> DispatchCodec | None:
+    """Return the codec to send rows through, or None: as they are."""
+    return getattr(experts, _CODEC, None)
+
+
+def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:
+    """Return on how many rows this rank's experts computed in their last pass, by module name.
+
+    Known of experts spread over ranks alone: theirs is the load that ranks wait for.
+    """
+    found = {}
+    for part in parts:
+        for name, module, tag in tagged(part):
+            rows = getattr(taken_over_by(module), "rows", None) if tag.role is Role.EXPERTS else None
+            if rows is not None:
+                found[name] = rows
+    return found

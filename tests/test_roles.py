@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanotrain_core.roles import Role, replace, tag, tag_of
+from nanotrain_core.roles import Role, replace, tag, tag_of, take_over, taken_over_by
 
 
 def test_a_replacement_has_the_tag_and_runs_the_hooks_of_both_in_order():
@@ -29,3 +29,19 @@ def test_hooks_with_keywords_and_of_backward_move_too():
     old.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
     replace(old, new)(torch.zeros(2, requires_grad=True)).sum().backward()
     assert seen == ["forward", "backward"]
+
+
+def test_a_forward_that_was_taken_over_stays_inside_the_hooks_of_a_replacement():
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    old.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+    def double(module, x):
+        return x * 2, module
+
+    take_over(old, double)
+    assert taken_over_by(old) is double
+    assert taken_over_by(new) is None
+    replace(old, new)
+    result, module = new(torch.tensor(3.0))
+    assert result == 8
+    assert module is new

@@ -1,10 +1,16 @@
-"""ep_deepseek passes the harness around a small mixture of experts, for every fold of ep and etp."""
+"""ep_deepseek passes the harness around a small mixture of experts, for every fold of ep and etp.
+
+And it is right where users of other frameworks found expert parallelism wrong, thread by thread.
+"""
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from nanotrain_core.testing import Case, conformance
+from nanotrain_core.testing import Case, conformance, run_ranks
+from nanotrain_core.testing.compare import whole
+from nanotrain_core.testing.probe import train
 
 MODEL = str(Path(__file__).with_name("tiny_moe.py"))
 
@@ -34,3 +40,55 @@ test_exhaustively = pytest.mark.full(
         case("one_expert_gets_all_in_slices", {"favoured": 1, "chosen": 1}, dp=4, ep=2, etp=2),
     )
 )
+
+ONE_STEP = {"run": {"steps": 1}}
+FOLDS = (
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 4},
+    {"dp": 4, "ep": 2},
+    {"dp": 4, "etp": 2},
+    {"dp": 4, "ep": 2, "etp": 2},
+)
+
+
+def gradients(case):
+    """Return the whole gradients of the first step, and the norms that the ranks report."""
+    ranks = run_ranks(train, case.world_size, case, ONE_STEP)
+    return whole([rank.gradients for rank in ranks]), [rank.reports[0].grad_norm for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return gradients(case(dp=2).alone())[0]
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_deepspeed_6545_and_5618_expert_gradients_do_not_grow_with_ep(alone, fold):
+    spread, _ = gradients(case(**fold))
+    for name in (n for n in alone if "experts" in n):
+        ratio = torch.linalg.vector_norm(spread[name]) / torch.linalg.vector_norm(alone[name])
+        assert ratio.item() == pytest.approx(1.0, abs=1e-12), name
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_megatron_5916_the_gradient_norm_counts_every_expert_once(alone, fold):
+    norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in alone.values()])).item()
+    experts = torch.linalg.vector_norm(torch.cat([g.flatten() for n, g in alone.items() if "experts" in n]))
+    assert experts > 0.1 * norm  # enough to be seen
+    assert gradients(case(**fold))[1] == pytest.approx([norm] * case(**fold).world_size, abs=1e-12)
+
+
+def test_megatron_1622_sliced_experts_need_no_ep(alone):
+    for fold in ({"dp": 2, "etp": 2}, {"dp": 4, "etp": 4}):
+        for name, gradient in gradients(case(**fold))[0].items():
+            torch.testing.assert_close(gradient, alone[name], rtol=0, atol=1e-10, msg=f"{name} {fold}")
+
+
+@pytest.mark.parametrize("fold", FOLDS, ids=str)
+def test_deepspeed_5066_a_router_that_sends_all_tokens_to_one_expert_stops_nobody(fold):
+    collapsed = case("", {"favoured": 1, "chosen": 1}, **fold)
+    expected, _ = gradients(collapsed.alone())
+    for name, gradient in gradients(collapsed)[0].items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10, msg=name)
+    assert expected["layers.0.experts.up"][0].abs().max() > 0
+    assert not expected["layers.0.experts.up"][1:].any()
