@@ -1,0 +1,25 @@
+"""DeepSeek-V3 and V2: latent attention, a mixture of experts and multi-token prediction.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek
+
+__version__ = "0.1.0"
+
+
+@hookimpl
+def nanotrain_register_model(register: Register) -> None:
+    """Announce ``deepseek``."""
+    register(
+        Component(
+            name="deepseek",
+            config=DeepSeekConfig,
+            factory="nanotrain_deepseek.model:DeepSeek",
+            summary="DeepSeek-V3 or V2: latent attention, mixture of experts, multi-token prediction",
+            check=check_deepseek,
+        )
+    )

@@ -1,0 +1,61 @@
+"""Losses that keep experts evenly loaded, each of one sequence at a time and summed over sequences.
+
+f counts choices and has no gradient; P, the mean score, has. Even load gives f = 1 for every expert.
+
+Shapes: ... sequences, S tokens of one, E experts, K chosen per token, G groups of consecutive experts.
+
+Sources: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20; DeepSeek-V2, arXiv 2405.04434, equations 23 to 31.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def sequence_loss(scores_SE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return sum of f P with the scores of a token divided by their sum. Source: V3, equations 17 to 20.
+
+    f counts the best ``top_k`` of the bare scores: neither bias nor groups take part.
+    """
+    f_E = _share(scores_SE.topk(top_k, dim=-1).indices, scores_SE)
+    p_E = (scores_SE / scores_SE.sum(-1, keepdim=True)).mean(-2)
+    return (f_E * p_E).sum()
+
+
+def expert_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
+    """Return sum of f P, f of the experts that tokens go to. Source: V2, equations 23 to 25."""
+    return (_share(experts_SK, scores_SE) * scores_SE.mean(-2)).sum()
+
+
+def device_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor, devices: int) -> torch.Tensor:
+    """Return sum over devices of mean f times summed P of their experts. Source: V2, equations 26 to 28."""
+    f_G = torch.unflatten(_share(experts_SK, scores_SE), -1, (devices, -1)).mean(-1)
+    return (f_G * _device_score(scores_SE, devices)).sum()
+
+
+def communication_loss(
+    scores_SE: torch.Tensor, experts_SK: torch.Tensor, devices: int, limit: int
+) -> torch.Tensor:
+    """Return sum over devices of f P, f of the tokens sent there. Source: V2, equations 29 to 31.
+
+    A token is sent to a device once, however many of its experts are there; to ``limit`` devices at most.
+    """
+    device_SK = experts_SK // (scores_SE.shape[-1] // devices)
+    sent_SG = torch.zeros_like(scores_SE[..., :devices]).scatter(-1, device_SK, 1.0)
+    f_G = sent_SG.mean(-2) * (devices / limit)
+    return (f_G * _device_score(scores_SE, devices)).sum()
+
+
+def _share(experts_SK: torch.Tensor, scores_SE: torch.Tensor) -> torch.Tensor:
+    """Return f [..., E]: how often each expert was chosen, over the mean."""
+    tokens, top_k = experts_SK.shape[-2:]
+    count = scores_SE.shape[-1]
+    choices = experts_SK.flatten(-2)
+    counts_E = torch.zeros_like(scores_SE[..., 0, :]).scatter_add(
+        -1, choices, torch.ones_like(choices, dtype=scores_SE.dtype)
+    )
+    return counts_E * (count / (top_k * tokens))
+
+
+def _device_score(scores_SE: torch.Tensor, devices: int) -> torch.Tensor:
+    return torch.unflatten(scores_SE.mean(-2), -1, (devices, -1)).sum(-1)

@@ -1,0 +1,187 @@
+"""The recipe table of the model, and its cross-checks. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+from attrs.validators import ge, gt
+
+from nanotrain_core.errors import Problem
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout import Layout
+    from nanotrain_core.recipe.tree import Recipe
+
+
+@attrs.define(frozen=True, kw_only=True)
+class YarnConfig:
+    """``[model.yarn]``: stretch RoPE to sequences longer than those trained on."""
+
+    factor: float = attrs.field(default=40.0, validator=gt(1.0))
+    """How many times longer sequences become."""
+    original_length: int = attrs.field(default=4096, validator=ge(1))
+    """Length the model was trained on before."""
+    beta_fast: float = attrs.field(default=32.0, validator=gt(0.0))
+    """Pairs that turn more often than this over `original_length` keep their frequency."""
+    beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Pairs that turn less often are slowed down by `factor`; those between, in part."""
+    mscale: float = attrs.field(default=1.0, validator=ge(0.0))
+    """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
+    mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
+    """Scales attention scores by m(mscale_all_dim) squared."""
+
+    @beta_slow.validator
+    def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if value >= self.beta_fast:
+            raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class DeepSeekConfig:
+    """``[model] use = "deepseek"``: defaults are V3's where its dimensions do not matter."""
+
+    layers: int = attrs.field(validator=ge(1))
+    """Blocks."""
+    dense_layers: int = attrs.field(default=1, validator=ge(0))
+    """Leading blocks with a dense feed-forward layer in place of experts."""
+    width: int = attrs.field(validator=ge(1))
+    """Size D of the residual stream."""
+    vocab: int = attrs.field(validator=ge(2))
+    """Vocabulary size V."""
+    max_length: int = attrs.field(default=0, validator=ge(0))
+    """Longest sequence; 0: any length."""
+
+    heads: int = attrs.field(validator=ge(1))
+    """Attention heads."""
+    q_rank: int = attrs.field(default=0, validator=ge(0))
+    """Size of the latent that queries are made from (q_lora_rank); 0 makes them from the width."""
+    kv_rank: int = attrs.field(validator=ge(1))
+    """Size of the latent that keys and values are made from (kv_lora_rank)."""
+    nope_size: int = attrs.field(validator=ge(1))
+    """Numbers of a query and key head without position."""
+    rope_size: int = attrs.field(validator=ge(2))
+    """Numbers with position; those of the key are shared by all heads."""
+    value_size: int = attrs.field(validator=ge(1))
+    """Numbers of a value head."""
+    rope_theta: float = attrs.field(default=10000.0, validator=gt(0.0))
+    """Base of the RoPE frequencies."""
+    yarn: YarnConfig | None = None
+    """Stretches RoPE to longer sequences."""
+
+    ffn: int = attrs.field(validator=ge(1))
+    """Width of a dense feed-forward layer."""
+    experts: int = attrs.field(validator=ge(1))
+    """Routed experts E of a layer."""
+    top_k: int = attrs.field(validator=ge(1))
+    """Routed experts K that a token goes to."""
+    shared_experts: int = attrs.field(default=1, validator=ge(0))
+    """Experts that every token goes to."""
+    expert_ffn: int = attrs.field(validator=ge(1))
+    """Width F of one expert."""
+    groups: int = attrs.field(default=1, validator=ge(1))
+    """Groups of consecutive experts: of V2's balance losses, the devices."""
+    group_limit: int = attrs.field(default=0, validator=ge(0))
+    """Groups that the experts of one token may come from; 0: all."""
+
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    """`sigmoid` with a bias for balance is V3's router, `softmax` without is V2's."""
+    normalise_weights: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    route_scale: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Factor on the experts' weights."""
+    bias_update_rate: float = attrs.field(default=0.0, validator=ge(0.0))
+    """How far a step moves the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it."""
+    seq_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Weight of V3's balance loss of each sequence."""
+    expert_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Weight of V2's expert-level balance loss."""
+    device_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Weight of V2's device-level balance loss."""
+    comm_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Weight of V2's communication balance loss."""
+
+    mtp: int = attrs.field(default=0, validator=ge(0))
+    """Further tokens predicted in training, each by a module of one layer (V3: 1)."""
+    mtp_weight: float = attrs.field(default=0.3, validator=ge(0.0))
+    """Weight of the loss of those tokens."""
+    mtp_input: Literal["hidden_first", "embedding_first"] = "hidden_first"
+    """How such a module joins its inputs: as the paper writes it, or as the released weights have it."""
+
+    norm_eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    """Added to the mean square."""
+    tied: bool = False
+    """Use the embedding table as the head."""
+    init_std: float = attrs.field(default=0.006, validator=gt(0.0))
+    """Of every matrix."""
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts, those of the modules for further tokens included."""
+        return max(0, self.layers - self.dense_layers) + self.mtp
+
+    @property
+    def qk_size(self) -> int:
+        """Numbers K of a query or key head."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def chosen_groups(self) -> int:
+        """Groups that one token's experts come from, at most."""
+        return self.group_limit or self.groups
+
+
+def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:
+    """Check what one field alone cannot."""
+    c = config
+    if c.dense_layers > c.layers:
+        yield Problem("model.dense_layers", f"{c.dense_layers} exceeds the model's {c.layers} layers")
+    if c.rope_size % 2:
+        yield Problem("model.rope_size", f"{c.rope_size} is odd: RoPE turns pairs of numbers")
+    if c.max_length and recipe.batch.length > c.max_length:
+        yield Problem("batch.length", f"{recipe.batch.length} exceeds model.max_length = {c.max_length}")
+    if c.mtp >= recipe.batch.length:
+        yield Problem(
+            "model.mtp", f"{c.mtp} further tokens leave none of batch.length = {recipe.batch.length}"
+        )
+    yield from _check_groups(c)
+    yield from _check_losses(c)
+
+
+def _check_groups(c: DeepSeekConfig) -> Iterator[Problem]:
+    if c.top_k > c.experts:
+        yield Problem("model.top_k", f"{c.top_k} exceeds the {c.experts} experts there are")
+    if c.experts % c.groups:
+        yield Problem("model.groups", f"{c.groups} groups do not divide {c.experts} experts")
+        return
+    size = c.experts // c.groups
+    if c.group_limit > c.groups:
+        yield Problem("model.group_limit", f"{c.group_limit} exceeds the {c.groups} groups there are")
+    elif c.top_k > c.chosen_groups * size:
+        least = -(-c.top_k // size)
+        yield Problem(
+            "model.group_limit",
+            f"{c.group_limit} groups of {size} experts are too few for top_k = {c.top_k}: at least {least}",
+        )
+    if c.score == "sigmoid" and c.chosen_groups < c.groups and size < 2:
+        yield Problem(
+            "model.groups",
+            f"{c.groups} groups of one expert: a group's score is the sum of its best two, "
+            f"so at most {c.experts // 2} groups",
+        )
+
+
+def _check_losses(c: DeepSeekConfig) -> Iterator[Problem]:
+    if c.score == "softmax" and c.bias_update_rate:
+        yield Problem("model.bias_update_rate", "a softmax router has no bias: set it to 0 or leave it out")
+    for name in ("expert_balance", "device_balance", "comm_balance"):
+        weight = getattr(c, name)
+        if weight and c.score != "softmax":
+            yield Problem(f"model.{name}", f"is a loss on softmax scores, but score = '{c.score}'")
+        if weight and name != "expert_balance" and c.groups == 1:
+            yield Problem(f"model.{name}", "compares groups of experts: set model.groups to at least 2")
+    names = ("seq_balance", "expert_balance", "device_balance", "comm_balance")
+    weighted = [name for name in names if getattr(c, name)]
+    if weighted and not c.moe_layers:
+        yield Problem(f"model.{weighted[0]}", "balances experts, but every layer is dense")

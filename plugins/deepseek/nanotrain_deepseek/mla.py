@@ -1,0 +1,65 @@
+"""Multi-head latent attention: keys and values of all heads are made from one small latent.
+
+Shapes: B batch, S sequence, D width, R latent rank, H heads, K size of a query and key head, N of its
+numbers without position and P with, V size of a value head. A wrapper may leave this rank some of the
+heads, and hand the block a part of the sequence: what COLUMN and SHARED return has H and S as attention
+sees them.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanotrain_core.builtin.attention import causal_attention
+from nanotrain_core.builtin.linear import Linear
+from nanotrain_core.builtin.rms_norm import RMSNorm
+from nanotrain_core.builtin.rope import Rotation, rotate
+from nanotrain_core.roles import Role, tag
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.yarn import softmax_scale
+
+
+class LatentAttention(nn.Module):
+    """Causal attention; queries come from a latent of their own where ``q_rank`` says so."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.config, self.scale = config, softmax_scale(config)
+        D, H, K, R = config.width, config.heads, config.qk_size, config.kv_rank
+        keys_and_values = config.nope_size + config.value_size
+        if config.q_rank:
+            self.q_a = tag(Linear(D, config.q_rank, bias=False), Role.REPLICATED)
+            self.q_a_norm = tag(RMSNorm(config.q_rank, eps=config.norm_eps), Role.NORM)
+            self.q_b = tag(Linear(config.q_rank, H * K, bias=False), Role.COLUMN, unit=K)
+        else:
+            self.q = tag(Linear(D, H * K, bias=False), Role.COLUMN, unit=K)
+        self.kv_a = tag(Linear(D, R + config.rope_size, bias=False), Role.REPLICATED)
+        self.kv_a_norm = tag(RMSNorm(R, eps=config.norm_eps), Role.NORM)
+        self.kv_b = tag(Linear(R, H * keys_and_values, bias=False), Role.COLUMN, unit=keys_and_values)
+        self.k_shared = tag(nn.Identity(), Role.SHARED)
+        self.o = tag(Linear(H * config.value_size, D, bias=False), Role.ROW, unit=config.value_size)
+
+    def forward(self, x_BSD: torch.Tensor, turn: Rotation) -> torch.Tensor:
+        q_BSHK = self._queries(x_BSD, turn)
+        k_BSHK, v_BSHV = self._keys_and_values(x_BSD, turn)
+        y_BSHV = causal_attention(q_BSHK, k_BSHK, v_BSHV, scale=self.scale)
+        y_BSD: torch.Tensor = self.o(y_BSHV.flatten(2))
+        return y_BSD
+
+    def _queries(self, x_BSD: torch.Tensor, turn: Rotation) -> torch.Tensor:
+        c = self.config
+        q = self.q_b(self.q_a_norm(self.q_a(x_BSD))) if c.q_rank else self.q(x_BSD)
+        q_BSHN, q_BSHP = q.unflatten(-1, (-1, c.qk_size)).split((c.nope_size, c.rope_size), dim=-1)
+        return torch.cat((q_BSHN, rotate(q_BSHP, turn)), dim=-1)
+
+    def _keys_and_values(self, x_BSD: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotary key has one head, which meets the others only after it entered their region."""
+        c = self.config
+        latent_BSR, rotary_BSP = self.kv_a(x_BSD).split((c.kv_rank, c.rope_size), dim=-1)
+        kv = self.kv_b(self.kv_a_norm(latent_BSR)).unflatten(-1, (-1, c.nope_size + c.value_size))
+        k_BSHN, v_BSHV = kv.split((c.nope_size, c.value_size), dim=-1)
+        k_BS1P = rotate(self.k_shared(rotary_BSP).unsqueeze(2), turn)
+        return torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1), v_BSHV

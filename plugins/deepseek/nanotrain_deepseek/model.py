@@ -1,0 +1,85 @@
+"""DeepSeek-V3 and V2: dimensions, loss terms and the number of operations.
+
+Sources: DeepSeek-V3, arXiv 2412.19437; DeepSeek-V2, arXiv 2405.04434.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from nanotrain_core.actions import Part
+from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.mtp import later_targets
+from nanotrain_deepseek.part import DeepSeekPart
+
+#: Balance losses by the config's key of their weight, which is also their name.
+BALANCE = ("seq_balance", "expert_balance", "device_balance", "comm_balance")
+
+
+class DeepSeek:
+    """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        self.config = config
+        self.layers = config.layers
+        self.vocab_size = config.vocab
+        self.max_length = config.max_length or None
+        self.loss_weights: Mapping[str, float] = self._loss_weights()
+
+    def _loss_weights(self) -> dict[str, float]:
+        """Weigh each term's mean.
+
+        A balance loss is reported as the mean over layers. The papers add up layers, each with the weight
+        of the recipe, so here the mean has that weight times the number of layers.
+        """
+        c = self.config
+        weights = {"lm": 1.0}
+        if c.mtp:
+            weights["mtp"] = c.mtp_weight
+        return weights | {name: getattr(c, name) * c.moe_layers for name in BALANCE if getattr(c, name)}
+
+    def build(self, part: Part) -> nn.Module:
+        """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
+        with torch.device("meta"):
+            return DeepSeekPart(self.config, part)
+
+    def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return targets for ``lm``; those of every depth for ``mtp``; sequences times layers for balance."""
+        counts = {"lm": batch.target_tokens()}
+        if self.config.mtp:
+            counts["mtp"] = self._further_targets(batch)
+        pairs = torch.full((), batch.sequences * self.config.moe_layers, device=batch.tokens.device)
+        return counts | {name: pairs for name in BALANCE if name in self.loss_weights}
+
+    def _further_targets(self, batch: Batch) -> torch.Tensor:
+        assert batch.targets is not None
+        depths = range(1, self.config.mtp + 1)
+        return torch.stack([(later_targets(batch.targets, d) != IGNORE).sum() for d in depths]).sum()
+
+    def flops_per_token(self, length: int) -> float:
+        """Return 3 times the forward pass: 2 FLOPs per weight that a token meets, and causal attention.
+
+        The head is a matrix product, the embedding a look-up that costs nothing. A token attends to
+        ``length`` / 2 others on average: 2 FLOPs for each number of their keys and of their values.
+        """
+        c = self.config
+        dense = min(c.dense_layers, c.layers)
+        blocks = c.layers + c.mtp
+        dense_ffn = 3 * c.width * c.ffn
+        experts = 3 * c.width * c.expert_ffn * (c.top_k + c.shared_experts) + c.width * c.experts
+        weights = blocks * self._attention_weights() + dense * dense_ffn + (blocks - dense) * experts
+        weights += (1 + c.mtp) * c.vocab * c.width + c.mtp * 2 * c.width**2
+        scores_and_values = blocks * length * c.heads * (c.qk_size + c.value_size)
+        return 3.0 * (2 * weights + scores_and_values)
+
+    def _attention_weights(self) -> int:
+        c = self.config
+        q_out = c.heads * c.qk_size
+        queries = c.q_rank * (c.width + q_out) if c.q_rank else c.width * q_out
+        latent = c.width * (c.kv_rank + c.rope_size)
+        keys_and_values = c.kv_rank * c.heads * (c.nope_size + c.value_size)
+        return queries + latent + keys_and_values + c.heads * c.value_size * c.width

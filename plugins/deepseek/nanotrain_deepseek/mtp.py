@@ -1,0 +1,55 @@
+"""Multi-token prediction: in training, each position also predicts tokens beyond the next.
+
+Module k takes what module k - 1 (the model's last layer, for k = 1) made of position i, and the embedding
+of token i + k, and predicts token i + k + 1. It never meets a token that it is to predict.
+
+Shapes: B batch, S sequence, D width.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 25.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.batch import IGNORE
+from nanotrain_core.builtin.linear import Linear
+from nanotrain_core.builtin.rope import Rotation
+from nanotrain_core.roles import Role, tag
+from nanotrain_deepseek.block import Block, norm
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.moe import Tally
+
+
+class Predictor(nn.Module):
+    """One module: join, one more block with experts, a norm before the head, which is the model's."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.hidden_first = config.mtp_input == "hidden_first"
+        self.hidden_norm = norm(config)
+        self.embed_norm = norm(config)
+        self.proj = tag(Linear(2 * config.width, config.width, bias=False), Role.REPLICATED)
+        self.block = Block(config, dense=False)
+        self.norm = norm(config)
+
+    def forward(
+        self, h_BSD: torch.Tensor, embedded_BSD: torch.Tensor, turn: Rotation, tally: Tally
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states [B, S, D] for the next module, and normalised for the model's head."""
+        pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
+        joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
+        out_BSD = self.block(joined, turn, tally)
+        return out_BSD, self.norm(out_BSD)
+
+
+def later_tokens(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
+    """Return the token ``depth`` positions on; token 0 at the end, where none is known and none predicted."""
+    return F.pad(tokens_BS[:, depth:], (0, depth), value=0)
+
+
+def later_targets(targets_BS: torch.Tensor, depth: int) -> torch.Tensor:
+    """Return the target ``depth`` positions on; :data:`~nanotrain_core.batch.IGNORE` at the end."""
+    return F.pad(targets_BS[:, depth:], (0, depth), value=IGNORE)

@@ -1,0 +1,121 @@
+"""Consecutive layers of the model, with the embedding and the head where they belong.
+
+Shapes: B batch, S sequence, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.actions import Part
+from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.rope import Rotation
+from nanotrain_core.contracts import Initializer, PartOutput
+from nanotrain_core.roles import Role, tag
+from nanotrain_deepseek.block import Block, norm
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.moe import Tally
+from nanotrain_deepseek.mtp import Predictor, later_targets, later_tokens
+from nanotrain_deepseek.yarn import rotation
+
+
+class DeepSeekPart(nn.Module):
+    """Layers numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
+
+    The part with the head needs the embedding table too if it is tied, or if further tokens are predicted. It
+    holds its own copy when the first part is elsewhere, under the same name.
+    """
+
+    def __init__(self, config: DeepSeekConfig, part: Part) -> None:
+        super().__init__()
+        self.config, self.part = config, part
+        if part.has_embedding or (part.has_head and (config.tied or config.mtp)):
+            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
+        self.layers = nn.ModuleDict(
+            {str(n): Block(config, dense=n < config.dense_layers) for n in range(part.first, part.last)}
+        )
+        if part.has_head:
+            self.norm = norm(config)
+            self.head = tag(Head(config), Role.HEAD)
+            self.mtp = nn.ModuleList(Predictor(config) for _ in range(config.mtp))
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers.
+
+        The length is the batch's: a wrapper may have left this rank a part of each sequence.
+        """
+        tally = Tally()
+        x_BSD = self._embed(inputs) if self.part.has_embedding else inputs
+        turn = rotation(batch.tokens.shape[1], self.config, like=x_BSD)
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, turn, tally)
+        if not self.part.has_head:
+            return PartOutput(x_BSD, tally.close())
+        output = self._head(self.norm(x_BSD), batch.targets)
+        if batch.targets is None:
+            return PartOutput(output)
+        losses = {"lm": output}
+        if self.training and self.config.mtp:
+            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, turn, tally)
+        return PartOutput(None, losses | tally.close())
+
+    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        length, limit = tokens_BS.shape[1], self.config.max_length
+        if limit and length > limit:
+            raise ValueError(f"a sequence of {length} tokens exceeds the model's max_length = {limit}")
+        x_BSD: torch.Tensor = self.embed(tokens_BS)
+        return x_BSD
+
+    def _head(self, x_BSD: torch.Tensor, targets_BS: torch.Tensor | None) -> torch.Tensor:
+        # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
+        out: torch.Tensor = self.head(x_BSD, targets_BS, self.embed.weight if self.config.tied else None)
+        return out
+
+    def _predict_further(
+        self, h_BSD: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor, turn: Rotation, tally: Tally
+    ) -> torch.Tensor:
+        """Return the summed cross-entropies of all depths; the first starts from the last layer's output."""
+        losses = []
+        for depth, predictor in enumerate(self.mtp, start=1):
+            embedded_BSD = self.embed(later_tokens(tokens, depth))
+            h_BSD, normed_BSD = predictor(h_BSD, embedded_BSD, turn, tally)
+            losses.append(self._head(normed_BSD, later_targets(targets, depth)))
+        return torch.stack(losses).sum()
+
+    def initializer(self, name: str) -> Initializer:
+        """Return ones for norms, zeros for the routers' bias, one normal for all else.
+
+        Source: DeepSeek-V3, section 4.2: 0.006 for every learnable parameter.
+        """
+        if name.endswith("norm.weight"):
+            return Initializer("constant", 1.0)
+        if name.endswith("router.bias"):
+            return Initializer("constant", 0.0)
+        return Initializer("normal", self.config.init_std)
+
+
+class Head(nn.Module):
+    """Output projection and loss: one module, so that logits can be split over the vocabulary.
+
+    It owns its weight [V, D], or is lent the embedding's at every call when they are tied.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        own = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.width))
+        self.register_parameter("weight", own)
+
+    def forward(
+        self, x_BSD: torch.Tensor, targets_BS: torch.Tensor | None, table_VD: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return logits [B, S, V], or with targets the summed cross-entropy, a scalar."""
+        weight_VD = self.weight if table_VD is None else table_VD
+        assert weight_VD is not None
+        if targets_BS is None:
+            return F.linear(x_BSD, weight_VD)
+        return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())

@@ -1,0 +1,118 @@
+"""Chooses experts: V3's sigmoid scores with a bias that balances them, and V2's softmax.
+
+Shapes: B batch, S sequence, D width, E experts, K chosen per token, G groups of consecutive experts.
+
+Sources: DeepSeek-V3, arXiv 2412.19437, section 2.1.2, equations 12 to 20; DeepSeek-V2, arXiv 2405.04434,
+section 2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.dtypes import keep_dtype
+from nanotrain_core.routing import Routing
+from nanotrain_deepseek import balance_losses
+from nanotrain_deepseek.config import DeepSeekConfig
+
+#: Keeps a sum of sigmoids that all underflowed from dividing by 0.
+TINY = 1e-20
+
+
+class Router(nn.Module):
+    """Linear scores, the best K of the best groups, and a count of what each expert got."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        bias = None
+        if config.score == "sigmoid":
+            bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
+        self.register_parameter("bias", bias)
+        keep_dtype(self, "bias")
+        self.counting = True
+        self._load: torch.Tensor | None = None
+
+    def forward(self, x_BSD: torch.Tensor) -> Routing:
+        """Return experts and weights of every token, and with :meth:`train` the balance losses."""
+        c, wide = self.config, torch.promote_types(x_BSD.dtype, torch.float32)
+        logits_BSE = F.linear(x_BSD.to(wide), self.weight.to(wide))
+        scores_BSE = logits_BSE.sigmoid() if c.score == "sigmoid" else logits_BSE.softmax(-1)
+        experts_BSK = self._choose(scores_BSE.detach())
+        weights_BSK = scores_BSE.gather(-1, experts_BSK)
+        if c.normalise_weights:
+            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
+        if not self.training:
+            return Routing(experts_BSK, weights_BSK * c.route_scale)
+        if self.counting:
+            self._count(experts_BSK)
+        return Routing(experts_BSK, weights_BSK * c.route_scale, self._losses(scores_BSE, experts_BSK))
+
+    def _choose(self, scores_BSE: torch.Tensor) -> torch.Tensor:
+        """Return the best K experts. The bias decides who is chosen and never how much it weighs."""
+        c = self.config
+        if self.bias is not None:
+            scores_BSE = scores_BSE + self.bias
+        if c.chosen_groups < c.groups:
+            scores_BSE = self._within_groups(scores_BSE)
+        return scores_BSE.topk(c.top_k, dim=-1).indices
+
+    def _within_groups(self, scores_BSE: torch.Tensor) -> torch.Tensor:
+        """Take experts outside of a token's best groups out of the running.
+
+        A group is as good as its best two experts together, or without a bias, as in V2, its best.
+        """
+        c = self.config
+        grouped = torch.unflatten(scores_BSE, -1, (c.groups, -1))
+        group_score = grouped.amax(-1) if self.bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        best = group_score.topk(c.chosen_groups, dim=-1).indices
+        shut_BSG = torch.ones_like(group_score, dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(shut_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
+
+    def _losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> dict[str, torch.Tensor]:
+        c, losses = self.config, {}
+        if c.seq_balance:
+            losses["seq_balance"] = balance_losses.sequence_loss(scores_BSE, c.top_k)
+        if c.expert_balance:
+            losses["expert_balance"] = balance_losses.expert_loss(scores_BSE, experts_BSK)
+        if c.device_balance:
+            losses["device_balance"] = balance_losses.device_loss(scores_BSE, experts_BSK, c.groups)
+        if c.comm_balance:
+            losses["comm_balance"] = balance_losses.communication_loss(
+                scores_BSE, experts_BSK, c.groups, c.chosen_groups
+            )
+        return losses
+
+    # --- load ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _count(self, experts_BSK: torch.Tensor) -> None:
+        """Add up choices in int64: a narrow float would lose counts and turn the sign of an update."""
+        choices = experts_BSK.flatten()
+        if self._load is None:
+            self._load = self._no_load()
+        self._load.scatter_add_(0, choices, torch.ones_like(choices))
+
+    def _no_load(self) -> torch.Tensor:
+        return torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
+
+    def take_load(self) -> torch.Tensor:
+        """Return how many tokens each expert got [E] in training since the last call, int64."""
+        load, self._load = self._load, None
+        return self._no_load() if load is None else load
+
+    @torch.no_grad()
+    def balance(self, load: torch.Tensor) -> None:
+        """Move the bias down for experts above the mean of the global ``load`` [E], up for those below.
+
+        Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing.
+        """
+        if self.bias is None or not self.config.bias_update_rate:
+            return
+        missing = load.sum() - load * len(load)  # E times (mean - load): exact in integers
+        self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.config.bias_update_rate)

@@ -1,0 +1,65 @@
+"""RoPE for some numbers of a head, stretched to longer sequences by YaRN where the recipe says so.
+
+Shapes: S sequence, P rotary numbers of a head. Number i is paired with number i + P/2.
+
+Sources: Su et al., arXiv 2104.09864, equation 34; Peng et al. (YaRN), arXiv 2309.00071, sections 3.2 to
+3.4; its ramp over rounded pair numbers and its two scales are those of DeepSeek-V2, arXiv 2405.04434,
+section 3.1.4.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanotrain_core.builtin.rope import Rotation
+from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
+
+
+def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor) -> Rotation:
+    """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P].
+
+    Angles are float64: position times frequency loses digits of the angle in float32. The results are
+    float32, or float64 for a float64 model.
+    """
+    position_S = torch.arange(length, dtype=torch.float64, device=like.device)
+    angle_S1P = torch.outer(position_S, frequencies(config).to(like.device)).unsqueeze(1)
+    scale = 1.0
+    if config.yarn is not None:
+        scale = _mscale(config.yarn, config.yarn.mscale) / _mscale(config.yarn, config.yarn.mscale_all_dim)
+    cos, sin = angle_S1P.cos() * scale, angle_S1P.sin() * scale
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def softmax_scale(config: DeepSeekConfig) -> float:
+    """Return what attention scores are multiplied by: 1 / sqrt of the head's size, and YaRN's temperature."""
+    scale: float = config.qk_size**-0.5
+    if config.yarn is None:
+        return scale
+    temperature = _mscale(config.yarn, config.yarn.mscale_all_dim)
+    return scale * temperature * temperature
+
+
+def frequencies(config: DeepSeekConfig) -> torch.Tensor:
+    """Return radians per position of each pair [P/2], float64, on the CPU."""
+    size, theta, yarn = config.rope_size, config.rope_theta, config.yarn
+    pair = torch.arange(0, size, 2, dtype=torch.float64, device="cpu")
+    plain = theta ** (-pair / size)
+    if yarn is None:
+        return plain
+    first = max(math.floor(_pair_turning(yarn.beta_fast, yarn, size, theta)), 0)
+    last = min(math.ceil(_pair_turning(yarn.beta_slow, yarn, size, theta)), size - 1)
+    ramp = (torch.arange(size // 2, dtype=torch.float64, device="cpu") - first) / max(last - first, 1e-3)
+    slowed = ramp.clamp(0.0, 1.0)
+    return plain * (1 - slowed) + plain / yarn.factor * slowed
+
+
+def _pair_turning(times: float, yarn: YarnConfig, size: int, theta: float) -> float:
+    """Return the number, not whole, of the pair that turns so many times over the original length."""
+    return size * math.log(yarn.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _mscale(yarn: YarnConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(yarn.factor) + 1.0
