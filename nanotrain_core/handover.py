@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nanotrain_core.mesh import Mesh
 
 Way = Literal["forward", "backward"]
+WAYS: tuple[Way, ...] = ("forward", "backward")
 
 #: What a message can be made of: its number travels ahead of the first one.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,38 +31,64 @@ Shape = tuple[int, ...]
 class Handover:
     """The edges between stages that this rank is at either end of. Edge e is from stage e to e + 1."""
 
-    def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
-        """``owners``: the pipeline rank of each stage. Collective over the pipeline."""
+    def __init__(self, owners: Sequence[int], mesh: Mesh, *, tags: bool | None = None) -> None:
+        """Make the groups. Collective over the run.
+
+        Args:
+            owners: the pipeline rank of each stage.
+            mesh: of the run.
+            tags: whether messages of one group may overtake one another; by default only on CPU.
+        """
         self.owners, self.mesh = owners, mesh
         self.rank = mesh.coordinate("pp") if len(set(owners)) > 1 else owners[0]
         self._kept: dict[tuple[Way, int, int], torch.Tensor] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
         self._told: set[tuple[int, Shape]] = set()
-        self._groups = self._make_groups()
+        self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
+        crossing = [e for e in range(len(owners) - 1) if owners[e] != owners[e + 1]]
+        if crossing and (mesh.device.type == "cpu" if tags is None else tags):
+            self._share_group(crossing)
+        elif crossing:
+            self._make_groups(crossing)
         self.waited = 0.0
         """Seconds that the host has waited for messages."""
 
-    def _make_groups(self) -> dict[tuple[Way, int], dist.ProcessGroup]:
-        """Make the groups of this rank's edges; all edges share one where messages have tags."""
-        crossing = [e for e in range(len(self.owners) - 1) if self.owners[e] != self.owners[e + 1]]
-        if not crossing:
-            return {}
-        ways: tuple[Way, ...] = ("forward", "backward")
-        if self.mesh.device.type == "cpu":
-            group = self.mesh.new_group(self.mesh.ranks("pp"), "handover")
-            return {(way, edge): group for edge in crossing for way in ways}
-        mine = [e for e in crossing if self.rank in self.owners[e : e + 2]]
-        return {
-            (way, edge): self.mesh.new_group(self._ends(edge), f"handover-{way}-{edge}")
-            for edge in mine
-            for way in ways
-        }
+    def _share_group(self, crossing: Sequence[int]) -> None:
+        """Make one group for all edges: tags tell messages apart."""
+        group = self.mesh.new_group(self.mesh.ranks("pp"), "handover")
+        self._groups = {(way, edge): group for edge in crossing for way in WAYS}
 
-    def _ends(self, edge: int) -> list[int]:
-        """Return the global ranks at the ends of an edge, ascending."""
+    def _make_groups(self, crossing: Sequence[int]) -> None:
+        """Make a group for each edge between two ranks, in either direction.
+
+        Every second edge first: ranks then wait for one neighbour and not for a chain of them.
+        """
+        made = [0] * (max(self.owners) + 1)
+        for edge in sorted(crossing, key=lambda edge: (edge % 2, edge)):
+            ends = self.owners[edge : edge + 2]
+            self._keep_in_step(made, ends, max(made[end] for end in ends))
+            if self.rank in ends:
+                for way in WAYS:
+                    self._groups[way, edge] = self._meet(ends, f"handover-{way}-{edge}")
+            for end in ends:
+                made[end] += len(WAYS)
+        self._keep_in_step(made, range(len(made)), max(made))
+
+    def _keep_in_step(self, made: list[int], ranks: Sequence[int], number: int) -> None:
+        """Let pipeline ranks count as many groups as others have: see :meth:`Mesh.new_group`."""
+        for rank in ranks:
+            if rank == self.rank:
+                for _ in range(number - made[rank]):
+                    self.mesh.skip_group()
+            made[rank] = number
+
+    def _meet(self, ends: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Make a group of two pipeline ranks that is connected: no first send waits until it is."""
         ranks = self.mesh.ranks("pp")
-        return sorted(ranks[owner] for owner in self.owners[edge : edge + 2])
+        group = self.mesh.new_group(sorted(ranks[end] for end in ends), name)
+        dist.all_reduce(torch.zeros(1, device=self.mesh.device), group=group)
+        return group
 
     # --- sending ------------------------------------------------------------------------------
 

@@ -107,6 +107,13 @@ class Layout:
         """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
         return self.view(dims).ranks(rank, dims)
 
+    def some_member(self, rank: int, span: Span) -> int:
+        """Return ``rank`` if the span has it, or else its twin in the span's first stage."""
+        view = self.view(span.dims)
+        if not span.stages or view.coordinate(rank, "pp") in span.stages:
+            return rank
+        return rank + (span.stages[0] - view.coordinate(rank, "pp")) * view.stride("pp")
+
     def members(self, rank: int, span: Span) -> tuple[int, ...]:
         """Return the ranks of the span that ``rank`` belongs to, ascending.
 

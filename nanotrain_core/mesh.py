@@ -34,6 +34,7 @@ class Mesh:
         dense = layout.views["dense"].dims
         self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._spans: list[Span] = []
         self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data])
 
     @property
@@ -52,22 +53,36 @@ class Mesh:
         return self.layout.ranks(self.rank, *dims)
 
     def create_groups(self, wanted: Iterable[Span]) -> None:
-        """Create this rank's groups of each of ``wanted``. Collective over those groups' members.
+        """Create this rank's groups of each of ``wanted``.
 
-        Ranks must agree on the order of what they share; :meth:`agree_on_groups` sees to it where
-        the wishes come from parameters, which differ between pipeline stages.
+        All ranks of the run must ask for the same, in the same order; :meth:`agree_on_groups` sees to it
+        where the wishes come from parameters, which differ between pipeline stages.
         """
         for span in wanted:
-            ranks = self.layout.members(self.rank, span)
-            if len(ranks) in (0, 1, self.world_size) or ranks in self._groups:
+            member = self.layout.some_member(self.rank, span)
+            ranks = self.layout.members(member, span)
+            known = any(self.layout.members(member, other) == ranks for other in self._spans)
+            if len(ranks) in (1, self.world_size) or known:
                 continue
-            self._groups[ranks] = self.new_group(ranks, str(span))
+            self._spans.append(span)
+            if self.rank in ranks:
+                self._groups[ranks] = self.new_group(ranks, str(span))
+            else:
+                self.skip_group()
 
     def new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Create one more group, for example for messages of its own. Collective over ``ranks`` alone."""
+        """Create one more group, for example for messages of its own. Collective over ``ranks`` alone.
+
+        torch tells groups of the same ranks apart by the number of groups a process has made before, so
+        the ranks that are in none meanwhile must call :meth:`skip_group`, or later groups never meet.
+        """
         return dist.new_group(  # type: ignore[no-any-return]
             list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name
         )
+
+    def skip_group(self) -> None:
+        """Count a group that other ranks make without this one: it makes one of itself."""
+        dist.new_group([self.rank], backend="gloo", use_local_synchronization=True, group_desc="alone")
 
     def agree_on_groups(self, wanted: Iterable[Span]) -> None:
         """Create the union of what all pipeline stages want, in one order. Collective over the world.

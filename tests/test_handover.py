@@ -1,0 +1,66 @@
+"""Messages reach the stage they are for, in whatever order, with tags and in groups of their own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.handover import Handover
+from nanotrain_core.layout import Layout, Span, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.testing.pool import run_ranks
+
+LIKE = (1, 3)
+
+
+def pass_through(owners, tags, stages_that_share):
+    """Send what each stage adds to through all stages and back; return what this rank's stages saw."""
+    ranks = max(owners) + 1
+    view = View(("pp", "dp"), (ranks, dist.get_world_size() // ranks))
+    mesh = Mesh(Layout({"dense": view}), rank=dist.get_rank())
+    mesh.create_groups([Span((), stages) for stages in stages_that_share])
+    handover = Handover(owners, mesh, tags=tags)
+    seen = {}
+    for m in range(2):
+        for stage in (s for s, owner in enumerate(owners) if owner == handover.rank):
+            x = torch.zeros(2, 3) + m if stage == 0 else handover.receive(stage - 1, m, LIKE)
+            x = x + 10 ** (stage + 1)
+            seen["F", stage, m] = x[0, 0].item()
+            if stage + 1 < len(owners):
+                handover.send("forward", stage, m, x, LIKE)
+    for m in range(2):
+        for stage in reversed([s for s, owner in enumerate(owners) if owner == handover.rank]):
+            last = stage + 1 == len(owners)
+            g = torch.zeros(2, 3) - m if last else handover.receive_gradient(stage, m, torch.empty(2, 3))
+            seen["B", stage, m] = g[1, 2].item()
+            if stage:
+                handover.send("backward", stage - 1, m, g - 1, LIKE)
+    handover.flush()
+    one = torch.ones(1)
+    dist.all_reduce(one, group=mesh.new_group(range(dist.get_world_size()), "afterwards"))
+    return seen, one.item()
+
+
+@pytest.mark.parametrize("tags", [True, False], ids=["tags", "groups"])
+@pytest.mark.parametrize(
+    ("owners", "world", "shared"),
+    [
+        ([0, 1], 2, []),
+        ([0, 1, 2], 3, [(0, 2)]),
+        ([0, 1, 2, 3], 4, [(0, 3), (0, 1), (0, 3)]),
+        ([0, 1, 2, 0, 1, 2], 3, [(1, 2)]),
+        ([0, 1, 1, 0], 4, []),
+    ],
+    ids=["two", "three", "four", "loop", "v_twice"],
+)
+def test_every_stage_gets_what_the_one_before_sent(tags, owners, world, shared):
+    results = run_ranks(pass_through, world, owners, tags, shared)
+    replicas = world // (max(owners) + 1)
+    for rank, (seen, together) in enumerate(results):
+        assert together == world  # groups made after those of only some ranks still meet
+        stages = [stage for stage, owner in enumerate(owners) if owner == rank // replicas]
+        expected = {}
+        for m in range(2):
+            for stage in stages:
+                expected["F", stage, m] = m + sum(10 ** (s + 1) for s in range(stage + 1))
+                expected["B", stage, m] = -m - (len(owners) - 1 - stage)
+        assert seen == expected
