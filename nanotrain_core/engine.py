@@ -95,7 +95,8 @@ class RuntimeEngine:
             recipe = load_recipe(recipe)
         keep_freed_memory()
         engine = cls.__new__(cls)
-        run = compose(recipe, registry or load_plugins(), rank=rank, device=device)
+        weights = recipe.run.weights if resume in (None, "auto") else None  # a checkpoint replaces them
+        run = compose(recipe, registry or load_plugins(), rank=rank, device=device, weights=weights)
         engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)
         return engine
 
@@ -251,11 +252,12 @@ class RuntimeEngine:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Mean next-token loss over the validation batches, equal on every layout."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.run.mesh.device)
+        mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
-            total[0] += self.executor.forward(batch).get("lm", 0.0)
-            total[1] += self.run.feed.counts(batch)["lm"]
-        loss, count = self._sum_over_data(total).tolist()
+            mine += self.executor.forward(batch).get("lm", 0.0)
+            counted += self.run.feed.counts(batch)["lm"]
+        loss = self._sum_over_data(mine).item()
+        count = self._sum_over_data(counted, once_per_pipeline=True).item()
         if not count:
             return
         per_token = self.run.feed.bytes_per_token

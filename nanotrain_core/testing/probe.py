@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core import log, random_state
 from nanotrain_core.compose import Run, compose
-from nanotrain_core.contracts import Block, Monitor, StepReport, StepStats
+from nanotrain_core.contracts import Block, EvaluationReport, Monitor, StepReport, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.initialise import initial_block
 from nanotrain_core.placement import Placement
@@ -28,6 +28,8 @@ class Trace:
     """What one rank saw of a training run."""
 
     reports: list[StepReport]
+    evaluations: list[float]
+    """Validation losses."""
     gradients: list[Block]
     """Of the first step, complete, before clipping."""
     weights: list[Block]
@@ -46,9 +48,13 @@ class Reports(Monitor):
 
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
+        self.evaluations: list[float] = []
 
     def on_step(self, report: StepReport) -> None:
         self.reports.append(report)
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report.loss)
 
 
 class Stand:
@@ -133,6 +139,7 @@ def train(
     run = engine.run
     return Trace(
         reports=seen.reports,
+        evaluations=seen.evaluations,
         gradients=optimizer.first,
         weights=weights(run),
         state=copies(run.optimizer.blocks()),

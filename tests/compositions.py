@@ -1,0 +1,149 @@
+"""Layouts, schedules, models and wrappers in every pairwise combination that can be, up to 8 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations, product
+from typing import Any
+
+import attrs
+
+from nanotrain_core.testing.case import Case
+
+#: Schedules and the stages that each puts on one rank.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "dualpipe_v": 2}
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "model": ("transformer", "deepseek"),
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 4),
+    "dp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (1, 2),
+    "schedule": ("accumulate", *SCHEDULES),
+    "sp": (False, True),
+    "tied": (False, True),
+    "microbatch": (1, 2),
+    "experts_first": (False, True),
+}
+
+#: 8 sequences a step leave one to eight microbatches on a rank.
+BATCH = {"sequences": 8, "length": 8}
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "transformer": {"use": "transformer", "width": 16, "heads": 4, "ffn": 32, "vocab": 32, "init_std": 0.3},
+    "deepseek": {
+        "use": "deepseek",
+        "width": 16,
+        "heads": 4,
+        "vocab": 32,
+        "dense_layers": 1,
+        "q_rank": 8,
+        "kv_rank": 8,
+        "nope_size": 4,
+        "rope_size": 4,
+        "value_size": 4,
+        "ffn": 32,
+        "experts": 8,
+        "top_k": 2,
+        "shared_experts": 1,
+        "expert_ffn": 8,
+        "groups": 4,
+        "group_limit": 2,
+        "score": "sigmoid",
+        "normalise_weights": True,
+        "bias_update_rate": 0.01,
+        "seq_balance": 0.01,
+        "expert_balance": 0.01,
+        "device_balance": 0.01,
+        "comm_balance": 0.01,
+        "mtp": 1,
+        "mtp_weight": 0.3,
+        "init_std": 0.3,
+    },
+}
+
+
+@attrs.define(frozen=True)
+class Composition:
+    """One point of the matrix."""
+
+    model: str
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    etp: int
+    schedule: str
+    sp: bool
+    tied: bool
+    microbatch: int
+    experts_first: bool
+    """Whether the expert wrapper stands before the tensor-parallel one in the recipe."""
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def layers(self) -> int:
+        """As many as stages, twice that for the models that MoE layers make heavy enough already."""
+        return 8 if SCHEDULES.get(self.schedule, 1) * self.pp == 8 else 4
+
+    @property
+    def id(self) -> str:
+        flags = [name for name in ("sp", "tied", "experts_first") if getattr(self, name)]
+        degrees = [f"{dim}{n}" for dim in ("tp", "pp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1]
+        schedule = [] if self.schedule == "accumulate" else [self.schedule]
+        return "-".join([self.model, *degrees, *schedule, *flags, f"mb{self.microbatch}"])
+
+    def valid(self) -> bool:
+        """Say whether it is a run of its own: no choice is made where nothing depends on it."""
+        experts = self.model == "deepseek"
+        return (
+            1 < self.ranks <= 8
+            and (self.pp > 1) == (self.schedule != "accumulate")
+            and (self.tp > 1 or not self.sp)
+            and (experts or (self.ep == self.etp == 1 and not self.experts_first))
+            and self.ranks % (self.pp * self.ep * self.etp) == 0
+        )
+
+    def case(self) -> Case:
+        """Return it as a case of the harness."""
+        tensor = {"use": "tp", "sequence_parallel": self.sp}
+        wrappers = [tensor, {"use": "ep_deepseek"}] if self.model == "deepseek" else [tensor]
+        if self.experts_first:
+            wrappers.reverse()
+        model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}
+        degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "dp", "ep", "etp")}
+        overrides = {
+            "evaluation": {"sequences": 8},
+            "batch": {**BATCH, "microbatch": self.microbatch},
+            "model": model,
+            "data": {"vocab": 32},
+            "schedule": {"use": self.schedule},
+            "parallel": [*wrappers, {"use": "ddp"}],
+        }
+        return Case("topology", use="grid", topology=degrees, overrides=overrides, name=self.id)
+
+
+def pairwise() -> list[Composition]:
+    """Return few compositions in which every two values of two axes meet that meet in any.
+
+    Greedy: the next one has the most pairs that none before it has.
+    """
+    pairs = {found: set(combinations(attrs.asdict(found).items(), 2)) for found in everything()}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(pairs, key=lambda found: len(pairs[found] & missing))
+        chosen.append(best)
+        missing -= pairs.pop(best)
+    return chosen
+
+
+def everything() -> Iterator[Composition]:
+    """Yield every composition there is."""
+    for row in product(*AXES.values()):
+        found = Composition(**dict(zip(AXES, row, strict=True)))
+        if found.valid():
+            yield found

@@ -1,0 +1,87 @@
+"""Every composition trains the same as one process: loss terms, gradients, their norm, weights after 3 steps.
+
+In float64, to 1e-9. Weights after plain SGD steps, because Adam would hide a gradient of the wrong scale.
+"""
+
+from functools import cache
+from itertools import combinations
+from random import Random
+
+import attrs
+import pytest
+from compositions import Composition, everything, pairwise
+
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import Trace, train
+
+TOLERANCE = 1e-9
+
+OPTIMIZERS = {
+    "sgd": {"use": "sgd", "lr": 0.1, "clip_norm": 0.5},
+    "adamw": {"use": "adamw", "lr": 0.01, "clip_norm": 0.5},
+}
+
+#: Drawn from all the others for the exhaustive tier.
+DRAWN = 120
+
+
+def train_each(case: Case) -> dict[str, Trace]:
+    """Train with every optimizer, one after the other, on this rank."""
+    return {name: train(case, {"optimizer": table}) for name, table in OPTIMIZERS.items()}
+
+
+@cache
+def alone(model: str, layers: int, tied: bool) -> dict[str, Trace]:
+    """Train in one process. How the batch is cut must not matter, so one run serves all compositions."""
+    any_of_them = next(c for c in everything() if (c.model, c.layers, c.tied) == (model, layers, tied))
+    (traces,) = run_ranks(train_each, 1, any_of_them.case().alone())
+    return traces
+
+
+def assert_trains_the_same(composition: Composition) -> None:
+    """Compare every rank's reports, and the tensors that all ranks hold together, with one process."""
+    expected = alone(composition.model, composition.layers, composition.tied)
+    ranks = run_ranks(train_each, composition.ranks, composition.case())
+    for name, want in expected.items():
+        traces = [each[name] for each in ranks]
+        gradients, weights = (
+            whole([getattr(t, part) for t in traces], atol=TOLERANCE) for part in ("gradients", "weights")
+        )
+        assert_same(gradients, whole([want.gradients]), f"{name}: first gradients", atol=TOLERANCE)
+        assert_same(weights, whole([want.weights]), f"{name}: weights after 3 steps", atol=TOLERANCE)
+        for rank, trace in enumerate(traces):
+            got, ours = numbers(trace), numbers(want)
+            assert_numbers(got, ours, f"{name}, rank {rank}: loss terms and norm", atol=TOLERANCE)
+
+
+def numbers(trace: Trace) -> list[float]:
+    """Return loss, each of its terms, and the gradient norm of every step, and the validation losses."""
+    steps = [(r.loss, r.grad_norm, *(r.losses[name] for name in sorted(r.losses))) for r in trace.reports]
+    return [*trace.evaluations, *(number for step in steps for number in step)]
+
+
+@pytest.mark.parametrize("composition", pairwise(), ids=lambda c: c.id)
+def test_pairwise(composition):
+    assert_trains_the_same(composition)
+
+
+def others() -> list[Composition]:
+    rest = sorted(set(everything()) - set(pairwise()), key=attrs.astuple)
+    return Random(0).sample(rest, DRAWN)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("composition", others(), ids=lambda c: c.id)
+def test_many_more(composition):
+    assert_trains_the_same(composition)
+
+
+def test_every_two_choices_that_can_meet_do():
+    """The pairwise matrix is what it says, by counting."""
+
+    def pairs(compositions):
+        return {p for c in compositions for p in combinations(attrs.asdict(c).items(), 2)}
+
+    assert pairs(pairwise()) == pairs(everything())
