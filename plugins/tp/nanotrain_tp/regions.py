@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.routing import Routing
@@ -135,31 +136,25 @@ class Vocabulary:
 
 
 class Head:
-    """Hooks of a head that has this rank's rows of the weight, its own or lent.
-
-    With targets they compute the loss themselves and leave the module nothing to do: no tokens. So they work
-    for any module in the head's place.
-    """
+    """Takes over a head that has this rank's rows of the weight, its own or lent."""
 
     def __init__(self, boundary: Boundary) -> None:
         self.boundary = boundary
-        self.loss: torch.Tensor | None = None
 
-    def before(self, module: nn.Module, args: Args) -> Args:
-        """Take ``x`` [B, S, D] in, and compute the loss if there are targets."""
-        x, targets, table = args
-        x = self.boundary.enter(x)
+    def forward(
+        self,
+        module: nn.Module,
+        x_BSD: torch.Tensor,
+        targets_BS: torch.Tensor | None,
+        table_VD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the summed loss, or without targets whole logits, the same on every rank."""
+        weight_VD = module.get_parameter("weight") if table_VD is None else table_VD
+        x_BSD = self.boundary.enter(x_BSD)
         self.boundary.forget()
-        if targets is None:
-            return x, None, table
-        weight = module.weight if table is None else table
-        self.loss = split_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.boundary.ranks)  # type: ignore[arg-type]
-        return x[:, :0], None, table
-
-    def after(self, module: nn.Module, args: Args, logits: torch.Tensor) -> torch.Tensor:
-        """Return the loss, or whole logits."""
-        loss, self.loss = self.loss, None
-        return self.boundary.gather(logits, dim=-1) if loss is None else loss
+        if targets_BS is None:
+            return self.boundary.gather(F.linear(x_BSD, weight_VD), dim=-1)
+        return split_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.boundary.ranks)
 
 
 class Experts:

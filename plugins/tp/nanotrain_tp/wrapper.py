@@ -13,14 +13,14 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placements
-from nanotrain_core.roles import Role, Tag, tagged
+from nanotrain_core.roles import Role, Tag, tagged, take_over
 from nanotrain_tp import TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
@@ -104,15 +104,18 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
     if units % degree == 0:
         return
     low = units // degree * degree
-    near = f"{low * tag.unit} or " if low else ""
-    near += str((low + degree) * tag.unit)
+    sizes = [n * tag.unit for n in (low, low + degree) if n]
+    divisors = [d for d in range(1, units + 1) if units % d == 0]
+    degrees = [max(d for d in divisors if d < degree), *[d for d in divisors if d > degree][:1]]
     of = f" = {units} units of {tag.unit}" if tag.unit > 1 else ""
-    degrees = [d for d in range(1, units + 1) if units % d == 0]
-    nearest = sorted(degrees, key=lambda d: abs(d - degree))[:2]
     raise SplitError(
-        f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that does: "
-        f"{' or '.join(map(str, sorted(nearest)))}; nearest sizes for tp = {degree}: {near}"
+        f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that divides: "
+        f"{_either(degrees)}; nearest sizes for tp = {degree}: {_either(sizes)}"
     )
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
@@ -134,9 +137,7 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
             # Of vectors [S, D]; without a conjugate, since the gradient is summed over ranks.
             module.register_forward_hook(lambda module, args, output: boundary.ranks.own(output, 0))
         case Role.HEAD:
-            head = Head(boundary)
-            module.register_forward_pre_hook(head.before)
-            module.register_forward_hook(head.after)
+            take_over(module, Head(boundary).forward)
         case Role.ROUTER:
             experts = Experts(boundary)
             module.register_forward_pre_hook(experts.before_router)

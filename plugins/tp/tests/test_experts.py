@@ -1,0 +1,37 @@
+"""Routers see whole sequences and experts shares of them: the numbers are those of one process."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotrain_core.testing import Case, conformance
+from nanotrain_core.testing.checks.parallel import gradients_equal
+
+TOY = str(Path(__file__).with_name("toy_experts.py"))
+
+
+def case(tp, dp, *, sequence_parallel):
+    return Case(
+        "parallel",
+        use="tp",
+        config={"sequence_parallel": sequence_parallel},
+        topology={"dp": dp, "tp": tp},
+        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": {"use": "toy_experts"}},
+        plugins=(TOY,),
+        name=f"dp{dp}-tp{tp}-{'shares' if sequence_parallel else 'whole'}",
+    )
+
+
+test_experts = conformance(case(2, 1, sequence_parallel=True))
+
+
+def test_experts_of_whole_sequences():
+    gradients_equal(case(2, 1, sequence_parallel=False), "fp64")
+
+
+test_experts_exhaustively = pytest.mark.full(
+    conformance(
+        *(case(tp, dp, sequence_parallel=sp) for tp, dp in ((2, 1), (4, 1), (2, 2)) for sp in (True, False)),
+        Case("model", use="toy_experts", plugins=(TOY,)),
+    )
+)

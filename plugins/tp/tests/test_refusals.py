@@ -1,0 +1,89 @@
+"""What does not divide is refused, with the sizes that would."""
+
+import pytest
+import torch
+from nanotrain_tp import TensorParallelConfig
+from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.wrapper import TensorParallel
+
+from nanotrain_core.actions import Part
+from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer import Transformer
+from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.placement import place
+from nanotrain_core.testing import Case
+
+SIZES = {"layers": 1, "width": 48, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 60}
+
+
+class Paper:
+    """A mesh of which only the layout is needed."""
+
+    def __init__(self, tp):
+        self.layout = Layout({"dense": View(("dp", "tp"), (1, tp))})
+
+    def size(self, dim):
+        return self.layout.size(dim)
+
+    def coordinate(self, dim):
+        return 0
+
+
+def apply(tp, **sizes):
+    part = Transformer(TransformerConfig(**{**SIZES, **sizes})).build(Part.whole(1))
+    mesh = Paper(tp)
+    placements = place([part], mesh.layout)
+    TensorParallel(TensorParallelConfig()).apply(part, placements, mesh)
+    return part, placements
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "words"),
+    [
+        (2, {}, ["layers.0.attn.k.weight has 24 = 3 units of 8", "tp = 2", "1 or 3", "16 or 32"]),
+        (4, {"kv_heads": 6}, ["attn.q.weight has 48 = 6 units of 8", "3 or 6", "32 or 64"]),
+        (3, {"ffn": 100}, ["layers.0.ffn.gate.weight has 100", "2 or 4", "99 or 102"]),
+        (3, {"vocab": 64}, ["embed.weight has 64", "63 or 66"]),
+        (
+            8,
+            {"kv_heads": 1, "vocab": 64, "heads": 8},
+            ["k.weight has 6 = 1 units", "tp = 8: 48"],
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(tp, sizes, words):
+    with pytest.raises(ValueError, match="do not divide by tp") as caught:
+        apply(tp, **sizes)
+    assert isinstance(caught.value, NanotrainError), "shown without a traceback"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_placements_are_of_the_blocks_left():
+    part, placements = apply(3, tied=True, bias=True)
+    for name, parameter in part.named_parameters():
+        assert tuple(parameter.shape) == placements[name].shape
+    split = {name for name, placement in placements.items() if "tp" in placement.sharded}
+    whole = {name for name, placement in placements.items() if "tp" in placement.summed}
+    assert split | whole == set(placements)
+    assert whole == {n for n in placements if "norm" in n or n.endswith(("o.bias", "down.bias"))}
+    assert placements["layers.0.attn.o.weight"].shape == (48, 16)
+    assert placements["embed.weight"].shape == (20, 48)
+
+
+def test_a_length_that_does_not_divide_is_refused_before_a_process_starts():
+    case = Case("parallel", use="tp", topology={"tp": 2}, overrides={"batch": {"length": 15}})
+    with pytest.raises(RecipeError, match=r"batch.length: 15 tokens do not divide by tp = 2.*14 or 16"):
+        case.recipe()
+
+
+def test_a_length_need_not_divide_where_sequences_stay_whole():
+    config = {"sequence_parallel": False}
+    around = {"batch": {"length": 15}}
+    Case("parallel", use="tp", config=config, topology={"tp": 2}, overrides=around).recipe()
+
+
+def test_tokens_that_do_not_divide_are_refused_in_forward():
+    with pytest.raises(SplitError, match=r"axis 1 of \[2, 7, 3\] does not divide by tp = 4.*4 or 8"):
+        Ranks(Paper(4)).own(torch.zeros(2, 7, 3), 1)
