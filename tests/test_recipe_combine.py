@@ -152,3 +152,67 @@ def test_a_decay_that_would_begin_during_warm_up_is_refused(tmp_path):
     schedule = '[optimizer.lr_schedule]\nuse = "linear"\nwarmup_steps = 10\ndecay_steps = 200\n'
     (found,) = reasons(tmp_path, text=SMALL + schedule)
     assert "10 steps of warm-up and 200 of decay do not fit into a run of " in found
+
+
+PIPELINE = SMALL + '[topology]\npp = 2\n[schedule]\nuse = "interleaved_1f1b"\nv = 2\n'
+
+
+def test_layers_that_cannot_be_split_into_stages_are_refused(tmp_path):
+    (line,) = reasons(tmp_path, text=PIPELINE, ranks=2)
+    assert line == (
+        "recipe.toml:17: schedule: 'interleaved_1f1b': "
+        "2 layers cannot fill 4 stages (pp 2 x 2 on each rank): "
+        "at most pp = 1, or at most v = 1, or list [schedule] layers, where a stage may have 0"
+    )
+    assert reasons(tmp_path, text=PIPELINE, ranks=2, overrides=["model.layers=4"]) == []
+    (line,) = reasons(tmp_path, text=PIPELINE, ranks=2, overrides=["schedule.layers=[1, 0, 0, 2]"])
+    assert "layers = [1, 0, 0, 2] adds up to 3; expected 2, the model's layers; [1, 0, 0, 1] would do" in line
+    assert reasons(tmp_path, text=PIPELINE, ranks=2, overrides=["schedule.layers=[1, 0, 0, 1]"]) == []
+
+
+SCHEDULE = """
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+
+@attrs.define(frozen=True)
+class Config:
+    pass
+
+@hookimpl
+def nanotrain_register_schedule(register):
+    register(Component(name="wrong", config=Config, factory=f"{__name__}:Wrong", mesh_dims={"pp"}))
+
+class Wrong:
+    def __init__(self, config):
+        pass
+
+    def parts(self, layers, pp):
+        return ()
+
+    def actions(self, pp, microbatches):
+        raise WHAT
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (
+            "ValueError('an even number of microbatches')",
+            RecipeError,
+            "'wrong': an even number of microbatches",
+        ),
+        ("KeyError('m')", PluginError, "schedule 'wrong' raised KeyError: 'm'"),
+    ],
+    ids=["refuses", "breaks"],
+)
+def test_a_schedule_that_does_not_exist_for_so_many_microbatches(tmp_path, error, raised, text):
+    plugin = tmp_path / f"schedule_{raised.__name__}.py"
+    plugin.write_text(SCHEDULE.replace("WHAT", error))
+    with pytest.raises(raised, match="wrong") as caught:
+        load_recipe(
+            write(tmp_path, SMALL + '[schedule]\nuse = "wrong"\n'),
+            plugins=PluginArguments(local=[str(plugin)]),
+        )
+    assert text in str(caught.value)

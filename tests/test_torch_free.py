@@ -12,6 +12,7 @@ FREE = [
     "nanotrain_core.layout",
     "nanotrain_core.discovery",
     "nanotrain_core.registry",
+    "nanotrain_core.timeline",
     "nanotrain_core.recipe.load",
     "nanotrain_core.recipe.schema",
     "nanotrain_core.recipe.write",
@@ -23,6 +24,7 @@ FREE = [
     "nanotrain_core.cli.check",
     "nanotrain_core.cli.plugins",
     "nanotrain_core.cli.recipes",
+    "nanotrain_core.cli.schedule",
     "nanotrain_core.cli.schema",
     "nanotrain_core.cli.run",
     "nanotrain_core.testing.pytest_plugin",
@@ -42,7 +44,16 @@ def test_modules_that_every_command_imports_are_torch_free():
 
 
 @pytest.mark.parametrize(
-    "words", ["plugins", "plugins --json", "check laptop", "check capstone --explain", "schema", "recipes"]
+    "words",
+    [
+        "plugins",
+        "plugins --json",
+        "check laptop",
+        "check capstone --explain",
+        "schema",
+        "recipes",
+        "schedule zb_h1",
+    ],
 )
 def test_reading_commands_are_torch_free(words):
     done = python(

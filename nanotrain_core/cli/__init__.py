@@ -15,6 +15,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 COMMANDS = {
     "run": "train what a recipe describes",
     "check": "say whether a recipe can run, and where each of its values comes from",
+    "schedule": "draw a pipeline schedule, with its idle time and live activations",
     "recipes": "list the shipped recipes, or copy one",
     "plugins": "list installed plugins and their components",
     "conformance": "run every check of a component",

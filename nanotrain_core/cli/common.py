@@ -34,12 +34,13 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one value, for example optimizer.lr=1e-4 or parallel.0.overlap=false",
     )
-    parser.add_argument("--nproc", type=_count, metavar="N", help="ranks on each machine")
-    parser.add_argument("--nnodes", type=_count, metavar="N", help="machines")
+    parser.add_argument("--nproc", type=positive, metavar="N", help="ranks on each machine")
+    parser.add_argument("--nnodes", type=positive, metavar="N", help="machines")
     add_plugin_options(parser)
 
 
-def _count(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a number above 0, for ``argparse``."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
     return int(text)

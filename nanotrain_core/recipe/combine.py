@@ -63,13 +63,44 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         raise
     except Exception as error:
         raise PluginError(f"topology '{recipe.topology.use}': layout() raised {describe(error)}") from error
-    problems += _batch(recipe, layout)
     problems += _lr_schedule(recipe)
-    problems += _dimensions(members, layout)
+    mismatches = [*_batch(recipe, layout), *_dimensions(members, layout)]
+    problems += mismatches or _stages(recipe, layout, registry)
     for member in members:
         if member.component.check is not None:
             problems += _own_check(member, recipe, layout, registry)
     return layout, problems
+
+
+def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
+    """Ask the schedule for its stages and actions, where the recipe says how many layers there are."""
+    layers = model_layers(recipe)
+    schedule = registry.build(recipe.schedule)
+    try:
+        if layers is not None:
+            schedule.parts(layers, pipeline_of(layout))
+        schedule.actions(pipeline_of(layout), microbatches_of(recipe, layout))
+    except ValueError as error:
+        yield Problem("schedule", f"'{recipe.schedule.use}': {error}")
+    except Exception as error:
+        raise PluginError(f"schedule '{recipe.schedule.use}' raised {describe(error)}") from error
+
+
+def pipeline_of(layout: Layout) -> int:
+    """Return the number of pipeline ranks."""
+    return layout.size("pp") if "pp" in layout.dims else 1
+
+
+def microbatches_of(recipe: Recipe, layout: Layout) -> int:
+    """Return how many microbatches one rank takes in a step."""
+    dp = layout.size("dp") if "dp" in layout.dims else 1
+    return recipe.batch.sequences // (dp * recipe.batch.microbatch)
+
+
+def model_layers(recipe: Recipe) -> int | None:
+    """Return the number of layers of a model whose table has ``layers``; others only know when built."""
+    layers = getattr(recipe.model.config, "layers", None)
+    return layers if isinstance(layers, int) else None
 
 
 def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:

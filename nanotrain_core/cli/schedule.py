@@ -1,0 +1,110 @@
+"""``nanotrain schedule NAME|RECIPE``: a pipeline schedule drawn as a timeline, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+from nanotrain_core.actions import Part
+from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
+from nanotrain_core.cli.drawing import draw
+from nanotrain_core.errors import Exit, NanotrainError, RecipeError
+from nanotrain_core.recipe.combine import microbatches_of, model_layers, pipeline_of
+from nanotrain_core.recipe.load import resolve_recipe
+from nanotrain_core.recipe.source import override_source, shipped_recipes
+from nanotrain_core.recipe.structure import structure
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry import load_plugins
+from nanotrain_core.timeline import simulate
+
+if TYPE_CHECKING:
+    from nanotrain_core.contracts import Schedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("subject", metavar="NAME|RECIPE", help="a schedule such as 1f1b, or a recipe")
+    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks (4)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="in one step (8)")
+    parser.add_argument("--v", type=positive, metavar="V", help="virtual stages on each rank: --set v=V")
+    parser.add_argument("--layers", type=positive, metavar="L", help="also show how L layers are split")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the schedule's own table, or any key of a recipe",
+    )
+    add_plugin_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the timeline."""
+    if args.subject.endswith(".toml") or f"{args.subject}.toml" in shipped_recipes():
+        title, schedule, pp, microbatches, layers = _of_recipe(args)
+    else:
+        title, schedule, pp, microbatches, layers = _of_name(args)
+    try:
+        parts = schedule.parts(layers, pp) if layers else ()
+        timeline = simulate(schedule.actions(pp, microbatches))
+    except ValueError as error:
+        raise NanotrainError(f"{title}: {error}") from None
+    counts = f"pp {pp}, {microbatches} microbatch{'es' if microbatches > 1 else ''}"
+    print(f"{title}: {counts}, {timeline.makespan:g} units of time, bubble {timeline.bubble():.1%}\n")
+    for line in draw(timeline, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
+        print(line)
+    for stage, part in enumerate(parts):
+        print(f"{'' if stage else chr(10)}stage {stage} on rank {part.rank}: {_contents(part)}")
+    return Exit.DONE
+
+
+def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int | None]:
+    """Return title, schedule, ranks, microbatches and layers of a schedule without a recipe."""
+    asked = plugin_arguments(args)
+    registry = load_plugins(block=asked.blocked, local=asked.local)
+    component = registry.get("schedule", args.subject)
+    pp = args.pp or (4 if "pp" in component.mesh_dims else 1)
+    table: dict[str, Any] = {"v": args.v} if args.v else {}
+    for number, text in enumerate(args.set, start=1):
+        table |= override_source(number, text).data
+    config, problems = structure(table, component.config, "schedule")
+    if problems:
+        raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
+    schedule: Schedule = registry.build(Selection("schedule", args.subject, config))
+    if pp > 1 and "pp" not in component.mesh_dims:
+        raise NanotrainError(f"schedule '{args.subject}' has no pipeline: expected --pp 1, got {pp}")
+    return args.subject, schedule, pp, args.microbatches or 8, args.layers
+
+
+def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int | None]:
+    """Return title, schedule, ranks, microbatches and layers of a recipe's run."""
+    remedies = {
+        "pp": "topology.pp",
+        "v": "schedule.v",
+        "layers": "model.layers",
+        "microbatches": "batch.sequences",
+    }
+    for option, key in remedies.items():
+        if getattr(args, option) is not None:
+            raise NanotrainError(f"--{option} goes with a schedule's name; of a recipe --set {key}=N")
+    found = resolve_recipe(args.subject, overrides=args.set, plugins=plugin_arguments(args))
+    schedule: Schedule = found.registry.build(found.recipe.schedule)
+    return (
+        f"{args.subject}: {found.recipe.schedule.use}",
+        schedule,
+        pipeline_of(found.layout),
+        microbatches_of(found.recipe, found.layout),
+        model_layers(found.recipe),
+    )
+
+
+def _contents(part: Part) -> str:
+    """Say what a stage holds."""
+    layers = (
+        f"layers {part.first} to {part.last - 1}" if part.last - part.first > 1 else f"layer {part.first}"
+    )
+    held = ["embedding"] * part.has_embedding
+    held += [layers] if part.last > part.first else ["no layers"]
+    return ", ".join([*held, *["head"] * part.has_head])

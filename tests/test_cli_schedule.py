@@ -1,0 +1,121 @@
+"""``nanotrain schedule`` draws what the schedule says, and the documentation shows what it draws."""
+
+import re
+import resource
+from pathlib import Path
+
+import pytest
+from command import nanotrain
+from recipe_files import SMALL, write
+
+from nanotrain_core.actions import Action
+from nanotrain_core.cli import main
+from nanotrain_core.cli.drawing import draw
+from nanotrain_core.errors import Exit
+from nanotrain_core.timeline import simulate
+
+DOC = (Path(__file__).parents[1] / "docs/schedules.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```\n\$ nanotrain (schedule .*)\n((?s:.*?))```", DOC, re.MULTILINE)
+
+
+def call(capsys, *words):
+    """Run a command and return (exit code, stdout, stderr)."""
+    code = main(["schedule", *map(str, words)])
+    return code, *capsys.readouterr()
+
+
+def bars(out):
+    """Return the cells of each rank's row."""
+    return [line.split()[3:] for line in out.splitlines() if re.match(r" *\d+ +\d+\.\d% ", line)]
+
+
+def test_the_documentation_shows_every_schedule():
+    assert {words.split()[1] for words, _ in EXAMPLES} == {
+        "1f1b",
+        "gpipe",
+        "interleaved_1f1b",
+        "zb_h1",
+        "dualpipe_v",
+    }
+
+
+@pytest.mark.parametrize(("words", "shown"), EXAMPLES, ids=[words for words, _ in EXAMPLES])
+def test_the_documentation_shows_what_the_command_prints(capsys, words, shown):
+    assert main(words.split()) == Exit.DONE
+    printed = capsys.readouterr().out
+    assert printed == shown or printed.startswith(f"{shown}\nF forward")
+
+
+def test_a_row_for_each_rank_and_a_cell_for_each_unit(capsys):
+    code, out, err = call(capsys, "1f1b", "--pp", 2, "--microbatches", 2)
+    assert (code, err) == (0, "")
+    assert out.startswith("1f1b: pp 2, 2 microbatches, 9 units of time, bubble 33.3%\n")
+    assert bars(out) == [
+        ["F0", "F1", ".", ".", "B0---", ".", "B1---"],
+        [".", "F0", "B0---", "F1", "B1---", ".", "."],
+    ]
+
+
+def test_virtual_stages_have_letters(capsys):
+    _, out, _ = call(capsys, "interleaved_1f1b", "--pp", 1, "--microbatches", 1, "--v", 3)
+    assert bars(out) == [["F0a", "F0b", "F0c", "B0c----", "B0b----", "B0a----"]]
+    assert "a letter which of its rank's stages" in out
+
+
+def test_a_narrow_terminal_folds_the_rows():
+    lists = [[Action(kind, 0, m) for m in range(6) for kind in ("F", "B", "W")]]
+    (row,) = bars("\n".join(draw(simulate(lists))))
+    folded = bars("\n".join(draw(simulate(lists), width=34)))
+    assert [len(piece) for piece in folded] == [5, 5, 5, 3]
+    assert [cell for piece in folded for cell in piece] == row
+
+
+def test_layers_show_how_they_are_split(capsys):
+    _, out, _ = call(capsys, "1f1b", "--pp", 3, "--layers", 6, "--set", "layers=[5, 1, 0]")
+    assert out.splitlines()[-3:] == [
+        "stage 0 on rank 0: embedding, layers 0 to 4",
+        "stage 1 on rank 1: layer 5",
+        "stage 2 on rank 2: no layers, head",
+    ]
+
+
+def test_a_recipe_draws_its_own_schedule(capsys, tmp_path):
+    path = write(tmp_path, SMALL + '[topology]\npp = 2\n[schedule]\nuse = "zb_h1"\n')
+    code, out, err = call(capsys, path, "--set", "run.ranks=2")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{path}: zb_h1: pp 2, 4 microbatches, 13 units of time, bubble 7.7%\n")
+    assert out.endswith("stage 0 on rank 0: embedding, layer 0\nstage 1 on rank 1: layer 1, head\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["1f2b"], "no schedule named '1f2b' (did you mean '1f1b'?)"),
+        (["accumulate", "--pp", "2"], "schedule 'accumulate' has no pipeline: expected --pp 1, got 2"),
+        (["1f1b", "--layers", "3"], "1f1b: 3 layers cannot fill 4 stages (pp 4): at most pp = 3"),
+        (["1f1b", "--v", "2"], "schedule.v: unknown key 'v'"),
+        (["interleaved_1f1b", "--set", "v=0"], "schedule.v: 'v' must be >= 1: 0"),
+        (["laptop", "--pp", "2"], "--pp goes with a schedule's name; of a recipe --set topology.pp=N"),
+        (["nowhere.toml"], "nowhere.toml: no such recipe"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_without_a_traceback(capsys, words, text):
+    code, out, err = call(capsys, *words)
+    assert (code, out) == (Exit.USER, "")
+    assert err.startswith("nanotrain: ")
+    assert text in err
+
+
+def test_it_takes_less_than_half_a_second(tmp_path):
+    nanotrain("schedule", "1f1b", cwd=tmp_path)  # compiles what was not
+    used = cpu_seconds()
+    done = nanotrain("schedule", "dualpipe_v", "--pp", "16", "--microbatches", "60", cwd=tmp_path)
+    assert done.code == Exit.DONE
+    assert cpu_seconds() - used < 0.5
+
+
+def cpu_seconds():
+    """Return what finished processes have used: unlike the time of day, whatever else the machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
