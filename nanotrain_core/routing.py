@@ -41,7 +41,8 @@ class Routing:
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order [N] that sorts flattened choices by expert, stably, and each expert's rows [E]."""
     flat = experts.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=count)
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device)  # bincount would wait for the device
+    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:

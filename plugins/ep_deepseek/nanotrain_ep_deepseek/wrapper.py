@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout import Layout
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placement, Placements
 from nanotrain_core.roles import Role, tagged, take_over
@@ -33,11 +34,23 @@ class ExpertParallel:
         """
         if all(mesh.size(dim) == 1 for dim in ("ep", "etp") if dim in mesh.layout.dims):
             return part
+        check_view(mesh.layout)
         for name, module, tag in list(tagged(part)):
             if tag.role is Role.EXPERTS:
                 experts = split(name, module, tag.split, placements, mesh)
                 take_over(module, Dispatcher(experts, mesh))
         return part
+
+
+def check_view(layout: Layout) -> None:
+    """Refuse a topology that folds experts in another way than placements of experts can say."""
+    view = layout.views.get("expert")
+    missing = {"edp", "ep", "etp"} - set(view.dims if view else ())
+    if missing:
+        raise NanotrainError(
+            f"ep_deepseek: the topology's view 'expert' has no {', '.join(sorted(missing))}: expected the "
+            'dimensions edp, ep and etp, as those of [topology] use = "grid"'
+        )
 
 
 def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: Placements, mesh: Mesh) -> int:

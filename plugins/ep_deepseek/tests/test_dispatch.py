@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_ep_deepseek import ExpertParallelConfig
-from nanotrain_ep_deepseek.wrapper import ExpertParallel
+from nanotrain_ep_deepseek.wrapper import ExpertParallel, check_view
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.actions import Part
 from nanotrain_core.builtin.configs import GridConfig
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import place
 from nanotrain_core.registry import load_plugins
@@ -268,3 +269,12 @@ REFUSED = [
 def test_what_cannot_be_split_is_refused_with_names_and_the_nearest_degrees(degrees, change, text):
     ranks = max(degrees.values())
     assert run_ranks(refusal, ranks, degrees, change) == [text] * ranks
+
+
+def test_a_topology_without_etp_is_refused():
+    view = View(("pp", "edp", "ep"), (1, 1, 2))
+    with pytest.raises(
+        NanotrainError, match="view 'expert' has no etp: expected the dimensions edp, ep and etp"
+    ):
+        check_view(Layout({"expert": view}))
+    check_view(Grid(GridConfig(ep=2)).layout(4))
