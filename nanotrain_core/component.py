@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -88,27 +88,33 @@ class Component:
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
 
+    foreign: str | None = None
+    """``"module:attribute"`` of a model's :class:`~nanotrain_core.foreign.ForeignModel`: what its parameters
+    are called in Hugging Face checkpoints. Must not import torch."""
+    weights: str | None = None
+    """``"module:attribute"`` of a callable that opens a checkpoint of this component for its weights alone:
+    it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path is
+    of another format. For ``--weights`` and ``nanotrain convert``."""
+
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.
 
         Raises:
             PluginError: its module cannot be imported or lacks the attribute; the nearest is suggested.
         """
-        name, _, attribute = self.factory.partition(":")
-        try:
-            found: Any = import_module(name)
-        except NanotrainError:
-            raise
-        except Exception as error:
-            raise PluginError(f"factory '{self.factory}' cannot be imported: {describe(error)}") from error
-        for part in attribute.split("."):
-            if not hasattr(found, part):
-                near = did_you_mean(part, dir(found))
-                raise PluginError(f"factory '{self.factory}': {name} has no '{part}'{near}")
-            found, name = getattr(found, part), f"{name}.{part}"
+        found = _imported("factory", self.factory)
         if not callable(found):
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
+
+    def load_optional(self, field: Literal["foreign", "weights"]) -> Any:
+        """Import what ``foreign`` or ``weights`` names; None if the component has none.
+
+        Raises:
+            PluginError: as :meth:`load`.
+        """
+        reference = getattr(self, field)
+        return None if reference is None else _imported(field, reference)
 
     def has_module(self) -> bool:
         """Say whether the factory's module is there, without importing it."""
@@ -121,3 +127,20 @@ class Component:
     def build(self, config: Any) -> Any:
         """Import the factory and call it with ``config``; :meth:`Registry.build` tells mistakes better."""
         return self.load()(config)
+
+
+def _imported(field: str, reference: str) -> Any:
+    """Return what ``"module:attribute"`` names."""
+    name, _, attribute = reference.partition(":")
+    try:
+        found: Any = import_module(name)
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{field} '{reference}' cannot be imported: {describe(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = did_you_mean(part, dir(found))
+            raise PluginError(f"{field} '{reference}': {name} has no '{part}'{near}")
+        found, name = getattr(found, part), f"{name}.{part}"
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -32,6 +33,7 @@ from nanotrain_core.feed import DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.open_weights import load_weights
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
@@ -71,8 +73,23 @@ class Run:
     log_every: int = 1
 
 
-def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.device | str = "cpu") -> Run:
-    """Build this rank's run. Collective over the world: every rank must call it with an equal recipe."""
+def compose(
+    recipe: Recipe,
+    registry: Registry,
+    *,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+    weights: str | None = None,
+) -> Run:
+    """Build this rank's run. Collective over the world: every rank must call it with an equal recipe.
+
+    Args:
+        recipe: resolved.
+        registry: the plugins.
+        rank: this process's.
+        device: where it computes.
+        weights: what to start from in place of random weights.
+    """
     build = registry.build
     topology: Topology = build(recipe.topology)
     model: Model = build(recipe.model)
@@ -102,6 +119,8 @@ def compose(recipe: Recipe, registry: Registry, *, rank: int = 0, device: torch.
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
+    if weights:
+        load_weights(Path(weights), registry, recipe.model, placed)
 
     of_parameters = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)

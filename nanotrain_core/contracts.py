@@ -347,6 +347,37 @@ class Checkpoint(Protocol):
         ...
 
 
+class WeightReader(Protocol):
+    """The weights of one saved model, opened for reading a block at a time."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of every parameter, by global name, and of nothing else: no optimizer state."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As stored, by global name."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return one block, on the CPU. Every slice has both ends."""
+        ...
+
+    def damage(self) -> Sequence[str]:
+        """Read everything if need be, and return what is wrong: empty if it is whole."""
+        ...
+
+
+@attrs.define(frozen=True, eq=False)
+class SavedWeights:
+    """What the callable of ``Component.weights`` returns for a path of its format."""
+
+    model: Mapping[str, Any]
+    """The table ``[model]`` they belong to, with ``use``."""
+    reader: WeightReader
+
+
 # --- data -------------------------------------------------------------------------------------
 
 

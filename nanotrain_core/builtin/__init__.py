@@ -34,6 +34,7 @@ def nanotrain_register_model(register: Register) -> None:
             factory=f"{_HERE}.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
             check=configs.check_transformer,
+            foreign=f"{_HERE}.transformer_names:names",
         )
     )
 
@@ -107,6 +108,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             config=configs.SimpleCheckpointConfig,
             factory=f"{_HERE}.simple_checkpoint:SimpleCheckpoint",
             summary="the whole run in one safetensors file",
+            weights=f"{_HERE}.simple_checkpoint:open_weights",
         )
     )
 

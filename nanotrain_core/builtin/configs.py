@@ -9,7 +9,7 @@ import attrs
 from attrs.validators import and_, ge, gt, lt
 
 from nanotrain_core.errors import Problem
-from nanotrain_core.recipe.tree import OptimizerConfig, path_field
+from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
 
 if TYPE_CHECKING:
     from nanotrain_core.layout import Layout
@@ -52,7 +52,7 @@ class TransformerConfig:
     """Size F of the feed-forward layer. 0 means 4 x `width`."""
     vocab: int = attrs.field(validator=ge(2))
     """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=ge(0))
+    max_length: int = attrs.field(default=0, validator=ge(0), metadata={TRAINING: True})
     """Rows of the table of learned positions, which needs it. 0 with RoPE: any length."""
     positions: Literal["rope", "learned"] = "rope"
     """How a token knows where it stands."""
@@ -68,7 +68,7 @@ class TransformerConfig:
     """Biases on the linear layers and LayerNorms."""
     tied: bool = False
     """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.02, validator=gt(0.0))
+    init_std: float = attrs.field(default=0.02, validator=gt(0.0), metadata={TRAINING: True})
     """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
 
 

@@ -23,11 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
-from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.contracts import Block, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
+from nanotrain_core.shards import DTYPES
 
 FORMAT = "nanotrain-simple-1"
 #: A block's name, its offset, and the shape of the whole tensor.
@@ -200,6 +201,45 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
         return file.get_tensor(block.name)  # type: ignore[no-any-return]
     index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
     return file.get_slice(block.name)[index]  # type: ignore[no-any-return]
+
+
+# --- weights alone ------------------------------------------------------------------------------
+
+
+def open_weights(path: Path) -> SavedWeights | None:
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it is of another format."""
+    folders = (path, path / "checkpoints")
+    files = [file for folder in folders for file in sorted(folder.glob("step-*.safetensors"))]
+    path = files[-1] if files else path
+    if not path.is_file() or path.suffix != ".safetensors":
+        return None
+    try:
+        file = safe_open(path, framework="pt")
+        header = read_header(file)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} is damaged: {problem}") from None
+    if header.get("format") != FORMAT:
+        return None
+    return SavedWeights(json.loads(header["state"])["model"], SimpleWeights(path, file))
+
+
+class SimpleWeights:
+    """See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self.path, self.file = path, file
+        saved = {name: file.get_slice(name) for name in names_in(file) if "/" not in name}
+        self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in saved.items()}
+        self.dtypes = {name: DTYPES[tensor.get_dtype()] for name, tensor in saved.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return one block."""
+        found = self.file.get_slice(name)[index] if index else self.file.get_tensor(name)
+        return found  # type: ignore[no-any-return]
+
+    def damage(self) -> Sequence[str]:
+        """Compare all bytes with their SHA-256."""
+        return damage(self.path)
 
 
 # --- bringing blocks together -------------------------------------------------------------------

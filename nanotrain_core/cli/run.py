@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.environment import Ranks
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.recipe import Recipe, load_recipe
 
 
@@ -35,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from a checkpoint: the latest (default), a step or a path",
     )
     parser.add_argument(
+        "--weights",
+        metavar="PATH",
+        help="start from these: a Hugging Face folder, one that `nanotrain convert` wrote, a checkpoint",
+    )
+    parser.add_argument(
         "--show",
         action="append",
         default=[],
@@ -48,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_core.launch import EXIT_OF, Nodes, launch, prepare
     from nanotrain_core.worker import Job, train
 
+    use_weights(args)
     plugins = plugin_arguments(args)
     job = Job(
         recipe=args.recipe,
@@ -74,6 +83,21 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
     )
     return launch(job, recipe, nodes)
+
+
+def use_weights(args: argparse.Namespace) -> None:
+    """Lay ``--weights`` over the recipe, so that the resolved recipe names them.
+
+    Raises:
+        NanotrainError: the run is to be resumed, with its checkpoint's weights, or there is no such path.
+    """
+    if args.weights is None:
+        return
+    if args.resume:
+        raise NanotrainError("--weights starts a new run, --resume goes on with one: give one of them")
+    if not Path(args.weights).exists():
+        raise NanotrainError(f"--weights {args.weights}: there is no such file or folder")
+    args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]
 
 
 def fit_to_gpus(args: argparse.Namespace, recipe: Recipe) -> Recipe:

@@ -24,6 +24,11 @@ def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
     return attrs.field(metadata={"nanotrain": "path", "words": words}, **options)
 
 
+#: Marks a field of a model's config that shapes training, but not what given weights compute:
+#: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
+TRAINING = "nanotrain_training"
+
+
 @attrs.define(frozen=True)
 class Selection:
     """A component picked by name, with its own table as that component's config class."""
@@ -47,6 +52,9 @@ class RunConfig:
     """World size: `--nproc` times `--nnodes` overrides it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs when there are any."""
+    weights: str | None = path_field(default=None)
+    """What to start from in place of random weights: a Hugging Face folder, what `nanotrain convert` wrote,
+    a checkpoint or a run folder. `--weights` overrides it; a resumed run has its checkpoint's."""
     folder: str | None = None
     """Run folder. Unset: `runs/<name>`, then `runs/<name>-2` and so on, so that no run is overwritten."""
     log_every: int = attrs.field(default=1, validator=ge(1))

@@ -41,6 +41,11 @@ def _dump(tables: dict[str, Any]) -> str:
     return re.sub(rf"^\[({kinds})\.\d+\.", r"[\1.", text, flags=re.MULTILINE)
 
 
+def write_model(selection: Selection) -> str:
+    """Return the table ``[model]`` of a selected model, every default spelled out: a recipe can extend it."""
+    return tomli_w.dumps({"model": _plain(selection)})
+
+
 def recipe_hash(recipe: Recipe) -> str:
     """Return the SHA-256 of the resolved recipe with its versions: equal on all ranks of a run."""
     return hashlib.sha256(write_resolved(recipe).encode()).hexdigest()

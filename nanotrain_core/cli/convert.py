@@ -1,0 +1,67 @@
+"""``nanotrain convert SOURCE OUT``: weights in and out of Hugging Face's files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
+from nanotrain_core.errors import Exit
+from nanotrain_core.registry import load_plugins
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face folder, a checkpoint, a run folder, or what this command wrote",
+    )
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument(
+        "--to",
+        choices=["huggingface", "nanotrain"],
+        help="whose names and config to write; default: from Hugging Face's to nanotrain's, and back",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of all tensors; default: as they are")
+    parser.add_argument(
+        "--shard-gb", type=_size, default=5.0, metavar="GB", help="largest size of one file (default: 5)"
+    )
+    add_plugin_options(parser)
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not size > 0:
+        raise argparse.ArgumentTypeError(f"expected a number of gigabytes above 0, got '{text}'")
+    return size
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, and say what was written."""
+    asked = plugin_arguments(args)
+    registry = load_plugins(block=asked.blocked, local=asked.local)
+
+    import torch
+
+    from nanotrain_core.convert import convert
+
+    written = convert(
+        Path(args.source),
+        Path(args.out),
+        registry,
+        form=args.to,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        shard_bytes=int(args.shard_gb * 1e9),
+    )
+    files = "1 file" if written.files == 1 else f"{written.files} files"
+    print(f"{args.out}: {written.parameters:,} parameters of model '{written.model}' in {files}")
+    if written.form == "nanotrain":
+        print(f'start from them: extends = "{args.out}/model.toml" in a recipe,')
+        print(f"                 nanotrain run RECIPE --weights {args.out}")
+    return Exit.DONE

@@ -1,0 +1,118 @@
+"""Writes the weights of a model as a folder, ours or another library's, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from nanotrain_core.errors import CheckpointError, FolderError
+from nanotrain_core.files import write_text_atomically
+from nanotrain_core.foreign import ForeignError, ForeignModel
+from nanotrain_core.foreign_weights import Atlas, whole
+from nanotrain_core.open_weights import CONFIG, TABLE, Weights, foreign_models, open_weights
+from nanotrain_core.recipe.write import write_model
+from nanotrain_core.registry import Registry
+from nanotrain_core.shards import Entry, write_shards
+
+#: Files that go along with weights as they are.
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
+
+Form = Literal["huggingface", "nanotrain"]
+
+
+@attrs.define(frozen=True)
+class Written:
+    """What a conversion left."""
+
+    model: str
+    form: Form
+    parameters: int
+    files: int
+
+
+def convert(
+    source: Path,
+    target: Path,
+    registry: Registry,
+    *,
+    form: Form | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> Written:
+    """Write the weights at ``source`` into the new folder ``target``, which appears whole or not at all.
+
+    Args:
+        source: anything :func:`~nanotrain_core.open_weights.open_weights` knows.
+        target: a folder that does not exist, or is empty.
+        registry: finds the model's component.
+        form: whose names to write; None: not those that ``source`` has.
+        dtype: of every tensor; None keeps each one's own.
+        shard_bytes: size of a file at most, unless a single tensor is larger.
+
+    Raises:
+        NanotrainError: ``source`` cannot be read, ``target`` not written, or the model has no counterpart.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FolderError(f"{target} is there already: name a new folder")
+    weights = open_weights(source, registry)
+    damage = weights.reader.damage()
+    if damage:
+        raise CheckpointError("; ".join(damage))
+    form = form or ("nanotrain" if weights.foreign else "huggingface")
+    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtype)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    scratch.mkdir()
+    try:
+        files = write_shards(scratch, entries, shard_bytes)
+        write_text_atomically(scratch / name, text)
+        _copy_tokenizer(source, scratch)
+        scratch.rename(target)
+    except OSError as problem:
+        raise FolderError(f"{target} cannot be written: {problem.strerror or problem}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
+    return Written(weights.selection.use, form, parameters, files)
+
+
+def _ours(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> tuple[list[Entry], str, str]:
+    """Return the tensors, and the name and text of the file that says what they are."""
+    return list(_entries(weights, dtype)), TABLE, write_model(weights.selection)
+
+
+def _entries(weights: Weights, dtype: torch.dtype | None) -> Iterator[Entry]:
+    for name, shape in weights.reader.shapes.items():
+        wanted = dtype or weights.reader.dtypes[name]
+        yield Entry(name, shape, wanted, lambda n=name, s=shape: weights.reader.read(n, whole(s)))  # type: ignore[misc]
+
+
+def _theirs(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> tuple[list[Entry], str, str]:
+    use, model_config = weights.selection.use, weights.selection.config
+    foreign: ForeignModel | None = registry.get("model", use).load_optional("foreign")
+    if foreign is None:
+        known = ", ".join(sorted({name for name, _ in foreign_models(registry).values()}))
+        raise ForeignError(f"model '{use}' has no counterpart in transformers; models that have: {known}")
+    try:
+        config: dict[str, Any] = foreign.config(model_config)
+    except ForeignError as problem:
+        raise ForeignError(f"model '{use}' cannot be written for transformers: {problem}") from None
+    atlas = Atlas(foreign.counterparts(model_config), weights.reader.shapes)
+    entries = list(atlas.entries(weights.reader, dtype))
+    largest = max(entries, key=lambda entry: entry.nbytes).dtype
+    config["torch_dtype"] = str(largest).removeprefix("torch.")
+    return entries, CONFIG, json.dumps(config, indent=2) + "\n"
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for pattern in TOKENIZER if source.is_dir() else ():
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)

@@ -1,0 +1,99 @@
+"""How a model's parameters are called in another library's checkpoints. Torch-free.
+
+A model component that has a counterpart in Hugging Face ``transformers`` names a :class:`ForeignModel` in
+``Component.foreign``. It only says what is where; reading, writing and all checks are the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from nanotrain_core.errors import NanotrainError
+
+
+class ForeignError(NanotrainError):
+    """A model has no counterpart on the other side: an option that one of the two does not have."""
+
+
+@attrs.define(frozen=True)
+class Foreign:
+    """A tensor of the other library that one of our parameters is, or is some rows of."""
+
+    name: str
+    transposed: bool = False
+    """Stored with its two axes exchanged, as GPT-2's are."""
+    rows: Sequence[int] | None = None
+    """Row i of ours is row ``rows[i]`` of theirs, counted after the exchange; None: the same rows.
+
+    A ``range`` picks one of several matrices that are stored as one, a list changes the order. All
+    parameters that share a foreign tensor must together use each of its rows once.
+    """
+
+
+@attrs.define(frozen=True)
+class Counterpart:
+    """One of our parameters and where it is over there.
+
+    ``Counterpart("embed.weight", Foreign("model.embed_tokens.weight"))``
+    """
+
+    name: str
+    """Global name."""
+    foreign: Foreign | tuple[Foreign, ...]
+    """One tensor, or as many as our parameter has on axis 0, one for each index: a matrix per expert."""
+
+
+class ForeignModel(Protocol):
+    """What ``Component.foreign`` names. Every ``config`` is one of the component's config class."""
+
+    model_types: Sequence[str]
+    """The values of ``model_type`` in a ``config.json`` that this component can represent."""
+    ignored: Sequence[str]
+    """Regular expressions of tensors that hold no weights, as masks and frequencies: they are left out."""
+
+    def table(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ``[model]`` table, without ``use``, for the contents of a ``config.json``.
+
+        Raises:
+            ForeignError: it has an option that this component cannot represent.
+        """
+        ...
+
+    def config(self, config: Any) -> dict[str, Any]:
+        """Return the contents of a ``config.json``, with ``model_type`` and ``architectures``.
+
+        Raises:
+            ForeignError: the other library has no such model.
+        """
+        ...
+
+    def counterparts(self, config: Any) -> Iterable[Counterpart]:
+        """Yield every parameter of the whole model once, layer by layer."""
+        ...
+
+
+def want(foreign: Mapping[str, Any], key: str, *allowed: Any) -> Any:
+    """Return a value of a ``config.json``, the first of ``allowed`` where it has none.
+
+    Raises:
+        ForeignError: it is none of ``allowed``.
+    """
+    value = foreign.get(key, allowed[0])
+    if value not in allowed:
+        choices = " or ".join(map(repr, allowed))
+        raise ForeignError(f"config.json: {key} is {value!r}; only {choices} can be represented")
+    return value
+
+
+def need(foreign: Mapping[str, Any], key: str) -> Any:
+    """Return a value that a ``config.json`` must have.
+
+    Raises:
+        ForeignError: it does not.
+    """
+    if foreign.get(key) is None:
+        raise ForeignError(f"config.json: {key} is missing")
+    return foreign[key]

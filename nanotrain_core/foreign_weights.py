@@ -1,0 +1,176 @@
+"""Weights of another library read as ours, and ours assembled as theirs, a tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+import torch
+
+from nanotrain_core.contracts import WeightReader
+from nanotrain_core.errors import PluginError
+from nanotrain_core.foreign import Counterpart, Foreign
+from nanotrain_core.placement import Shape
+from nanotrain_core.shards import Entry, Shards
+
+Index = tuple[slice, ...]
+
+
+def whole(shape: Iterable[int]) -> Index:
+    """Return the index of a whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+@attrs.define(frozen=True, eq=False)
+class Piece:
+    """A block of one of our parameters, and what it is over there."""
+
+    name: str
+    index: Index
+    foreign: Foreign
+    single: bool
+    """Whether the block is one index of axis 0, an axis that the foreign tensor lacks."""
+
+    @property
+    def shape(self) -> Shape:
+        """As the foreign tensor has it, before an exchange of axes."""
+        index = self.index[1:] if self.single else self.index
+        return tuple(part.stop - part.start for part in index)
+
+
+class Atlas:
+    """Both sides of every tensor of one model.
+
+    Raises:
+        PluginError: the counterparts are not those of the model's parameters, or leave rows out.
+    """
+
+    def __init__(self, counterparts: Iterable[Counterpart], ours: Mapping[str, Shape]) -> None:
+        self.ours = ours
+        self.counterparts = {counterpart.name: counterpart for counterpart in counterparts}
+        unknown = sorted({*self.counterparts} ^ {*ours})
+        if unknown:
+            where = "the model has no such parameter" if unknown[0] in self.counterparts else "it is left out"
+            raise PluginError(f"the model's foreign names do not fit it: {unknown[0]}: {where}")
+        self.pieces: dict[str, list[Piece]] = {}
+        for counterpart in self.counterparts.values():
+            for piece in _pieces(counterpart, ours[counterpart.name]):
+                self.pieces.setdefault(piece.foreign.name, []).append(piece)
+        self.upright = {name: _upright(name, pieces) for name, pieces in self.pieces.items()}
+        """Foreign name -> shape before an exchange of axes."""
+
+    @property
+    def theirs(self) -> dict[str, Shape]:
+        """Foreign name -> shape as stored."""
+        exchanged = {name for name, pieces in self.pieces.items() if pieces[0].foreign.transposed}
+        return {name: shape[::-1] if name in exchanged else shape for name, shape in self.upright.items()}
+
+    def entries(self, source: WeightReader, dtype: torch.dtype | None) -> Iterator[Entry]:
+        """Yield every foreign tensor, to be assembled from ``source`` when it is written."""
+        for name, shape in self.theirs.items():
+            pieces = self.pieces[name]
+            yield Entry(
+                name,
+                shape,
+                dtype or source.dtypes[pieces[0].name],
+                lambda name=name, pieces=pieces: _assemble(source, pieces, self.upright[name]),  # type: ignore[misc]
+            )
+
+
+def _pieces(counterpart: Counterpart, shape: Shape) -> list[Piece]:
+    if isinstance(counterpart.foreign, Foreign):
+        return [Piece(counterpart.name, whole(shape), counterpart.foreign, single=False)]
+    if len(counterpart.foreign) != shape[0]:
+        count = len(counterpart.foreign)
+        raise PluginError(f"foreign names of {counterpart.name}: {count} tensors for {shape[0]} on axis 0")
+    return [
+        Piece(counterpart.name, (slice(number, number + 1), *whole(shape[1:])), foreign, single=True)
+        for number, foreign in enumerate(counterpart.foreign)
+    ]
+
+
+def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
+    """Return the shape that all pieces of a foreign tensor together make up."""
+    if len(pieces) == 1 and pieces[0].foreign.rows is None:
+        return pieces[0].shape
+    rows = [row for piece in pieces for row in _rows(piece)]
+    if sorted(rows) != list(range(len(rows))) or len({piece.shape[1:] for piece in pieces}) > 1:
+        raise PluginError(f"foreign names: the rows of {name} are not each used once: {len(rows)} are given")
+    return (len(rows), *pieces[0].shape[1:])
+
+
+def _rows(piece: Piece) -> Sequence[int]:
+    rows = piece.foreign.rows
+    if rows is not None and len(rows) != piece.shape[0]:
+        raise PluginError(f"foreign names of {piece.name}: {len(rows)} rows for {piece.shape[0]}")
+    return range(piece.shape[0]) if rows is None else rows
+
+
+def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> torch.Tensor:
+    """Return a foreign tensor as it is stored."""
+    result: torch.Tensor | None = None
+    for piece in pieces:
+        block = source.read(piece.name, piece.index)
+        block = block[0] if piece.single else block
+        if piece.foreign.rows is None:
+            result = block
+            break
+        result = block.new_empty(shape) if result is None else result
+        result[torch.tensor(piece.foreign.rows)] = block
+    assert result is not None
+    return result.t() if pieces[0].foreign.transposed else result
+
+
+class ForeignWeights:
+    """Another library's folder under our names. See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, shards: Shards, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:
+        self.shards, self.atlas, self.prefix = shards, atlas, prefix
+        self.shapes: Mapping[str, Shape] = atlas.ours
+        self.dtypes = {piece.name: dtypes[name] for name, pieces in atlas.pieces.items() for piece in pieces}
+
+    def damage(self) -> Sequence[str]:
+        """Return nothing: the other library's files carry no checksum."""
+        return ()
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """Return a block; of several foreign tensors only the ones it needs are read."""
+        foreign = self.atlas.counterparts[name].foreign
+        if isinstance(foreign, Foreign):
+            return self._read(foreign, index)
+        return torch.stack([self._read(one, index[1:]) for one in foreign[index[0]]])
+
+    def _read(self, foreign: Foreign, index: Index) -> torch.Tensor:
+        rows = None if foreign.rows is None else foreign.rows[index[0]]
+        first = 0
+        if rows is not None:
+            first = min(rows)
+            index = (slice(first, max(rows) + 1), *index[1:])
+        name = foreign.name.removeprefix(self.prefix)
+        block = self.shards.read(name, index[::-1] if foreign.transposed else index)
+        block = block.t() if foreign.transposed else block
+        if rows is None or isinstance(rows, range):
+            return block
+        return block[torch.tensor(rows) - first]
+
+
+def missing_prefix(found: Iterable[str], expected: Iterable[str]) -> str:
+    """Return what the names of a model saved without its head lack: ``transformer.``, or an empty string."""
+    first = next(iter(expected)).partition(".")[0] + "."
+    return "" if any(name.startswith(first) for name in found) else first
+
+
+def differences(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], ignored: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield what is missing, has another shape, or is not wanted."""
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"it has no tensor {name}, expected with shape {shape}"
+        elif tuple(found[name]) != tuple(shape):
+            yield f"{name} has shape {tuple(found[name])}, expected {tuple(shape)}"
+    patterns = [re.compile(pattern) for pattern in ignored]
+    for name in found:
+        if name not in expected and not any(pattern.fullmatch(name) for pattern in patterns):
+            yield f"it has a tensor {name}, which the model has no place for"

@@ -1,0 +1,239 @@
+"""Finds out what a path holds and opens its weights, checked against the model they say they are of.
+
+Known are a folder that ``nanotrain convert`` wrote, a Hugging Face folder, and whatever a checkpoint
+component can open for its weights: a checkpoint, or a run folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli
+import torch
+
+from nanotrain_core.actions import Part
+from nanotrain_core.contracts import Model, SavedWeights, WeightReader
+from nanotrain_core.errors import CheckpointError, did_you_mean
+from nanotrain_core.foreign import ForeignError, ForeignModel
+from nanotrain_core.foreign_weights import Atlas, ForeignWeights, differences, missing_prefix
+from nanotrain_core.placement import PlacedParameter, Shape
+from nanotrain_core.recipe.structure import structure
+from nanotrain_core.recipe.tree import TRAINING, Selection
+from nanotrain_core.registry import Registry
+from nanotrain_core.shards import DTYPES, Shards
+
+#: The ``[model]`` table of a folder of ours: a recipe can extend it.
+TABLE = "model.toml"
+CONFIG = "config.json"
+
+
+@attrs.define(frozen=True, eq=False)
+class Weights:
+    """A model's weights on disk: every parameter is there, in its shape."""
+
+    path: Path
+    selection: Selection
+    reader: WeightReader
+    foreign: bool
+    """Whether they are stored as another library does."""
+
+
+def open_weights(path: Path, registry: Registry) -> Weights:
+    """Open what ``path`` holds, and compare names and shapes with the model of its table.
+
+    Raises:
+        CheckpointError: there are no weights, or they are not those of the model.
+        ForeignError: no component can represent the other library's model.
+    """
+    if (path / CONFIG).is_file() and not (path / TABLE).is_file():
+        return _open_foreign(path, registry)
+    saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
+    selection = select(saved.model, registry, path)
+    refuse(path, list(differences(saved.reader.shapes, shapes_of(selection, registry))))
+    return Weights(path, selection, saved.reader, foreign=False)
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise the first of ``problems``, with their number."""
+    if problems:
+        count = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+        raise CheckpointError(f"the weights in {path} do not fit the model: {problems[0]}{count}")
+
+
+# --- ours -------------------------------------------------------------------------------------
+
+
+class OwnShards:
+    """A folder under our own names. See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shards = Shards(folder)
+        self.shapes: Mapping[str, Shape] = self.shards.shapes
+        self.dtypes = known_dtypes(folder, self.shards)
+        self.read = self.shards.read
+
+    def damage(self) -> Sequence[str]:
+        """Return nothing: the files carry no checksum."""
+        return ()
+
+
+def _open_ours(folder: Path) -> SavedWeights:
+    try:
+        table = tomli.loads((folder / TABLE).read_text(encoding="utf-8"))["model"]
+    except (tomli.TOMLDecodeError, KeyError) as problem:
+        raise CheckpointError(f"{folder / TABLE}: expected a table [model]: {problem!r}") from None
+    return SavedWeights(table, OwnShards(folder))
+
+
+def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    for name in registry.names("checkpoint"):
+        opener = registry.get("checkpoint", name).load_optional("weights")
+        found: SavedWeights | None = opener(path) if opener else None
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"{path} holds no weights that can be read: expected a folder with {CONFIG} (Hugging Face) or "
+        f"{TABLE} (`nanotrain convert`), a checkpoint, or the folder of a run that saved one"
+    )
+
+
+def known_dtypes(path: Path, shards: Shards) -> dict[str, torch.dtype]:
+    """Return the dtypes of all tensors.
+
+    Raises:
+        CheckpointError: one is no floating-point format of 16 bits or more.
+    """
+    for name, code in shards.dtypes.items():
+        if code not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise CheckpointError(f"{path}: {name} is stored as {code}; only {known} can be read")
+    return {name: DTYPES[code] for name, code in shards.dtypes.items()}
+
+
+def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selection:
+    """Give a ``[model]`` table its types.
+
+    Raises:
+        CheckpointError: it does not fit the component as installed.
+    """
+    rest: dict[str, Any] = _without_none(table)
+    use = rest.pop("use", None)
+    if not isinstance(use, str):
+        raise CheckpointError(f"{path}: the model's table does not say which model to use")
+    config, problems = structure(rest, registry.get("model", use).config, "model")
+    if problems:
+        raise CheckpointError(f"{path}: {problems[0].key}: {problems[0].message}")
+    return Selection("model", use, config)
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out what TOML cannot write: a saved table spells out every key."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
+    """Return the global shape of every parameter of a model."""
+    model: Model = registry.build(selection)
+    with torch.device("meta"):
+        part = model.build(Part.whole(model.layers))
+    return {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
+
+
+# --- another library's ------------------------------------------------------------------------
+
+
+def foreign_models(registry: Registry) -> dict[str, tuple[str, ForeignModel]]:
+    """Return ``model_type`` of a ``config.json`` -> name of the component for it, and its names."""
+    found: dict[str, tuple[str, ForeignModel]] = {}
+    for use in registry.names("model"):
+        foreign: ForeignModel | None = registry.get("model", use).load_optional("foreign")
+        for model_type in foreign.model_types if foreign else ():
+            found[model_type] = (use, foreign)  # type: ignore[assignment]
+    return found
+
+
+def _open_foreign(folder: Path, registry: Registry) -> Weights:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise CheckpointError(f"{folder / CONFIG} is damaged: {problem}") from None
+    known, wanted = foreign_models(registry), config.get("model_type")
+    if wanted not in known:
+        near = did_you_mean(str(wanted), list(known))
+        raise ForeignError(
+            f"{folder / CONFIG}: model_type is {wanted!r}{near}; installed models can represent: "
+            f"{', '.join(sorted(known))}"
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ForeignError(
+            f"{folder} is quantized ({method}): convert it to bfloat16 with its own tools first"
+        )
+    use, foreign = known[wanted]
+    try:
+        table = {"use": use, **foreign.table(config)}
+    except ForeignError as problem:
+        raise ForeignError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
+    selection = select(table, registry, folder)
+    return Weights(folder, selection, _read_foreign(folder, selection, foreign, registry), foreign=True)
+
+
+def _read_foreign(
+    folder: Path, selection: Selection, foreign: ForeignModel, registry: Registry
+) -> ForeignWeights:
+    atlas = Atlas(foreign.counterparts(selection.config), shapes_of(selection, registry))
+    shards = Shards(folder)
+    prefix = missing_prefix(shards.shapes, atlas.theirs)
+    found = {prefix + name: shape for name, shape in shards.shapes.items()}
+    if prefix:  # saved without its head, which has no prefix of its own
+        found |= {name: shape for name, shape in shards.shapes.items() if name in atlas.theirs}
+    refuse(folder, list(differences(found, atlas.theirs, foreign.ignored)))
+    dtypes = known_dtypes(folder, shards)
+    return ForeignWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
+
+
+# --- a run that starts from them --------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(
+    path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter]
+) -> None:
+    """Fill this rank's blocks, reading no more than these, one at a time.
+
+    Raises:
+        CheckpointError: the weights are of another model than the run's.
+    """
+    weights = open_weights(path, registry)
+    refuse_other_model(weights, selection)
+    for parameter in placed:
+        block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
+        parameter.parameter.copy_(block)
+
+
+def refuse_other_model(weights: Weights, ours: Selection) -> None:
+    """Compare all keys that say what a model computes: equal shapes can still be another function.
+
+    Raises:
+        CheckpointError: naming the first key that differs.
+    """
+    theirs = weights.selection
+    if theirs.use != ours.use:
+        raise CheckpointError(
+            f"{weights.path} has weights of model '{theirs.use}'; the run's is '{ours.use}'"
+        )
+    for field in attrs.fields(type(ours.config)):
+        there, here = getattr(theirs.config, field.name), getattr(ours.config, field.name)
+        if there != here and not field.metadata.get(TRAINING):
+            raise CheckpointError(
+                f"{weights.path} has weights of another model: model.{field.name} is {there!r} there and "
+                f"{here!r} in this recipe"
+            )

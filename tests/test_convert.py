@@ -1,0 +1,109 @@
+"""Weights in and out of Hugging Face's files, against transformers' own classes."""
+
+import json
+
+import pytest
+import torch
+from foreign_models import gpt2, llama, logits, our_logits, our_tensors
+from safetensors.torch import load_file
+
+from nanotrain_core.cli import main
+from nanotrain_core.convert import convert
+from nanotrain_core.registry import load_plugins
+
+MODELS = {
+    "llama": llama,
+    "llama-grouped": lambda: llama(num_key_value_heads=2),
+    "llama-one-key-head": lambda: llama(num_key_value_heads=1, rope_theta=500.0),
+    "llama-tied": lambda: llama(tie_word_embeddings=True),
+    "llama-wide-heads": lambda: llama(head_dim=16, num_key_value_heads=2),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "gpt2": gpt2,
+    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
+    "gpt2-narrow": lambda: gpt2(n_inner=40, layer_norm_epsilon=1e-3),
+}
+
+
+@pytest.fixture(params=MODELS)
+def theirs(request, tmp_path):
+    """A random model of transformers, saved in ``theirs``."""
+    model = MODELS[request.param]()
+    model.save_pretrained(tmp_path / "theirs")
+    return model
+
+
+def test_logits_are_those_of_transformers(theirs, tmp_path):
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    expected = logits(theirs)
+    assert expected.std() > 0.1  # a model that says something
+    for path in ("theirs", "ours"):
+        torch.testing.assert_close(our_logits(tmp_path / path), expected, atol=1e-4, rtol=0)
+
+
+def test_transformers_loads_what_is_exported_bit_by_bit(theirs, tmp_path):
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "again", load_plugins(), shard_bytes=20_000)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
+    again = type(theirs).from_pretrained(tmp_path / "again")
+    assert {**again.state_dict()}.keys() == {**theirs.state_dict()}.keys()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert torch.equal(logits(again), logits(theirs))
+
+
+def test_export_and_import_give_back_the_same_bytes(theirs, tmp_path):
+    registry = load_plugins()
+    convert(tmp_path / "theirs", tmp_path / "ours", registry)
+    convert(tmp_path / "ours", tmp_path / "there", registry, shard_bytes=20_000)
+    convert(tmp_path / "there", tmp_path / "back", registry)
+    for name in ("model.safetensors", "model.toml"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_a_model_saved_without_its_head_has_names_without_prefix(tmp_path):
+    model = gpt2()
+    model.transformer.save_pretrained(tmp_path / "headless")
+    torch.testing.assert_close(our_logits(tmp_path / "headless"), logits(model), atol=1e-4, rtol=0)
+
+
+def test_weights_are_rounded_if_asked_for(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), dtype=torch.bfloat16)
+    for name, tensor in our_tensors(tmp_path / "ours").items():
+        assert torch.equal(tensor, our_tensors(tmp_path / "theirs")[name].bfloat16()), name
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins())
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert type(model).from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = llama()
+    model.save_pretrained("theirs")
+    (tmp_path / "theirs/tokenizer.json").write_text("{}")
+    assert main(["convert", "theirs", "ours"]) == 0
+    said = capsys.readouterr().out
+    assert f"ours: {model.num_parameters():,} parameters of model 'transformer' in 1 file" in said
+    assert 'extends = "ours/model.toml"' in said
+    assert main(["convert", "ours", "back", "--shard-gb", "2e-5"]) == 0
+    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert index["metadata"]["total_size"] == 4 * model.num_parameters()
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        *files,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    }
+
+
+def test_no_file_grows_past_the_limit_unless_for_one_tensor(tmp_path):
+    llama().save_pretrained(tmp_path / "theirs")
+    limit = 10_000
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), shard_bytes=limit)
+    for path in (tmp_path / "ours").glob("*.safetensors"):
+        tensors = load_file(path)
+        assert sum(t.nbytes for t in tensors.values()) <= limit or len(tensors) == 1
