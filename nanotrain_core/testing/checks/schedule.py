@@ -97,10 +97,11 @@ def _needs(action: Action, last: int) -> set[Action]:
 def gradients_equal(case: Case) -> None:
     """Loss, gradients and norm equal those of one process that takes the whole batch at once."""
     data_ranks = case.world_size // pipeline_of(case)
+    layers = max(2 * pipeline_of(case), sum(map(len, stages_of(case))))
     for count in microbatch_counts(case):
         sequences = count * data_ranks
         batch = {"sequences": sequences, "microbatch": 1}
-        changes = {"batch": batch, "model": {"layers": 2 * pipeline_of(case)}, "run": {"steps": 1}}
+        changes = {"batch": batch, "model": {"layers": layers}, "run": {"steps": 1}}
         ranks = run_ranks(train, case.world_size, case, changes)
         (alone,) = traces(case.alone(), **{**changes, "batch": {**batch, "microbatch": sequences}})
         what = f"gradients with {count} microbatches"

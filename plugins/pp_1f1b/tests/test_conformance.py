@@ -13,27 +13,36 @@ SCHEDULES = {
     "zb_h1": {},
     "dualpipe_v": {},
 }
-TIED = {"model": {"tied": True}, "parallel": [{"use": "ddp"}]}  # the table is on two ranks
+UNTIED = {"model": {"layers": 12}}
+TIED = {"model": {"layers": 12, "tied": True}, "parallel": [{"use": "ddp"}]}  # two ranks have the table
+GPT = {"norm": "layernorm", "activation": "gelu", "bias": True, "positions": "learned", "max_length": 16}
+
+
+def case(use, topology, around, name="", **config):
+    return Case(
+        "schedule", use=use, config=SCHEDULES[use] | config, topology=topology, overrides=around, name=name
+    )
+
 
 test_conformance = conformance(
-    *(Case("schedule", use=use, config=config, topology={"pp": 2}) for use, config in SCHEDULES.items()),
-    *(Case("schedule", use=use, topology={"pp": 4}, overrides=TIED) for use in ("1f1b", "zb_h1")),
+    *(case(use, {"pp": 2}, UNTIED) for use in SCHEDULES),
+    *(case(use, {"pp": 4}, TIED) for use in ("interleaved_1f1b", "zb_h1", "dualpipe_v")),
+    case("zb_h1", {"dp": 2, "pp": 2}, TIED),
 )
 
 test_exhaustively = pytest.mark.full(
     conformance(
         *(
-            Case(
-                "schedule",
-                use=use,
-                config=config,
-                topology={"pp": pp},
-                overrides=model,
-                name=f"{use}-pp{pp}-{tied}",
-            )
-            for (use, config), pp, (tied, model) in product(
-                SCHEDULES.items(), (1, 2, 3, 4), {"tied": TIED, "untied": {}}.items()
+            case(use, {"pp": pp}, around, f"{use}-pp{pp}-{tied}")
+            for use, pp, (tied, around) in product(
+                SCHEDULES, (1, 2, 3, 4), {"tied": TIED, "untied": UNTIED}.items()
             )
         ),
+        *(case(use, {"dp": 2, "pp": 2}, TIED, f"{use}-dp2-pp2") for use in SCHEDULES),
+        *(
+            case(use, {"dp": 2, "pp": 2}, {**TIED, "model": {**GPT, "layers": 12}}, f"{use}-gpt")
+            for use in SCHEDULES
+        ),
+        *(case("interleaved_1f1b", {"pp": pp}, TIED, f"v3-pp{pp}", v=3) for pp in (1, 2, 3, 4)),
     )
 )

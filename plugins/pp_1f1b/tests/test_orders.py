@@ -26,7 +26,7 @@ degrees = st.integers(1, 12)
 counts = st.integers(1, 40)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(names, degrees, counts)
 def test_every_pass_happens_once_on_the_rank_of_its_stage(name, p, m):
     schedule = SCHEDULES[name]
@@ -42,7 +42,7 @@ def test_every_pass_happens_once_on_the_rank_of_its_stage(name, p, m):
         }
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(names, degrees, counts)
 def test_every_order_runs_to_its_end_with_microbatches_in_turn(name, p, m):
     lists = SCHEDULES[name].actions(p, m)
@@ -99,7 +99,7 @@ def test_idle_time_of_dualpipe_v(p, times):
             assert idle == pytest.approx((p - 1) * (f + b - w))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(degrees, counts)
 def test_live_activations(p, m):
     peaks = {name: simulate(schedule.actions(p, m)) for name, schedule in SCHEDULES.items()}
@@ -112,7 +112,7 @@ def test_live_activations(p, m):
             assert peaks["dualpipe_v"].peak(rank) == 2 * p + 1
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(degrees, counts, st.integers(1, 6))
 def test_live_activations_of_interleaved(p, m, v):
     timeline = simulate(schedules.Interleaved(InterleavedConfig(v=v)).actions(p, m))
