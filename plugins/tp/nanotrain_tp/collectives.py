@@ -137,17 +137,22 @@ class Reduce(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: shares enter split layers."""
+    """All-gather forward, reduce-scatter backward: shares enter split layers.
+
+    ``known``: the result, where ``x`` was gathered before.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int, known: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.all_gather(x, dim)
+        return ranks.all_gather(x, dim) if known is None else known.view_as(known)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.reduce_scatter(d_x, ctx.dim), None, None
+        return ctx.ranks.reduce_scatter(d_x, ctx.dim), None, None, None
 
 
 class Scatter(torch.autograd.Function):
@@ -182,15 +187,17 @@ class GatherWhole(torch.autograd.Function):
     """All-gather forward, own share backward: from shares to what every rank then treats alike.
 
     Unlike after :class:`Gather`, every rank's gradient is complete already, and adding them up would
-    count it once for each rank.
+    count it once for each rank. ``known``: as there.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int, known: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.all_gather(x, dim)
+        return ranks.all_gather(x, dim) if known is None else known.view_as(known)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None
+        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None, None

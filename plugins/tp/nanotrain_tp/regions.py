@@ -27,11 +27,14 @@ Args = tuple[Any, ...]
 
 
 class Entry:
-    """A tensor that entered the split layers, as it was when it did."""
+    """A share of tokens that was gathered, or a whole input that was copied, as it was then."""
 
-    def __init__(self, outside: torch.Tensor, inside: torch.Tensor) -> None:
-        self.outside, self.inside = outside, inside
-        self.state = self._state(outside)
+    def __init__(self, outside: torch.Tensor) -> None:
+        self.outside, self.state = outside, self._state(outside)
+        self.inside: torch.Tensor | None = None
+        """As split layers read it: their gradients of it are partial."""
+        self.whole: torch.Tensor | None = None
+        """As those read it that every rank runs alike."""
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Say whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
@@ -41,29 +44,46 @@ class Entry:
     def _state(x: torch.Tensor) -> tuple[int, bool]:
         return x._version, torch.is_grad_enabled()
 
+    @property
+    def values(self) -> torch.Tensor | None:
+        """What was gathered, without a gradient: it need not be gathered again for another use."""
+        known = self.whole if self.inside is None else self.inside
+        return None if known is None else known.detach()
+
 
 class Boundary:
-    """Takes tokens into split layers and out again."""
+    """Takes tokens into split layers and out again.
+
+    Queries, keys and values read one tensor, and so do gates, shared experts and routers. It is gathered
+    once. Gradients of all split layers that read it are summed here before they are summed over ranks.
+    """
 
     def __init__(self, ranks: Ranks, *, sequence_parallel: bool) -> None:
         self.ranks, self.sequence_parallel = ranks, sequence_parallel
         self._last: Entry | None = None
 
+    def _entry(self, x: torch.Tensor) -> Entry:
+        if self._last is None or not self._last.is_of(x):
+            self._last = Entry(x)
+        return self._last
+
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence.
+        """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence."""
+        entry = self._entry(x)
+        if entry.inside is None and self.sequence_parallel:
+            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+        elif entry.inside is None:
+            entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
+        inside: torch.Tensor = entry.inside
+        return inside
 
-        Queries, keys and values read the same tensor. It enters once, and the gradients of all its
-        readers are summed here before they are summed over ranks.
-        """
-        last = self._last
-        if last is None or not last.is_of(x):
-            last = self._last = Entry(x, self._enter(x))
-        return last.inside
-
-    def _enter(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sequence_parallel:
-            return Gather.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
-        return Copy.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""
+        entry = self._entry(x)
+        if entry.whole is None:
+            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = entry.whole
+        return whole
 
     def forget(self, *_: Any) -> None:
         """Let go of the last tensor that entered. Also a forward hook."""
@@ -79,9 +99,9 @@ class Boundary:
         """Return this rank's share of tokens ``x`` that are whole."""
         return Slice.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
 
-    def gather(self, x: torch.Tensor, dim: int = SEQUENCE) -> torch.Tensor:
-        """Return whole what every rank has a share of, for all of them to treat alike."""
-        return GatherWhole.apply(x, self.ranks, dim)  # type: ignore[no-any-return, no-untyped-call]
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return whole what every rank has a part of, for all of them to treat alike."""
+        return GatherWhole.apply(x, self.ranks, dim, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter_first(self, module: nn.Module, args: Args) -> Args:
         """Take the first argument in: the pre-hook of COLUMN and SHARED."""
@@ -167,7 +187,7 @@ class Experts:
         """All-gather: make the sequence whole; every rank routes it alike."""
         if not self.boundary.sequence_parallel:
             return args
-        return self.boundary.gather(args[0]), *args[1:]
+        return self.boundary.whole(args[0]), *args[1:]
 
     def after_router(self, module: nn.Module, args: Args, routing: Routing) -> Routing:
         """Keep the choices of this rank's share; losses are of whole sequences and stay."""
@@ -180,4 +200,4 @@ class Experts:
 
     def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Make the tokens whole again where they were."""
-        return output if self.boundary.sequence_parallel else self.boundary.gather(output)
+        return output if self.boundary.sequence_parallel else self.boundary.gather(output, SEQUENCE)

@@ -43,7 +43,6 @@ test_exhaustively = pytest.mark.full(
         ),
         Case("optimizer", use="adamw", topology={"tp": 2}, overrides=AROUND_TP),
         Case("checkpoint", use="simple", topology={"tp": 2}, overrides=AROUND_TP),
-        Case("monitor", use="replicas", topology={"tp": 2}, overrides=AROUND_TP),
         *(Case("precision", use=use, topology={"tp": 2}, overrides=AROUND_TP) for use in ("bf16", "fp16")),
     )
 )

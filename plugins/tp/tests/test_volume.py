@@ -6,35 +6,37 @@ Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2: two all-gathers and
 
 from collections import Counter
 from math import prod
+from pathlib import Path
 
 import pytest
 
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 
-RANKS, SEQUENCES, MICROBATCH, LENGTH, WIDTH = 2, 8, 2, 16, 32
-ACTIVATIONS = MICROBATCH * LENGTH * WIDTH
+RANKS, MICROBATCHES, MICROBATCH, LENGTH = 2, 4, 2, 16
+TOY = str(Path(__file__).with_name("toy_experts.py"))
 
 
-def activations_sent(layers, *, sequence_parallel):
-    """Count, by operator, how many whole activations the collectives of a step are called with."""
+def activations_sent(model, width, *, sequence_parallel=True):
+    """Count, by operator, how many whole activations a microbatch's collectives are called with."""
     case = Case(
         "parallel",
         use="tp",
         config={"sequence_parallel": sequence_parallel},
-        topology={"tp": 2},
-        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": {"layers": layers}},
+        topology={"tp": RANKS},
+        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": model},
+        plugins=(TOY,),
     )
-    (trace, _) = run_ranks(train, 2, case, {"run": {"steps": 1}})
+    trace, _ = run_ranks(train, RANKS, case, {"run": {"steps": 1}})
     found = Counter()
     for operator, _, tensors in trace.collectives:
         shape = [int(n) for n in tensors[0].partition("[")[2].rstrip("]").split(",") if n]
-        if len(shape) == 3 and shape[-1] == WIDTH:
+        if len(shape) == 3 and shape[-1] == width:
             name = operator.partition(".")[0].strip("_")
-            found[name] += prod(shape) * (
-                RANKS if name == "alltoall_base" else 1
-            )  # the log leaves an axis out
-    return {operator: n / ACTIVATIONS for operator, n in found.items()}
+            axis_left_out = RANKS if name == "alltoall_base" else 1  # of the log, since ranks may differ
+            found[name] += prod(shape) * axis_left_out
+    whole = MICROBATCHES * MICROBATCH * LENGTH * width
+    return {operator: numbers / whole for operator, numbers in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,12 @@ def activations_sent(layers, *, sequence_parallel):
     ids=["shares", "whole"],
 )
 def test_one_more_layer_adds_two_of_each_each_way(sequence_parallel, each):
-    two, three = (activations_sent(n, sequence_parallel=sequence_parallel) for n in (2, 3))
-    microbatches = SEQUENCES // MICROBATCH
-    assert {op: (three[op] - two[op]) / microbatches for op in three} == each
+    two, three = (activations_sent({"layers": n}, 32, sequence_parallel=sequence_parallel) for n in (2, 3))
+    added = {operator: three[operator] - two[operator] for operator in three}
+    assert {operator: n for operator, n in added.items() if n} == each
+
+
+def test_routers_and_shared_experts_gather_their_input_once():
+    sent = activations_sent({"use": "toy_experts"}, 16)
+    forward, backward = 2 * (1 + 1) + 1, 2 * (1 + 1) + 1  # two layers, attention and experts; head; embedding
+    assert sent["broadcast"] == forward + backward
