@@ -120,7 +120,7 @@ def compose(
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
-        load_weights(Path(weights), registry, recipe.model, placed)
+        load_weights(Path(weights), registry, recipe.model, placed, mesh)
 
     of_parameters = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)

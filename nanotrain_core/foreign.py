@@ -88,12 +88,14 @@ def want(foreign: Mapping[str, Any], key: str, *allowed: Any) -> Any:
     return value
 
 
-def need(foreign: Mapping[str, Any], key: str) -> Any:
-    """Return a value that a ``config.json`` must have.
+def need(foreign: Mapping[str, Any], key: str) -> int:
+    """Return a size that a ``config.json`` must have.
 
     Raises:
-        ForeignError: it does not.
+        ForeignError: it does not, or it is no number above 0.
     """
-    if foreign.get(key) is None:
-        raise ForeignError(f"config.json: {key} is missing")
-    return foreign[key]
+    value = foreign.get(key)
+    if type(value) is not int or value < 1:
+        found = "missing" if value is None else repr(value)
+        raise ForeignError(f"config.json: {key} is {found}; expected an integer above 0")
+    return value

@@ -20,6 +20,7 @@ from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, did_you_mean
 from nanotrain_core.foreign import ForeignError, ForeignModel
 from nanotrain_core.foreign_weights import Atlas, ForeignWeights, differences, missing_prefix
+from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Shape
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import TRAINING, Selection
@@ -162,8 +163,8 @@ def foreign_models(registry: Registry) -> dict[str, tuple[str, ForeignModel]]:
 
 def _open_foreign(folder: Path, registry: Registry) -> Weights:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as problem:
+        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as problem:
         raise CheckpointError(f"{folder / CONFIG} is damaged: {problem}") from None
     known, wanted = foreign_models(registry), config.get("model_type")
     if wanted not in known:
@@ -205,15 +206,18 @@ def _read_foreign(
 
 @torch.no_grad()
 def load_weights(
-    path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter]
+    path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter], mesh: Mesh
 ) -> None:
-    """Fill this rank's blocks, reading no more than these, one at a time.
+    """Gather: fill this rank's blocks, reading no more than these, one at a time. Rank 0 looks for damage.
 
     Raises:
-        CheckpointError: the weights are of another model than the run's.
+        CheckpointError: the weights are damaged, or of another model than the run's.
     """
     weights = open_weights(path, registry)
     refuse_other_model(weights, selection)
+    damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
+    if damage:
+        raise CheckpointError("; ".join(damage))
     for parameter in placed:
         block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
         parameter.parameter.copy_(block)

@@ -99,6 +99,7 @@ def rope_theta(foreign: Mapping[str, Any]) -> float:
     kind = options.get("rope_type", options.get("type", "default"))
     if kind != "default":
         raise ForeignError(f"config.json: rope_type is {kind!r}; only 'default' can be represented")
+    want({**foreign, **options}, "partial_rotary_factor", 1.0, None)
     return float(options.get("rope_theta", foreign.get("rope_theta", 10000.0)))
 
 

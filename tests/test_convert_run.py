@@ -1,0 +1,193 @@
+"""A run that starts from weights: which ones, on which layout, and what comes out of it again."""
+
+import json
+
+import pytest
+import torch
+from command import nanotrain
+from foreign_models import VOCAB, llama, logits, our_tensors
+from safetensors.torch import load_file
+
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
+from nanotrain_core.testing import run_ranks
+
+RECIPE = """
+extends = "ours/model.toml"
+
+[run]
+name = "tuned"
+steps = 2
+device = "cpu"
+
+[batch]
+sequences = 4
+microbatch = 2
+length = 16
+
+[evaluation]
+sequences = 0
+
+[[parallel]]
+use = "ddp"
+
+[optimizer]
+use = "sgd"
+lr = 0.01
+
+[data]
+use = "synthetic"
+vocab = 64
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a Llama in ``theirs`` and ``ours``, and a recipe for it."""
+    monkeypatch.chdir(tmp_path)
+    llama(num_key_value_heads=2).save_pretrained("theirs")
+    assert main(["convert", "theirs", "ours"]) == 0
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def steps(path):
+    rows = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["event"] == "step"]
+
+
+def test_the_first_loss_is_that_of_the_weights_on_any_number_of_ranks(folder):
+    """The reference is transformers' own loss on the same tokens."""
+    for ranks, weights in (("1", "theirs"), ("2", "ours")):
+        words = ("run", "recipe.toml", "--nproc", ranks, "--weights", weights, "--folder", ranks)
+        done = nanotrain(*words, cwd=folder)
+        assert (done.code, done.err) == (Exit.DONE, "")
+        assert f'/{weights}"' in (folder / ranks / "recipe.toml").read_text()
+    one, two = steps(folder / "1"), steps(folder / "2")
+    assert one[0]["loss"] == pytest.approx(first_loss(folder), abs=1e-5)
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+def first_loss(folder):
+    from transformers import AutoModelForCausalLM
+
+    from nanotrain_core.batch import Shard
+    from nanotrain_core.recipe import load_recipe
+    from nanotrain_core.registry import load_plugins
+
+    recipe = load_recipe(folder / "recipe.toml")
+    data = load_plugins().build(recipe.data)
+    data.open(length=16, seed=recipe.run.seed)
+    batch = data.train_batch(4, Shard())
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(folder / "theirs")(batch.tokens).logits
+    return torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.targets.flatten()).item()
+
+
+def test_what_a_run_trained_can_be_exported_and_started_from(folder):
+    words = ("run", "recipe.toml", "--weights", "theirs")
+    assert nanotrain(*words, "--folder", "first", cwd=folder).code == Exit.DONE
+    checkpoint = folder / "first/checkpoints/step-00000002.safetensors"
+    saved = {name: tensor for name, tensor in load_file(checkpoint).items() if "/" not in name}
+    for source, target in (("first", "a"), (str(checkpoint), "b")):
+        assert main(["convert", source, target]) == 0
+        assert our_tensors(folder / target).keys() == saved.keys()
+        assert all(torch.equal(t, saved[name]) for name, t in our_tensors(folder / target).items())
+    assert not torch.equal(saved["norm.weight"], our_tensors(folder / "ours")["norm.weight"])
+    from transformers import AutoModelForCausalLM
+
+    assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(folder / "a"))).all()
+    words = ("run", "recipe.toml", "--weights", "first", "--folder", "second")
+    assert nanotrain(*words, cwd=folder).code == Exit.DONE
+    assert steps(folder / "second")[0]["loss"] < steps(folder / "first")[0]["loss"]
+
+
+def test_a_resumed_run_has_the_weights_of_its_checkpoint(folder):
+    words = ("run", "recipe.toml", "--folder", "run")
+    assert nanotrain(*words, "--weights", "theirs", cwd=folder).code == Exit.DONE
+    (folder / "theirs").rename(folder / "elsewhere")
+    again = nanotrain(
+        "run", "run/recipe.toml", "--folder", "run", "--resume", "--set", "run.steps=3", cwd=folder
+    )
+    assert (again.code, again.err) == (Exit.DONE, "")
+    losses = [row["loss"] for row in steps(folder / "run")]
+    assert len(losses) == 3
+
+
+def split_blocks(path, rank_count):
+    """Read each rank's blocks of a tensor split both ways, as a wrapper would place them."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from torch import nn
+
+    from nanotrain_core.layout import Layout, View
+    from nanotrain_core.mesh import Mesh
+    from nanotrain_core.open_weights import load_weights, open_weights
+    from nanotrain_core.placement import PlacedParameter, Placement
+    from nanotrain_core.registry import load_plugins
+
+    rank = dist.get_rank()
+    layout = Layout({"dense": View(("dp", "tp"), (1, rank_count))})
+    selection = open_weights(Path(path), load_plugins()).selection
+    placed = []
+    for name, shape, axis in (
+        ("layers.1.attn.k.weight", (32, 32), 0),
+        ("layers.1.ffn.down.weight", (32, 128), 1),
+        ("layers.0.attn.v.bias", (32,), 0),
+    ):
+        placement = Placement.whole(name, shape, layout).split(axis, "tp", rank, rank_count)
+        placed.append(PlacedParameter(nn.Parameter(torch.empty(placement.shape)), placement))
+    load_weights(Path(path), load_plugins(), selection, placed, Mesh(layout, rank=rank))
+    return {p.placement.name: (p.placement.slices, p.parameter.detach()) for p in placed}
+
+
+def test_each_rank_reads_its_own_block_of_a_fused_and_transposed_matrix(tmp_path):
+    from foreign_models import gpt2
+
+    model = gpt2()
+    model.save_pretrained(tmp_path)
+    theirs = model.state_dict()
+    expected = {
+        "layers.1.attn.k.weight": theirs["transformer.h.1.attn.c_attn.weight"][:, 32:64].T,
+        "layers.1.ffn.down.weight": theirs["transformer.h.1.mlp.c_proj.weight"].T,
+        "layers.0.attn.v.bias": theirs["transformer.h.0.attn.c_attn.bias"][64:],
+    }
+    for blocks in run_ranks(split_blocks, 2, str(tmp_path), 2):
+        for name, (slices, block) in blocks.items():
+            assert torch.equal(block, expected[name][slices]), name
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--weights", "nowhere"), "--weights nowhere: there is no such file or folder"),
+        (("--weights", "ours", "--resume"), "--weights starts a new run, --resume goes on with one"),
+        (("--set", "run.weights=nowhere"), "nowhere: there is no such file or folder"),
+        (
+            ("--weights", "recipe.toml"),
+            "holds no weights that can be read: expected a folder with config.json",
+        ),
+        (
+            ("--weights", "ours", "--set", "model.rope_theta=500.0"),
+            "has weights of another model: model.rope_theta is 10000.0 there and 500.0 in this recipe",
+        ),
+        (
+            ("--weights", "theirs", "--set", "model.vocab=128"),
+            f"has weights of another model: model.vocab is {VOCAB} there and 128 in this recipe",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_plain_words(folder, words, text):
+    ended = nanotrain("run", "recipe.toml", *words, cwd=folder)
+    assert ended.code == Exit.USER
+    assert text in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_what_only_shapes_training_may_differ(folder):
+    words = ("--weights", "ours", "--set", "model.init_std=0.5", "--set", "model.max_length=16")
+    done = nanotrain("run", "recipe.toml", "--set", "run.steps=1", *words, "--folder", "run", cwd=folder)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    assert steps(folder / "run")[0]["loss"] == pytest.approx(first_loss(folder), abs=1e-5)
