@@ -21,6 +21,7 @@ from nanotrain_core.registry import load_plugins
 from nanotrain_core.roles import Role, replace, tag
 from nanotrain_core.routing import Routing, rows_computed, use_dispatch_codec
 from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.collectives import CollectiveLog
 
 MODEL = str(Path(__file__).with_name("tiny_moe.py"))
 E, D, WIDTH, NAMES = 8, 32, 12, ("gate", "up", "down")
@@ -278,3 +279,20 @@ def test_a_topology_without_etp_is_refused():
     ):
         check_view(Layout({"expert": view}))
     check_view(Grid(GridConfig(ep=2)).layout(4))
+
+
+def logged(degrees, tokens_by_rank):
+    """Return the collectives of one pass, as (dtype, ranks of the group)."""
+    with CollectiveLog() as log:
+        run_layer(degrees, tokens_by_rank, "everywhere")
+    return [
+        (sent[0].partition("[")[0], group) for operator, group, sent in log.entries if "alltoall" in operator
+    ]
+
+
+def test_a_pass_exchanges_counts_once_and_rows_there_and_back():
+    for rank, found in enumerate(run_ranks(logged, 4, {"ep": 2, "etp": 2}, [3, 4, 7, 1])):
+        over_ep, over_etp = ((0, 2), (1, 3))[rank % 2], ((0, 1), (2, 3))[rank // 2]
+        there_and_back = [over_ep, over_etp, over_etp, over_ep]
+        counts = [("int64", over_ep), ("int64", over_etp)]
+        assert found == counts + [("float64", group) for group in there_and_back * 2]  # forward, backward
