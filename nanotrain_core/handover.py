@@ -42,7 +42,7 @@ class Handover:
         self.owners, self.mesh = owners, mesh
         self.rank = mesh.coordinate("pp") if len(set(owners)) > 1 else owners[0]
         self._kept: dict[tuple[Way, int, int], torch.Tensor] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: dict[tuple[Way, int, int], tuple[dist.Work, torch.Tensor]] = {}
         self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
         self._told: set[tuple[int, Shape]] = set()
         self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
@@ -101,18 +101,27 @@ class Handover:
         tensor = tensor.contiguous()
         if way == "forward" and (edge, like) not in self._told:
             self._told.add((edge, like))
-            self._post(way, edge, self._tag(way, edge, -1), receiver, describe(tensor))
-        self._post(way, edge, self._tag(way, edge, microbatch), receiver, tensor)
+            self._post((way, edge, -1), receiver, describe(tensor))
+        self._post((way, edge, microbatch), receiver, tensor)
 
-    def _post(self, way: Way, edge: int, tag: int, receiver: int, tensor: torch.Tensor) -> None:
+    def _post(self, key: tuple[Way, int, int], receiver: int, tensor: torch.Tensor) -> None:
+        """Start to send, and let go of what has arrived, as far as the backend tells before it is asked."""
+        for other in [other for other, (work, _) in self._sent.items() if work.is_completed()]:
+            del self._sent[other]
+        way, edge, _ = key
         to = self.mesh.ranks("pp")[receiver]
-        work = dist.isend(tensor, to, group=self._groups[way, edge], tag=tag)
+        work = dist.isend(tensor, to, group=self._groups[way, edge], tag=self._tag(*key))
         assert work is not None
-        self._sent.append((work, tensor))
+        self._sent[key] = work, tensor
+
+    def _arrived(self, key: tuple[Way, int, int]) -> None:
+        """Let go of a message that must have arrived: gloo only tells when it is waited for."""
+        if key in self._sent:
+            self._sent.pop(key)[0].wait()
 
     def flush(self) -> None:
         """Return once everything sent has left."""
-        for work, _ in self._sent:
+        for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
 
@@ -144,6 +153,7 @@ class Handover:
             return self._kept.pop(key)
         found = torch.empty_like(output, memory_format=torch.contiguous_format)
         self._wait_for("backward", edge, self._tag(*key), self.owners[edge + 1], found)
+        self._arrived(("forward", edge, microbatch))
         return found
 
     def _wait_for(self, way: Way, edge: int, tag: int, sender: int, into: torch.Tensor) -> None:

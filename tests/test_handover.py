@@ -1,5 +1,7 @@
 """Messages reach the stage they are for, in whatever order, with tags and in groups of their own."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,3 +66,25 @@ def test_every_stage_gets_what_the_one_before_sent(tags, owners, world, shared):
                 expected["F", stage, m] = m + sum(10 ** (s + 1) for s in range(stage + 1))
                 expected["B", stage, m] = -m - (len(owners) - 1 - stage)
         assert seen == expected
+
+
+def one_forward_one_backward(microbatches):
+    """Return the most hidden states that the first of two stages keeps alive after sending them."""
+    mesh = Mesh(Layout({"dense": View(("pp",), (2,))}), rank=dist.get_rank())
+    handover, sent = Handover([0, 1], mesh), []
+    for m in range(microbatches):
+        if handover.rank == 0:
+            x = torch.full((2, 3), float(m))
+            sent.append(weakref.ref(x))
+            handover.send("forward", 0, m, x, LIKE)
+            handover.receive_gradient(0, m, torch.empty_like(x))
+            del x
+        else:
+            handover.send("backward", 0, m, handover.receive(0, m, LIKE), LIKE)
+    alive = sum(each() is not None for each in sent)
+    handover.flush()
+    return alive
+
+
+def test_what_was_sent_is_let_go_when_its_gradient_is_back():
+    assert run_ranks(one_forward_one_backward, 2, 5)[0] == 0
