@@ -2,14 +2,13 @@
 
 Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
 
-On a GPU in bfloat16 one kernel makes the products of all experts (torch's grouped_mm). On a CPU they are
-made one by one: oneDNN, faster than torch's default for them, prepares itself for every new shape for
-2.5 ms, so an expert's rows are filled up with zeros to a multiple that leaves few shapes.
+On a GPU in bfloat16 one kernel makes the products of all experts (torch's grouped_mm). On a CPU each
+expert's are made while its rows are in the cache. oneDNN, faster there than torch's default, prepares itself
+for every new shape for 2.5 ms, so rows are filled up with zeros to a multiple that leaves few shapes.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +22,8 @@ from nanotrain_core.routing import Routing, run_locally
 from nanotrain_core.weight_gradients import weight_gradient
 from nanotrain_deepseek.config import DeepSeekConfig
 
-#: Rows of an expert on a CPU are a multiple of this, where the library prepares itself for each shape.
-MULTIPLE = 32
+#: Rows of an expert on a CPU are filled up to a multiple of this, or of about a 16th of their mean number.
+MULTIPLE = 16
 
 
 class Experts(nn.Module):
@@ -54,21 +53,27 @@ class Experts(nn.Module):
 
 
 class Products(Protocol):
-    """The three products of a linear layer, each for all experts. A, B: its inputs and outputs."""
+    """The products of a linear layer [B, A] of every expert, for rows in one or more pieces."""
 
-    def enter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Lay rows out as the products need them."""
+    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the pieces of ``rows``."""
         ...
 
-    def leave(self, rows: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`enter`."""
+    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Undo :meth:`cut`."""
         ...
 
-    def forward(self, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """Return a piece of x times the transposed weight [N, B]."""
+        ...
 
-    def backward(self, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor: ...
+    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """Return a piece of the gradient of x [N, A]."""
+        ...
 
-    def weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor) -> torch.Tensor: ...
+    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+        """Return the gradient of the weights [E, B, A] from all pieces; zeros for an expert without rows."""
+        ...
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -83,30 +88,38 @@ class _SwiGLU(torch.autograd.Function):
         down_EDF: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
-        x_ND = products.enter(rows_ND)
-        g_NF, u_NF = products.forward(x_ND, gate_EFD), products.forward(x_ND, up_EFD)
-        ctx.save_for_backward(x_ND, g_NF, u_NF, gate_EFD, up_EFD, down_EDF)
-        ctx.products = products
-        return products.leave(products.forward(F.silu(g_NF).mul_(u_NF), down_EDF))
+        x, g, u, y = products.cut(rows_ND), [], [], []
+        for n, x_ND in enumerate(x):
+            g.append(products.forward(n, x_ND, gate_EFD))
+            u.append(products.forward(n, x_ND, up_EFD))
+            y.append(products.forward(n, F.silu(g[n]).mul_(u[n]), down_EDF))
+        ctx.products, ctx.pieces = products, len(x)
+        ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *x, *g, *u)
+        return products.join(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_ND, g_NF, u_NF, gate_EFD, up_EFD, down_EDF = ctx.saved_tensors
-        products: Products = ctx.products
-        d_y_ND = products.enter(d_rows_ND)
-        silu_NF = F.silu(g_NF)
-        d_h_NF = products.backward(d_y_ND, down_EDF)
-        d_u_NF = d_h_NF * silu_NF
-        d_g_NF = torch.ops.aten.silu_backward(d_h_NF.mul_(u_NF), g_NF)
-        d_x_ND = None
-        if ctx.needs_input_grad[0]:
-            d_x_ND = products.backward(d_g_NF, gate_EFD).add_(products.backward(d_u_NF, up_EFD))
-            d_x_ND = products.leave(d_x_ND)
-        d_gate = weight_gradient(gate_EFD, lambda: products.weight(d_g_NF, x_ND))
-        d_up = weight_gradient(up_EFD, lambda: products.weight(d_u_NF, x_ND))
-        d_down = weight_gradient(down_EDF, lambda: products.weight(d_y_ND, silu_NF.mul_(u_NF)))
-        return d_x_ND, d_gate, d_up, d_down, None
+        gate_EFD, up_EFD, down_EDF, *saved = ctx.saved_tensors
+        products, pieces = ctx.products, ctx.pieces
+        x, g, u = saved[:pieces], saved[pieces : 2 * pieces], saved[2 * pieces :]
+        d_y, d_g, d_u, h, d_x = products.cut(d_rows_ND), [], [], [], []
+        for n in range(pieces):
+            silu_NF = F.silu(g[n])
+            d_h_NF = products.backward(n, d_y[n], down_EDF)
+            d_u.append(d_h_NF * silu_NF)
+            d_g.append(torch.ops.aten.silu_backward(d_h_NF.mul_(u[n]), g[n]))
+            h.append(silu_NF.mul_(u[n]))
+            if ctx.needs_input_grad[0]:
+                d_x_ND = products.backward(n, d_g[n], gate_EFD)
+                d_x.append(d_x_ND.add_(products.backward(n, d_u[n], up_EFD)))
+        return (
+            products.join(d_x) if d_x else None,
+            weight_gradient(gate_EFD, lambda: products.weight(d_g, x)),
+            weight_gradient(up_EFD, lambda: products.weight(d_u, x)),
+            weight_gradient(down_EDF, lambda: products.weight(d_y, h)),
+            None,
+        )
 
 
 def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: torch.Tensor) -> Products:
@@ -115,78 +128,73 @@ def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: t
     aligned = all(size * weight_EFD.element_size() % 16 == 0 for size in sizes)
     if rows_ND.is_cuda and rows_ND.dtype == torch.bfloat16 and aligned and len(rows_ND):
         return Grouped(counts_E)
-    multiplications = rows_ND.numel() // max(1, len(weight_EFD)) * sizes[0]
-    prepared = {
-        torch.float32: onednn_is_faster() and multiplications >= LARGE,
-        torch.bfloat16: True,
-        torch.float16: True,
-    }
-    on_cpu = rows_ND.device.type == "cpu"
-    return OneByOne(counts_E, MULTIPLE if on_cpu and prepared.get(rows_ND.dtype, False) else 1)
+    return OneByOne(counts_E, _multiple(rows_ND, weight_EFD))
+
+
+def _multiple(rows_ND: torch.Tensor, weight_EFD: torch.Tensor) -> int:
+    """Return what to fill an expert's rows up to: where oneDNN will make the products, more than 1."""
+    if rows_ND.device.type != "cpu" or rows_ND.dtype == torch.float64:
+        return 1
+    mean = len(rows_ND) // len(weight_EFD)
+    large = mean * weight_EFD[0].numel() >= LARGE and onednn_is_faster()
+    if rows_ND.dtype == torch.float32 and not large:
+        return 1
+    return max(MULTIPLE, 1 << max(0, mean.bit_length() - 5))
 
 
 class OneByOne:
-    """A product for each expert, whose rows are filled up with zeros to a ``multiple``."""
+    """A piece for each expert, whose rows are filled up with zeros to a ``multiple``."""
 
     def __init__(self, counts_E: torch.Tensor, multiple: int) -> None:
-        counts = counts_E.tolist()
-        room = [-(-count // multiple) * multiple for count in counts]
+        self.counts: list[int] = counts_E.tolist()
         self.multiple = multiple
-        self.counts, self.ends = counts, list(accumulate(room))
-        self.spans = [slice(end - size, end) for end, size in zip(self.ends, room, strict=True)]
 
-    def enter(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows to where their experts' spans begin."""
-        if self.multiple == 1:
-            return rows
-        laid_out = rows.new_zeros(self.ends[-1], rows.shape[1])
-        for mine, span, count in zip(torch.split(rows, self.counts), self.spans, self.counts, strict=True):
-            laid_out[span.start : span.start + count] = mine
-        return laid_out
+    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each expert."""
+        return [F.pad(own, (0, 0, 0, -len(own) % self.multiple)) for own in torch.split(rows, self.counts)]
 
-    def leave(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather the rows that are no filling."""
-        if self.multiple == 1:
-            return rows
-        pairs = zip(self.spans, self.counts, strict=True)
-        return torch.cat([rows[span.start : span.start + count] for span, count in pairs])
+    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Leave the filling out."""
+        return torch.cat([own[:count] for own, count in zip(pieces, self.counts, strict=True)])
 
-    def forward(self, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return x times the transposed weight [N, B]."""
-        return torch.cat([matmul(x_NA[s], w.T) for s, w in zip(self.spans, weight_EBA, strict=True)])
+    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """One product."""
+        return matmul(x_NA, weight_EBA[piece].T)
 
-    def backward(self, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [N, A]."""
-        return torch.cat([matmul(d_y_NB[s], w) for s, w in zip(self.spans, weight_EBA, strict=True)])
+    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """One product."""
+        return matmul(d_y_NB, weight_EBA[piece])
 
-    def weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weights [E, B, A]; zeros for an expert without rows."""
-        return torch.stack([matmul(d_y_NB[s].T, x_NA[s]) for s in self.spans])
+    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+        """A product for each expert; one over no rows is zero."""
+        return torch.stack([matmul(d_y.T, x) for d_y, x in zip(d_y_NB, x_NA, strict=True)])
 
 
 class Grouped:
-    """One kernel for all experts, which reads on the device where their rows end."""
+    """One piece: a kernel for all experts, which reads on the device where their rows end."""
 
     def __init__(self, counts_E: torch.Tensor) -> None:
         self.ends = counts_E.cumsum(0).to(torch.int32)
         self.idle = (counts_E == 0)[:, None, None]
 
-    def enter(self, rows: torch.Tensor) -> torch.Tensor:
-        """The kernel takes rows as they are, without gaps."""
-        return rows.contiguous()
+    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return all rows."""
+        return [rows.contiguous()]
 
-    def leave(self, rows: torch.Tensor) -> torch.Tensor:
-        """As :meth:`enter`."""
+    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        """Return all rows."""
+        (rows,) = pieces
         return rows
 
-    def forward(self, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return x times the transposed weight [N, B]."""
+    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """All products."""
         return F.grouped_mm(x_NA, weight_EBA.transpose(1, 2), offs=self.ends)
 
-    def backward(self, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [N, A]."""
+    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+        """All products."""
         return F.grouped_mm(d_y_NB, weight_EBA, offs=self.ends)
 
-    def weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weights [E, B, A]; what the kernel leaves for no rows is not defined."""
-        return F.grouped_mm(d_y_NB.T, x_NA, offs=self.ends).masked_fill_(self.idle, 0.0)
+    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+        """All products; what the kernel leaves for an expert without rows is not defined."""
+        (d_y,), (x,) = d_y_NB, x_NA
+        return F.grouped_mm(d_y.T, x, offs=self.ends).masked_fill_(self.idle, 0.0)

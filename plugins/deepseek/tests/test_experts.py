@@ -1,0 +1,117 @@
+"""Stacked experts against one SwiGLU after the other, in every way their products are made."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nanotrain_deepseek import experts as module
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.experts import Experts, Grouped, OneByOne
+from nanotrain_deepseek.samples import V3
+from torch import nn
+
+from nanotrain_core import weight_gradients
+from nanotrain_core.routing import Routing
+from nanotrain_core.weight_gradients import Postponed
+
+COUNTS = (5, 0, 17, 1, 0, 3, 40, 0)
+WEIGHTS = ("gate", "up", "down")
+
+
+def experts_of(dtype, *, width=32, inner=16):
+    torch.manual_seed(0)
+    experts = Experts(DeepSeekConfig(**V3 | {"width": width, "expert_ffn": inner}))
+    for name in WEIGHTS:
+        shape = getattr(experts, name).shape
+        setattr(experts, name, nn.Parameter((0.3 * torch.randn(shape)).to(dtype)))
+    return experts
+
+
+def reference(experts, rows, counts):
+    """Return outputs, expert by expert, from plain operations."""
+    weights = zip(experts.gate, experts.up, experts.down, strict=True)
+    pieces = zip(rows.split(list(counts)), weights, strict=True)
+    return torch.cat([(F.silu(x @ g.T) * (x @ u.T)) @ d.T for x, (g, u, d) in pieces])
+
+
+def outputs_and_gradients(experts, function, rows):
+    rows = rows.detach().requires_grad_()
+    y = function(rows)
+    generator = torch.Generator().manual_seed(3)
+    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    found = [y.detach(), rows.grad, *(getattr(experts, name).grad for name in WEIGHTS)]
+    experts.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "tolerance"),
+    [
+        (torch.float64, lambda counts: OneByOne(counts, 1), 1e-12),
+        (torch.float64, lambda counts: OneByOne(counts, 16), 1e-12),
+        (torch.float32, lambda counts: OneByOne(counts, 16), 1e-5),
+        (torch.bfloat16, lambda counts: OneByOne(counts, 16), 0.05),
+        (torch.bfloat16, Grouped, 0.05),
+    ],
+    ids=["fp64", "fp64-filled", "fp32-filled", "bf16-filled", "bf16-grouped"],
+)
+@pytest.mark.parametrize("counts", [COUNTS, (0,) * 7 + (9,)], ids=["several", "one"])
+def test_products_and_gradients_are_those_of_a_loop(dtype, make, tolerance, counts):
+    experts = experts_of(dtype)
+    rows = torch.randn(sum(counts), 32).to(dtype)
+    exact = experts_of(torch.float64)
+    for name in WEIGHTS:
+        getattr(exact, name).data = getattr(experts, name).data.double()
+    expected = outputs_and_gradients(exact, lambda x: reference(exact, x, counts), rows.double())
+    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts)):
+        found = outputs_and_gradients(experts, lambda x: experts.compute(x, torch.tensor(counts)), rows)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_no_rows_at_all_give_no_outputs_and_gradients_of_zero():
+    experts = experts_of(torch.float32)
+    rows = torch.empty(0, 32, requires_grad=True)
+    experts.compute(rows, torch.zeros(8, dtype=torch.int64)).sum().backward()
+    assert rows.grad.shape == (0, 32)
+    assert all(getattr(experts, name).grad.abs().sum() == 0 for name in WEIGHTS)
+
+
+def test_halves_of_every_expert_add_up_to_the_whole():
+    experts, rows, counts = experts_of(torch.float64), torch.randn(66, 32).double(), torch.tensor(COUNTS)
+    whole, total = experts.compute(rows, counts), 0.0
+    for half in (slice(0, 8), slice(8, 16)):
+        part = experts_of(torch.float64)
+        part.gate, part.up = nn.Parameter(experts.gate[:, half]), nn.Parameter(experts.up[:, half])
+        part.down = nn.Parameter(experts.down[:, :, half])
+        total = total + part.compute(rows, counts)
+    assert torch.allclose(total, whole, atol=1e-12)
+
+
+def test_layer_weighs_and_adds_the_chosen_experts_of_each_token():
+    experts, x = experts_of(torch.float64), torch.randn(2, 5, 32).double()
+    chosen = torch.stack([torch.randperm(8)[:3] for _ in range(10)]).view(2, 5, 3)
+    weights = torch.rand(2, 5, 3).double()
+    y = experts(x, Routing(chosen, weights))
+    for b, s in torch.cartesian_prod(torch.arange(2), torch.arange(5)).tolist():
+        expected = torch.zeros(32, dtype=torch.float64)
+        for e, w in zip(chosen[b, s].tolist(), weights[b, s], strict=True):
+            hidden = F.silu(experts.gate[e] @ x[b, s]) * (experts.up[e] @ x[b, s])
+            expected += w * (experts.down[e] @ hidden)
+        assert torch.allclose(y[b, s], expected, atol=1e-12)
+
+
+def test_weight_gradients_can_be_put_off():
+    experts, rows, counts = experts_of(torch.float64), torch.randn(66, 32).double(), torch.tensor(COUNTS)
+    *_, gate, up, down = outputs_and_gradients(experts, lambda x: experts.compute(x, counts), rows)
+    later, inputs = Postponed(), rows.clone().requires_grad_()
+    y = experts.compute(inputs, counts)
+    generator = torch.Generator().manual_seed(3)
+    with weight_gradients.postpone(later):
+        y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    assert inputs.grad is not None
+    assert experts.gate.grad is None
+    later.compute()
+    for found, expected in zip((experts.gate, experts.up, experts.down), (gate, up, down), strict=True):
+        assert torch.equal(found.grad, expected)
