@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter
 from nanotrain_core.weight_gradients import is_pending
@@ -42,7 +43,7 @@ class LocalGradients:
         for placed in self.placed:
             partial = placed.placement.sync_span(mesh.layout)
             if partial:
-                raise ValueError(
+                raise NanotrainError(
                     f"the gradient of {placed.placement.name} is partial along {partial} and no "
                     'component provides gradient_sync (for example [[parallel]] use = "ddp")'
                 )
