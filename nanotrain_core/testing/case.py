@@ -36,6 +36,9 @@ TINY: Tables = {
     "data": {"use": "synthetic", "vocab": 64, "sequences": 64, "validation_sequences": 10},
 }
 
+#: Plugins that every case knows: ``summed``, a gradient sync that needs no package.
+HARNESS = (str(Path(__file__).with_name("summed.py")),)
+
 #: What to do about a recipe that cannot run.
 REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"
 
@@ -91,7 +94,7 @@ class Case:
         Raises:
             PluginError: one of the case's own is broken.
         """
-        registry = load_plugins(local=self.plugins)
+        registry = load_plugins(local=(*HARNESS, *self.plugins))
         for plugin in registry.broken:
             if plugin.local:
                 raise PluginError(f"{plugin.module}: {plugin.error}")
@@ -167,7 +170,7 @@ class Case:
             path = Path(folder, "case.toml")
             path.write_text(tomli_w.dumps(self.tables(**changes)))
             try:
-                return load_recipe(path, plugins=PluginArguments(local=self.plugins))
+                return load_recipe(path, plugins=PluginArguments(local=(*HARNESS, *self.plugins)))
             except RecipeError as error:
                 lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
                 raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None

@@ -1,0 +1,49 @@
+"""What ``summed`` builds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter, Placements
+
+
+class SummedGradients(LocalGradients):
+    """Sums each gradient over the ranks that hold a part of it, one after the other, after backward."""
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Leave the model as it is."""
+        return part
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Remember the mesh."""
+        self.mesh = mesh
+        super().attach(parameters, mesh, dtype)
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def check(self, mesh: Mesh) -> None:
+        """Any layout will do."""
+
+    def finish(self) -> None:
+        """Sum, those that several stages hold last."""
+        super().finish()
+        spans = [(placed, placed.placement.sync_span(self.mesh.layout)) for placed in self.placed]
+        for placed, span in sorted(spans, key=lambda each: each[1].stages):
+            group = self.mesh.group_of(span)
+            if group is not None and placed.parameter.requires_grad:
+                total = self._sums[placed.parameter] = super().gradient(placed.parameter)
+                dist.all_reduce(total, group=group)
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the sum."""
+        return self._sums[parameter] if parameter in self._sums else super().gradient(parameter)
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        super().zero()
+        self._sums.clear()
