@@ -28,7 +28,7 @@ def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
     """Check a list of layers per stage.
 
     Raises:
-        ValueError: it has another number of stages, or of layers.
+        ValueError: it has another number of stages, or of layers, or leaves a rank without anything.
     """
     stages = f"{len(ranks)} stages ({per_rank(ranks)})"
     if len(sizes) != len(ranks):
@@ -37,6 +37,11 @@ def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
         near = "" if (last := sizes[-1] + layers - sum(sizes)) < 0 else f"; {[*sizes[:-1], last]} would do"
         text = f"layers = {list(sizes)} adds up to {sum(sizes)}; expected {layers}, the model's layers{near}"
         raise ValueError(text)
+    held = {ranks[0], ranks[-1], *(rank for rank, size in zip(ranks, sizes, strict=True) if size)}
+    for rank in sorted(set(ranks) - held):
+        raise ValueError(
+            f"layers = {list(sizes)} leaves nothing to rank {rank}: give it a layer, or lower pp"
+        )
 
 
 def balance(layers: int, ranks: Sequence[int], embedding_cost: float, head_cost: float) -> list[int]:

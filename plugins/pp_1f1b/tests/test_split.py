@@ -95,6 +95,12 @@ def test_a_list_may_leave_a_stage_without_layers():
             "layers = [3, 3] names 2 stages; expected 4 stages (pp 2 x 2 on each rank)",
         ),
         (
+            OneForwardOneBackward(PipelineConfig(layers=(3, 0, 3))),
+            6,
+            3,
+            "layers = [3, 0, 3] leaves nothing to rank 1: give it a layer, or lower pp",
+        ),
+        (
             OneForwardOneBackward(PipelineConfig()),
             3,
             4,

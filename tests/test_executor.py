@@ -1,0 +1,129 @@
+"""The executor does what an action says, when it says so, and keeps activations no longer than it must."""
+
+import pytest
+import torch
+
+from nanotrain_core import weight_gradients
+from nanotrain_core.actions import Action, Part
+from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer import Transformer
+from nanotrain_core.executor import Executor
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+
+CONFIG = TransformerConfig(layers=2, width=16, heads=2, vocab=32)
+
+
+def order(text):
+    """Read actions such as ``F0.1``: forward, stage 0, microbatch 1."""
+    return [Action(word[0], *map(int, word[1:].split("."))) for word in text.split()]
+
+
+@pytest.fixture
+def world():
+    return Mesh(Layout({"dense": View(("dp",), (1,))}))
+
+
+def stages(*parts):
+    """Return parts of a small model with fixed weights."""
+    model, built = Transformer(CONFIG), {}
+    for number, part in enumerate(parts):
+        built[number] = model.build(part).to_empty(device="cpu").double()
+        for name, parameter in built[number].named_parameters():
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return built
+
+
+WHOLE = [Part.whole(2)]
+HALVES = [
+    Part(first=0, last=1, has_embedding=True, has_head=False),
+    Part(first=1, last=2, has_embedding=False, has_head=True),
+]
+#: Both halves of the model on one rank, which hands over to itself.
+SPLIT = "F0.0 F1.0 B1.0 F0.1 F1.1 B1.1 W1.0 B0.0 W0.0 W1.1 B0.1 W0.1"
+
+
+def batches(number):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(32, (number, 2, 9), generator=generator)
+    return [Batch(each[:, :-1], each[:, 1:]) for each in tokens]
+
+
+def run(mesh, parts, text, microbatches=2):
+    """Run actions and return the gradients by name, and the summed loss."""
+    modules, gradients = stages(*parts), LocalGradients()
+    executor = Executor(modules, gradients, mesh, owners=[0] * len(parts))
+    losses = executor.run(order(text), batches(microbatches), {"lm": torch.tensor(0.5)})
+    named = [pair for module in modules.values() for pair in module.named_parameters()]
+    return {name: gradients.gradient(parameter) for name, parameter in named}, losses["lm"]
+
+
+def test_any_order_has_the_gradients_of_the_plain_one(world):
+    expected, loss = run(world, WHOLE, "F0.0 B0.0 F0.1 B0.1")
+    for parts, text in (
+        (WHOLE, "F0.0 F0.1 B0.1 B0.0"),
+        (WHOLE, "F0.0 B0.0 F0.1 B0.1 W0.1 W0.0"),
+        (HALVES, SPLIT),
+    ):
+        gradients, same_loss = run(world, parts, text)
+        assert gradients.keys() == expected.keys()
+        torch.testing.assert_close(same_loss, loss, rtol=1e-12, atol=0)
+        for name in expected:
+            torch.testing.assert_close(gradients[name], expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_split_backward_leaves_the_products_of_linear_layers_to_w(world, monkeypatch):
+    log = []
+    modules = stages(*HALVES)
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: log.append(name) if p.grad is not None else None
+            )
+    compute = weight_gradients.Postponed.compute
+
+    def logged(self):
+        log.append("W")
+        compute(self)
+
+    monkeypatch.setattr(weight_gradients.Postponed, "compute", logged)
+    executor = Executor(modules, LocalGradients(), world, owners=[0, 0])
+    executor.run(order("F0.0 F1.0 B1.0 B0.0 W1.0 W0.0"), batches(1), {"lm": torch.tensor(1.0)})
+    before, last, first = " ".join(log).split("W")
+    linear = {
+        f"{block}.weight"
+        for block in ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+    }
+    assert set(last.split()) == {f"layers.1.{name}" for name in linear}
+    assert set(first.split()) == {f"layers.0.{name}" for name in linear}
+    assert {"embed.weight", "head.weight", "norm.weight", "layers.0.ffn_norm.weight"} <= set(before.split())
+
+
+def test_activations_live_from_f_to_b(world):
+    modules, alive = stages(*WHOLE), []
+    executor = Executor(modules, LocalGradients(), world)
+    forward = executor._forward
+
+    def counted(action):
+        forward(action)
+        alive.append(len(executor._passes))
+
+    executor._forward = counted
+    executor.run(order("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 F0.3 B0.3"), batches(4), {"lm": torch.tensor(1.0)})
+    assert alive == [1, 2, 2, 1]
+
+
+def test_a_step_that_broke_off_leaves_nothing_to_the_next(world):
+    modules, gradients = stages(*HALVES), LocalGradients()
+    executor = Executor(modules, gradients, world, owners=[0, 0])
+    with pytest.raises(KeyError):
+        executor.run(order("F0.0 F1.0 B0.0"), batches(1), {"lm": torch.tensor(0.5)})  # before stage 1's
+    whole_step = "F0.0 F1.0 B1.0 B0.0"
+    executor.run(order(whole_step), batches(1), {"lm": torch.tensor(0.5)})
+    expected, _ = run(world, HALVES, whole_step, microbatches=1)
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            assert torch.equal(gradients.gradient(parameter), expected[name]), name
