@@ -6,7 +6,7 @@ A model component that has a counterpart in Hugging Face ``transformers`` names 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -31,6 +31,8 @@ class Foreign:
     A ``range`` picks one of several matrices that are stored as one, a list changes the order. All
     parameters that share a foreign tensor must together use each of its rows once.
     """
+    columns: Sequence[int] | None = None
+    """Column j of ours is column ``columns[j]`` of theirs, a permutation; None: the same order."""
 
 
 @attrs.define(frozen=True)
@@ -54,8 +56,12 @@ class ForeignModel(Protocol):
     ignored: Sequence[str]
     """Regular expressions of tensors that hold no weights, as masks and frequencies: they are left out."""
 
-    def table(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
+    def table(self, foreign: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """Return the ``[model]`` table, without ``use``, for the contents of a ``config.json``.
+
+        Args:
+            foreign: what ``config.json`` holds.
+            tensors: the names that are there, for what a config promises and files may lack.
 
         Raises:
             ForeignError: it has an option that this component cannot represent.

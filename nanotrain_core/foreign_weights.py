@@ -92,6 +92,12 @@ def _pieces(counterpart: Counterpart, shape: Shape) -> list[Piece]:
 
 def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
     """Return the shape that all pieces of a foreign tensor together make up."""
+    for piece in pieces:
+        columns = piece.foreign.columns
+        if columns is not None and sorted(columns) != list(range(piece.shape[1])):
+            raise PluginError(
+                f"foreign names of {piece.name}: columns are no permutation of {piece.shape[1]}"
+            )
     if len(pieces) == 1 and pieces[0].foreign.rows is None:
         return pieces[0].shape
     rows = [row for piece in pieces for row in _rows(piece)]
@@ -113,6 +119,8 @@ def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> to
     for piece in pieces:
         block = source.read(piece.name, piece.index)
         block = block[0] if piece.single else block
+        if piece.foreign.columns is not None:
+            block = block.index_select(1, torch.tensor(piece.foreign.columns).argsort())
         if piece.foreign.rows is None:
             result = block
             break
@@ -142,17 +150,24 @@ class ForeignWeights:
         return torch.stack([self._read(one, index[1:]) for one in foreign[index[0]]])
 
     def _read(self, foreign: Foreign, index: Index) -> torch.Tensor:
-        rows = None if foreign.rows is None else foreign.rows[index[0]]
-        first = 0
-        if rows is not None:
-            first = min(rows)
-            index = (slice(first, max(rows) + 1), *index[1:])
+        orders = (foreign.rows, foreign.columns)
+        spans = [_span(order, part) for order, part in zip(orders, index, strict=False)]
+        index = (*(span for span, _ in spans), *index[2:])
         name = foreign.name.removeprefix(self.prefix)
         block = self.shards.read(name, index[::-1] if foreign.transposed else index)
         block = block.t() if foreign.transposed else block
-        if rows is None or isinstance(rows, range):
-            return block
-        return block[torch.tensor(rows) - first]
+        for axis, (_, order) in enumerate(spans):
+            block = block if order is None else block.index_select(axis, order)
+        return block
+
+
+def _span(order: Sequence[int] | None, wanted: slice) -> tuple[slice, torch.Tensor | None]:
+    """Return the range that the wanted rows lie in, and which of it they are; None: all, in their order."""
+    if order is None:
+        return wanted, None
+    rows = order[wanted]
+    first, last = min(rows), max(rows) + 1
+    return slice(first, last), None if rows == range(first, last) else torch.tensor(rows) - first
 
 
 def missing_prefix(found: Iterable[str], expected: Iterable[str]) -> str:

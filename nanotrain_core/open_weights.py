@@ -179,24 +179,22 @@ def _open_foreign(folder: Path, registry: Registry) -> Weights:
             f"{folder} is quantized ({method}): convert it to bfloat16 with its own tools first"
         )
     use, foreign = known[wanted]
+    shards = Shards(folder)
     try:
-        table = {"use": use, **foreign.table(config)}
+        table = {"use": use, **foreign.table(config, shards.shapes.keys())}
     except ForeignError as problem:
         raise ForeignError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
     selection = select(table, registry, folder)
-    return Weights(folder, selection, _read_foreign(folder, selection, foreign, registry), foreign=True)
-
-
-def _read_foreign(
-    folder: Path, selection: Selection, foreign: ForeignModel, registry: Registry
-) -> ForeignWeights:
     atlas = Atlas(foreign.counterparts(selection.config), shapes_of(selection, registry))
-    shards = Shards(folder)
+    return Weights(folder, selection, _read_foreign(folder, shards, atlas, foreign.ignored), foreign=True)
+
+
+def _read_foreign(folder: Path, shards: Shards, atlas: Atlas, ignored: Sequence[str]) -> ForeignWeights:
     prefix = missing_prefix(shards.shapes, atlas.theirs)
     found = {prefix + name: shape for name, shape in shards.shapes.items()}
     if prefix:  # saved without its head, which has no prefix of its own
         found |= {name: shape for name, shape in shards.shapes.items() if name in atlas.theirs}
-    refuse(folder, list(differences(found, atlas.theirs, foreign.ignored)))
+    refuse(folder, list(differences(found, atlas.theirs, ignored)))
     dtypes = known_dtypes(folder, shards)
     return ForeignWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
 

@@ -6,7 +6,7 @@ of a linear layer [in, out], and those of queries, keys and values as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanotrain_core.builtin.configs import TransformerConfig
@@ -27,7 +27,7 @@ class TransformerNames:
     #: Rotary frequencies of old Llama files, and GPT-2's causal masks.
     ignored = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
 
-    def table(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
+    def table(self, foreign: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """Return the ``[model]`` table; dropout is left out, since there is none here."""
         return _llama_table(foreign) if foreign["model_type"] == "llama" else _gpt2_table(foreign)
 

@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from nanotrain_core.errors import Problem
+from nanotrain_core.recipe.tree import TRAINING
 
 if TYPE_CHECKING:
     from nanotrain_core.layout import Layout
@@ -50,7 +51,7 @@ class DeepSeekConfig:
     """Size D of the residual stream."""
     vocab: int = attrs.field(validator=ge(2))
     """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=ge(0))
+    max_length: int = attrs.field(default=0, validator=ge(0), metadata={TRAINING: True})
     """Longest sequence; 0: any length."""
 
     heads: int = attrs.field(validator=ge(1))
@@ -91,20 +92,20 @@ class DeepSeekConfig:
     """Divide the chosen experts' scores by their sum."""
     route_scale: float = attrs.field(default=1.0, validator=gt(0.0))
     """Factor on the experts' weights."""
-    bias_update_rate: float = attrs.field(default=0.0, validator=ge(0.0))
+    bias_update_rate: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
     """How far a step moves the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it."""
-    seq_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    seq_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
     """Weight of V3's balance loss of each sequence."""
-    expert_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    expert_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
     """Weight of V2's expert-level balance loss."""
-    device_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    device_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
     """Weight of V2's device-level balance loss."""
-    comm_balance: float = attrs.field(default=0.0, validator=ge(0.0))
+    comm_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
     """Weight of V2's communication balance loss."""
 
     mtp: int = attrs.field(default=0, validator=ge(0))
     """Further tokens predicted in training, each by a module of one layer (V3: 1)."""
-    mtp_weight: float = attrs.field(default=0.3, validator=ge(0.0))
+    mtp_weight: float = attrs.field(default=0.3, validator=ge(0.0), metadata={TRAINING: True})
     """Weight of the loss of those tokens."""
     mtp_input: Literal["hidden_first", "embedding_first"] = "hidden_first"
     """How such a module joins its inputs: as the paper writes it, or as the released weights have it."""
@@ -113,7 +114,7 @@ class DeepSeekConfig:
     """Added to the mean square."""
     tied: bool = False
     """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.006, validator=gt(0.0))
+    init_std: float = attrs.field(default=0.006, validator=gt(0.0), metadata={TRAINING: True})
     """Of every matrix."""
 
     @property

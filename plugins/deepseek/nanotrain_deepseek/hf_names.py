@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import attrs
-
+from nanotrain_core.foreign import Counterpart, Foreign
 from nanotrain_deepseek.config import DeepSeekConfig
 
 #: Names inside a block, ours to theirs; those with a rotary part and the experts are told apart below.
@@ -23,83 +22,67 @@ _ATTENTION = {
 _PRODUCTS = ("gate", "up", "down")
 
 
-@attrs.define(frozen=True)
-class Released:
-    """The tensors that make up one of our parameters."""
+def counterparts(config: DeepSeekConfig) -> Iterator[Counterpart]:
+    """Yield every parameter of the whole model, layer by layer.
 
-    names: tuple[str, ...]
-    """One name, or with ``stacked`` one for each index of our axis 0."""
-    stacked: bool = False
-    rows: tuple[int, ...] | None = None
-    """Our row i is their row ``rows[i]``; None: the same order."""
-    halves_swapped: bool = False
-    """The two halves of their columns stand the other way round in ours."""
-
-
-def released_names(config: DeepSeekConfig) -> dict[str, Released]:
-    """Return, for every parameter of the whole model, where it is in the released weights.
-
-    Modules for further tokens follow the last layer there; their copies of embedding and head are left out.
+    Modules for further tokens follow the last layer there. Their copies of embedding and head are left out.
     """
-    found = {"embed.weight": Released(("model.embed_tokens.weight",))}
+    yield Counterpart("embed.weight", Foreign("model.embed_tokens.weight"))
     for number in range(config.layers):
         dense = number < config.dense_layers
-        found |= _block(config, f"layers.{number}.", f"model.layers.{number}.", dense=dense)
-    found["norm.weight"] = Released(("model.norm.weight",))
+        yield from _block(config, f"layers.{number}.", f"model.layers.{number}.", dense=dense)
+    yield Counterpart("norm.weight", Foreign("model.norm.weight"))
     if not config.tied:
-        found["head.weight"] = Released(("lm_head.weight",))
+        yield Counterpart("head.weight", Foreign("lm_head.weight"))
     for depth in range(config.mtp):
-        found |= _predictor(config, f"mtp.{depth}.", f"model.layers.{config.layers + depth}.")
-    return found
+        yield from _predictor(config, f"mtp.{depth}.", f"model.layers.{config.layers + depth}.")
 
 
-def _predictor(config: DeepSeekConfig, ours: str, theirs: str) -> dict[str, Released]:
-    swapped = config.mtp_input == "hidden_first"
-    return {
-        f"{ours}hidden_norm.weight": Released((f"{theirs}hnorm.weight",)),
-        f"{ours}embed_norm.weight": Released((f"{theirs}enorm.weight",)),
-        f"{ours}proj.weight": Released((f"{theirs}eh_proj.weight",), halves_swapped=swapped),
-        **_block(config, f"{ours}block.", theirs, dense=False),
-        f"{ours}norm.weight": Released((f"{theirs}shared_head.norm.weight",)),
-    }
+def _predictor(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
+    """The released weights join the embedding first, the paper the hidden state."""
+    width = config.width
+    swapped = [*range(width, 2 * width), *range(width)] if config.mtp_input == "hidden_first" else None
+    yield Counterpart(f"{ours}hidden_norm.weight", Foreign(f"{theirs}hnorm.weight"))
+    yield Counterpart(f"{ours}embed_norm.weight", Foreign(f"{theirs}enorm.weight"))
+    yield Counterpart(f"{ours}proj.weight", Foreign(f"{theirs}eh_proj.weight", columns=swapped))
+    yield from _block(config, f"{ours}block.", theirs, dense=False)
+    yield Counterpart(f"{ours}norm.weight", Foreign(f"{theirs}shared_head.norm.weight"))
 
 
-def _block(config: DeepSeekConfig, ours: str, theirs: str, *, dense: bool) -> dict[str, Released]:
-    names = {**dict(_attention(config)), **dict(_dense() if dense else _experts(config))}
-    return {
-        ours + name: attrs.evolve(found, names=tuple(theirs + other for other in found.names))
-        for name, found in names.items()
-    }
-
-
-def _attention(config: DeepSeekConfig) -> Iterator[tuple[str, Released]]:
+def _block(config: DeepSeekConfig, ours: str, theirs: str, *, dense: bool) -> Iterator[Counterpart]:
     for name, other in _ATTENTION.items():
-        yield name, Released((other,))
+        yield Counterpart(ours + name, Foreign(theirs + other))
+    yield from _rotary(config, ours, theirs)
+    if dense:
+        for name in _PRODUCTS:
+            yield Counterpart(f"{ours}ffn.{name}.weight", Foreign(f"{theirs}mlp.{name}_proj.weight"))
+    else:
+        yield from _experts(config, f"{ours}moe.", f"{theirs}mlp.")
+
+
+def _rotary(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
+    attn, self_attn = f"{ours}attn.", f"{theirs}self_attn."
     rows = _turned(config.heads, config.nope_size, config.rope_size)
     if config.q_rank:
-        yield "attn.q_a.weight", Released(("self_attn.q_a_proj.weight",))
-        yield "attn.q_a_norm.weight", Released(("self_attn.q_a_layernorm.weight",))
-        yield "attn.q_b.weight", Released(("self_attn.q_b_proj.weight",), rows=rows)
+        yield Counterpart(f"{attn}q_a.weight", Foreign(f"{self_attn}q_a_proj.weight"))
+        yield Counterpart(f"{attn}q_a_norm.weight", Foreign(f"{self_attn}q_a_layernorm.weight"))
+        yield Counterpart(f"{attn}q_b.weight", Foreign(f"{self_attn}q_b_proj.weight", rows=rows))
     else:
-        yield "attn.q.weight", Released(("self_attn.q_proj.weight",), rows=rows)
+        yield Counterpart(f"{attn}q.weight", Foreign(f"{self_attn}q_proj.weight", rows=rows))
     rows = _turned(1, config.kv_rank, config.rope_size)
-    yield "attn.kv_a.weight", Released(("self_attn.kv_a_proj_with_mqa.weight",), rows=rows)
+    yield Counterpart(f"{attn}kv_a.weight", Foreign(f"{self_attn}kv_a_proj_with_mqa.weight", rows=rows))
 
 
-def _dense() -> Iterator[tuple[str, Released]]:
-    for name in _PRODUCTS:
-        yield f"ffn.{name}.weight", Released((f"mlp.{name}_proj.weight",))
-
-
-def _experts(config: DeepSeekConfig) -> Iterator[tuple[str, Released]]:
-    yield "moe.router.weight", Released(("mlp.gate.weight",))
+def _experts(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
+    yield Counterpart(f"{ours}router.weight", Foreign(f"{theirs}gate.weight"))
     if config.score == "sigmoid":
-        yield "moe.router.bias", Released(("mlp.gate.e_score_correction_bias",))
+        yield Counterpart(f"{ours}router.bias", Foreign(f"{theirs}gate.e_score_correction_bias"))
     for name in _PRODUCTS:
-        each = tuple(f"mlp.experts.{number}.{name}_proj.weight" for number in range(config.experts))
-        yield f"moe.experts.{name}", Released(each, stacked=True)
+        each = [Foreign(f"{theirs}experts.{number}.{name}_proj.weight") for number in range(config.experts)]
+        yield Counterpart(f"{ours}experts.{name}", tuple(each))
         if config.shared_experts:
-            yield f"moe.shared.{name}.weight", Released((f"mlp.shared_experts.{name}_proj.weight",))
+            shared = Foreign(f"{theirs}shared_experts.{name}_proj.weight")
+            yield Counterpart(f"{ours}shared.{name}.weight", shared)
 
 
 def _turned(heads: int, plain: int, rotary: int) -> tuple[int, ...]:

@@ -1,14 +1,24 @@
-"""Logits are those of Hugging Face's own implementations, given the same random weights in their form."""
+"""Weights in and out of Hugging Face's files: logits are those of its own implementations."""
+
+import json
+import shutil
 
 import pytest
 import torch
-from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
-from nanotrain_deepseek.hf_names import released_names
-from nanotrain_deepseek.model import DeepSeek
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 
 from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
+from nanotrain_core.cli import main
+from nanotrain_core.convert import convert
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.foreign_weights import whole
+from nanotrain_core.open_weights import open_weights
+from nanotrain_core.registry import load_plugins
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 
 SIZES = {
     "vocab_size": 96,
@@ -50,61 +60,6 @@ LIMITED = {
 }
 
 
-def ours(theirs, *, score):
-    """Return the config of the model that a Hugging Face config describes."""
-    rope = theirs.rope_parameters
-    limited = score == "sigmoid" or theirs.topk_method == "group_limited_greedy"
-    yarn = None
-    if rope["rope_type"] == "yarn":
-        yarn = YarnConfig(
-            factor=rope["factor"],
-            original_length=rope["original_max_position_embeddings"],
-            beta_fast=rope["beta_fast"],
-            beta_slow=rope["beta_slow"],
-            mscale=rope["mscale"],
-            mscale_all_dim=rope["mscale_all_dim"],
-        )
-    return DeepSeekConfig(
-        layers=theirs.num_hidden_layers,
-        dense_layers=theirs.first_k_dense_replace,
-        width=theirs.hidden_size,
-        vocab=theirs.vocab_size,
-        heads=theirs.num_attention_heads,
-        q_rank=theirs.q_lora_rank or 0,
-        kv_rank=theirs.kv_lora_rank,
-        nope_size=theirs.qk_nope_head_dim,
-        rope_size=theirs.qk_rope_head_dim,
-        value_size=theirs.v_head_dim,
-        rope_theta=rope["rope_theta"],
-        yarn=yarn,
-        ffn=theirs.intermediate_size,
-        experts=theirs.n_routed_experts,
-        top_k=theirs.num_experts_per_tok,
-        shared_experts=theirs.n_shared_experts,
-        expert_ffn=theirs.moe_intermediate_size,
-        groups=theirs.n_group if limited else 1,
-        group_limit=theirs.topk_group if limited else 0,
-        score=score,
-        normalise_weights=theirs.norm_topk_prob,
-        route_scale=theirs.routed_scaling_factor,
-        norm_eps=theirs.rms_norm_eps,
-        tied=theirs.tie_word_embeddings,
-    )
-
-
-def load(config, saved):
-    """Build our model with released weights, and return it with the names it did not ask for."""
-    part = DeepSeek(config).build(Part.whole(config.layers)).to_empty(device="cpu")
-    state, wanted = {}, set()
-    for name, released in released_names(config).items():
-        tensors = [saved[other] for other in released.names]
-        tensor = torch.stack(tensors) if released.stacked else tensors[0]
-        state[name] = tensor if released.rows is None else tensor[list(released.rows)]
-        wanted.update(released.names)
-    part.load_state_dict(state, strict=True)
-    return part.eval(), saved.keys() - wanted
-
-
 def random_weights(model):
     """Give norms and biases values that show whether they are used; the initialisation leaves them alike."""
     with torch.no_grad():
@@ -117,35 +72,168 @@ def random_weights(model):
                 tensor.normal_(0.0, 0.2)
 
 
-@pytest.mark.parametrize("yarn", [False, True], ids=["rope", "yarn"])
-@pytest.mark.parametrize(
-    ("version", "options"),
-    [
-        (3, {**V3, "q_lora_rank": 20}),
-        (3, {**V3, "q_lora_rank": None, "tie_word_embeddings": True}),
-        (2, {**V2, **LIMITED, "q_lora_rank": 20}),
-        (2, {**V2, "topk_method": "greedy", "q_lora_rank": None}),
-    ],
-    ids=["v3", "v3-no-q-latent-tied", "v2", "v2-lite"],
-)
-def test_logits_are_those_of_transformers(version, options, yarn, tmp_path):
-    import transformers
+VERSIONS = {
+    "v3": (3, {**V3, "q_lora_rank": 20}),
+    "v3-no-q-latent-tied": (3, {**V3, "q_lora_rank": None, "tie_word_embeddings": True}),
+    "v2": (2, {**V2, **LIMITED, "q_lora_rank": 20}),
+    "v2-lite": (2, {**V2, "topk_method": "greedy", "q_lora_rank": None}),
+}
 
-    config_class = getattr(transformers, f"DeepseekV{version}Config")
-    model_class = getattr(transformers, f"DeepseekV{version}ForCausalLM")
-    rope = YARN if yarn else {"rope_type": "default", "rope_theta": 10000.0}
-    theirs = config_class(**SIZES, **options, rope_parameters=rope)
+
+def theirs(version, folder, rope=None):
+    """Save a random model in ``folder`` and return it."""
+    number, options = VERSIONS[version]
+    config_class = getattr(transformers, f"DeepseekV{number}Config")
+    model_class = getattr(transformers, f"DeepseekV{number}ForCausalLM")
+    rope = rope or {"rope_type": "default", "rope_theta": 10000.0}
     torch.manual_seed(0)
-    model = model_class(theirs).eval()
+    model = model_class(config_class(**SIZES, **options, rope_parameters=rope)).eval()
     random_weights(model)
-    model.save_pretrained(tmp_path)
-    config = ours(theirs, score="sigmoid" if version == 3 else "softmax")
-    part, unused = load(config, load_file(tmp_path / "model.safetensors"))
-    assert not unused
+    model.save_pretrained(folder)
+    return model
 
-    tokens = torch.randint(SIZES["vocab_size"], (3, 40))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        actual = part(tokens, Batch(tokens)).value
+
+def tensors(path):
+    """Return the weights at ``path`` by our names."""
+    reader = open_weights(path, load_plugins()).reader
+    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
+
+
+def tokens():
+    return torch.randint(SIZES["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def our_logits(path):
+    registry = load_plugins()
+    model = registry.build(open_weights(path, registry).selection)
+    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
+    part.load_state_dict(tensors(path), strict=True)
+    return part.eval()(tokens(), Batch(tokens())).value
+
+
+@torch.no_grad()
+def logits(model):
+    return model(tokens()).logits
+
+
+@pytest.mark.parametrize("rope", [None, YARN], ids=["rope", "yarn"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_are_those_of_transformers_there_and_back(version, rope, tmp_path):
+    model = theirs(version, tmp_path / "theirs", rope)
+    expected = logits(model)
     assert expected.std() > 0.5
-    assert (actual - expected).abs().max() < 1e-4
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins(), shard_bytes=40_000)
+    convert(tmp_path / "exported", tmp_path / "again", load_plugins())
+    for path in ("theirs", "ours"):
+        assert (our_logits(tmp_path / path) - expected).abs().max() < 1e-4
+    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert torch.equal(logits(exported), expected)
+    for name in ("model.safetensors", "model.toml"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_the_config_of_a_release_before_version_5_means_the_same(tmp_path):
+    """Released files have rope_theta and rope_scaling, and say more than transformers reads."""
+    model = theirs("v3", tmp_path, YARN)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    scaling = config.pop("rope_parameters")
+    scaling["type"] = scaling.pop("rope_type")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    path.write_text(json.dumps(config))
+    assert (our_logits(tmp_path) - logits(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
+def test_modules_for_further_tokens_follow_the_last_layer(order, tmp_path):
+    """The reference for their names and columns is written out by hand."""
+    width = SIZES["hidden_size"]
+    theirs("v3", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "plain", load_plugins())
+    own = tmp_path / "ours"
+    shutil.copytree(tmp_path / "plain", own)
+    table = (own / "model.toml").read_text().replace("mtp = 0", f'mtp = 1\nmtp_input = "{order}"')
+    table = table.replace('mtp_input = "hidden_first"\nnorm', "norm")
+    (own / "model.toml").write_text(table)
+    weights = load_file(own / "model.safetensors")
+    block = {name: t for name, t in weights.items() if name.startswith("layers.2.")}
+    joined = torch.randn(width, 2 * width)
+    weights |= {name.replace("layers.2.", "mtp.0.block."): t + 1 for name, t in block.items()}
+    weights |= {f"mtp.0.{name}.weight": torch.rand(width) for name in ("hidden_norm", "embed_norm", "norm")}
+    save_file(weights | {"mtp.0.proj.weight": joined}, own / "model.safetensors")
+
+    convert(own, tmp_path / "exported", load_plugins())
+    written = load_file(tmp_path / "exported/model.safetensors")
+    swapped = torch.cat((joined[:, width:], joined[:, :width]), dim=1)
+    assert torch.equal(
+        written["model.layers.3.eh_proj.weight"], swapped if order == "hidden_first" else joined
+    )
+    for there, here in {"hnorm": "hidden_norm", "enorm": "embed_norm", "shared_head.norm": "norm"}.items():
+        assert torch.equal(written[f"model.layers.3.{there}.weight"], weights[f"mtp.0.{here}.weight"])
+    expert = "model.layers.3.mlp.experts.5.up_proj.weight"
+    assert torch.equal(written[expert], weights["mtp.0.block.moe.experts.up"][5])
+
+    found = tensors(tmp_path / "exported")  # read as the released weights are: the embedding comes first
+    assert torch.equal(found["mtp.0.proj.weight"], swapped if order == "hidden_first" else joined)
+    copies = {
+        "model.layers.3.embed_tokens.weight": written["model.embed_tokens.weight"].clone(),
+        "model.layers.3.shared_head.head.weight": written["lm_head.weight"].clone(),
+    }
+    save_file({**written, **copies}, tmp_path / "exported/model.safetensors")
+    assert tensors(tmp_path / "exported").keys() == found.keys() == weights.keys() | {"mtp.0.proj.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized (fp8)"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True; only False"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; only 4"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type is 'linear'; only 'default'",
+        ),
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"kv_lora_rank": 17}, "kv_a_layernorm.weight has shape (16,), expected (17,)"),
+        ({"num_hidden_layers": 4}, "it has no tensor model.layers.3.input_layernorm.weight"),
+        ({"model_type": "deepseek_v5"}, "model_type is 'deepseek_v5' (did you mean 'deepseek_v"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(changes, text, tmp_path):
+    theirs("v3", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(NanotrainError) as refused:
+        open_weights(tmp_path, load_plugins())
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            "normalise_weights = false",
+            "normalise_weights = true",
+            "its V2 does not divide weights by their sum",
+        ),
+        ("shared_experts = 2", "shared_experts = 0", "at least 1 shared expert"),
+    ],
+)
+def test_a_model_that_transformers_lacks_is_not_exported(old, new, text, tmp_path, capsys):
+    theirs("v2", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    table = (tmp_path / "ours/model.toml").read_text()
+    assert old in table
+    (tmp_path / "ours/model.toml").write_text(table.replace(old, new))
+    if "shared" in old:
+        weights = load_file(tmp_path / "ours/model.safetensors")
+        kept = {name: t for name, t in weights.items() if ".shared." not in name}
+        save_file(kept, tmp_path / "ours/model.safetensors")
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "exported")]) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
