@@ -32,6 +32,5 @@ def test_experts_of_whole_sequences():
 test_experts_exhaustively = pytest.mark.full(
     conformance(
         *(case(tp, dp, sequence_parallel=sp) for tp, dp in ((2, 1), (4, 1), (2, 2)) for sp in (True, False)),
-        Case("model", use="toy_experts", plugins=(TOY,)),
     )
 )

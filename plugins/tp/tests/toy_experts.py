@@ -141,7 +141,7 @@ def build(config):
             return PartOutput(None, {"lm": output, "balance": torch.stack(balance).sum()})
 
         def initializer(self, name):
-            return Initializer("constant", 1.0) if "norm" in name else Initializer("normal", 0.3)
+            return Initializer("constant", 1.0) if "norm" in name else Initializer("normal", 0.15)
 
     class Toy:
         layers, max_length = 2, None
