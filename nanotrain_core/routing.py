@@ -59,7 +59,8 @@ def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: in
     """
     chosen = routing.experts.shape[-1]
     order, counts = sort_by_expert(routing.experts, experts)
-    rows = x.flatten(0, -2)[order // chosen]
+    copies = x.flatten(0, -2).unsqueeze(1).expand(-1, chosen, -1).flatten(0, 1)
+    rows = copies.index_select(0, order)  # a permutation: its backward pass is faster than that of x[...]
     return combine(compute(rows, counts), order, routing.weights).view_as(x)
 
 
@@ -69,7 +70,7 @@ def combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -
     Every token adds its experts in the order in which the router named them, whatever the layout.
     """
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    by_token = outputs[back].unflatten(0, (-1, weights.shape[-1]))  # type: ignore[no-untyped-call]
+    by_token = torch.unflatten(outputs.index_select(0, back), 0, (-1, weights.shape[-1]))
     total: torch.Tensor = (by_token * weights.flatten(0, -2).unsqueeze(-1).to(outputs.dtype)).sum(1)
     return total
 
