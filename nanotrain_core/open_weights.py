@@ -129,7 +129,7 @@ def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selectio
         raise CheckpointError(f"{path}: the model's table does not say which model to use")
     config, problems = structure(rest, registry.get("model", use).config, "model")
     if problems:
-        raise CheckpointError(f"{path}: {problems[0].key}: {problems[0].message}")
+        raise CheckpointError("\n".join(f"{path}: {problem.key}: {problem.message}" for problem in problems))
     return Selection("model", use, config)
 
 

@@ -1,0 +1,208 @@
+"""What cannot be read or written is named: weights that do not fit, damaged files, unknown models."""
+
+import json
+
+import pytest
+import torch
+from foreign_models import gpt2, llama
+from safetensors.torch import load_file, save_file
+
+from nanotrain_core.cli import main
+from nanotrain_core.convert import convert
+from nanotrain_core.errors import Exit, NanotrainError, PluginError
+from nanotrain_core.foreign import Counterpart, Foreign
+from nanotrain_core.foreign_weights import Atlas
+from nanotrain_core.open_weights import open_weights
+from nanotrain_core.registry import load_plugins
+
+SAVED = "model.safetensors"
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / SAVED)
+    change(tensors)
+    save_file(tensors, folder / SAVED)
+
+
+def refusal(path):
+    with pytest.raises(NanotrainError) as refused:
+        open_weights(path, load_plugins())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"model_type": "lama"},
+            "model_type is 'lama' (did you mean 'llama'?); installed models can represent: ",
+        ),
+        (
+            {"hidden_act": "relu"},
+            "model 'transformer' cannot represent it: config.json: hidden_act is 'relu'",
+        ),
+        ({"attention_bias": True}, "attention_bias is True and mlp_bias False"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'; only 'default'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected an integer above 0"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer above 0"),
+        ({"num_attention_heads": 5}, "5 heads do not divide width 32"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized (gptq)"),
+        ({"intermediate_size": 50}, "mlp.gate_proj.weight has shape (48, 32), expected (50, 32)"),
+        ({"num_hidden_layers": 3}, "it has no tensor model.layers.2.input_layernorm.weight, expected with"),
+        (
+            {"num_hidden_layers": 1},
+            "it has a tensor model.layers.1.input_layernorm.weight, which the model has no",
+        ),
+    ],
+)
+def test_a_llama_that_cannot_be_read(changes, text, tmp_path):
+    llama().save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    assert text in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"activation_function": "gelu"},
+            "activation_function is 'gelu'; only 'gelu_new' or 'gelu_pytorch_tanh'",
+        ),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; only False"),
+        ({"n_positions": 25}, "wpe.weight has shape (24, 32), expected (25, 32)"),
+    ],
+)
+def test_a_gpt2_that_cannot_be_read(changes, text, tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    assert text in refusal(tmp_path)
+
+
+def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}))
+    assert open_weights(tmp_path, load_plugins()).foreign
+    change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.scale": torch.ones(1)}))
+    assert "it has a tensor transformer.h.0.attn.scale" in refusal(tmp_path)
+
+
+def test_files_that_are_not_there_or_damaged(tmp_path):
+    llama().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), shard_bytes=30_000)
+    shard = min((tmp_path / "ours").glob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert f"{shard} is missing or damaged" in refusal(tmp_path / "ours")
+    shard.unlink()
+    assert f"{shard} is missing or damaged" in refusal(tmp_path / "ours")
+    (tmp_path / "theirs" / SAVED).unlink()
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path / "theirs")
+    (tmp_path / "theirs/config.json").write_text("{")
+    assert "config.json is damaged" in refusal(tmp_path / "theirs")
+    assert "there is no such file or folder" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t.pop("norm.weight"), "it has no tensor norm.weight, expected with shape (32,)"),
+        (lambda t: t.update(extra=torch.ones(2)), "it has a tensor extra, which the model has no place for"),
+        (lambda t: t.update({"norm.weight": torch.ones(31)}), "norm.weight has shape (31,), expected (32,)"),
+        (
+            lambda t: t.update({"norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}),
+            "norm.weight is stored as F8_E4M3; only F64, F32, F16, BF16 can be read",
+        ),
+    ],
+)
+def test_a_folder_of_ours_with_other_tensors(change, text, tmp_path):
+    llama().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    change_tensors(tmp_path / "ours", change)
+    assert text in refusal(tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('"rope"', '"learned"', "it is neither of these: Llama: positions = 'rope'"),
+        ('norm = "rmsnorm"', 'norm = "layernorm"', "it has positions = 'rope', norm = 'layernorm'"),
+        ("layers = 2", 'layers = "2"', "model.layers: expected an integer, got the string '2'"),
+        ("layers = 2", "layer = 2", "model.layer: unknown key 'layer' (did you mean 'layers'?)"),
+        (
+            'use = "transformer"',
+            'use = "transfomer"',
+            "no model named 'transfomer' (did you mean 'transformer'?)",
+        ),
+    ],
+)
+def test_a_model_without_counterpart_is_not_exported(old, new, text, tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    table = tmp_path / "ours/model.toml"
+    assert old in table.read_text()
+    table.write_text(table.read_text().replace(old, new))
+    if "learned" in new:
+        change_tensors(tmp_path / "ours", lambda t: t.update({"positions.weight": torch.ones(2048, 32)}))
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out")]) == Exit.USER
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_nothing_half_done_is_left(tmp_path, capsys, monkeypatch):
+    llama().save_pretrained(tmp_path / "theirs")
+    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "theirs")]
+    assert main(words) == Exit.USER
+    assert "is there already: name a new folder" in capsys.readouterr().err
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nanotrain_core.files.os.replace", full)
+    assert main([*words[:2], str(tmp_path / "ours")]) == Exit.USER
+    assert "ours cannot be written: No space left on device" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
+    from recipe_files import write
+
+    from nanotrain_core.engine import RuntimeEngine
+
+    recipe = write(tmp_path)
+    engine = RuntimeEngine.from_recipe(recipe, folder=tmp_path / "run")
+    engine.fit(steps=1)
+    (path,) = (tmp_path / "run/checkpoints").iterdir()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "good")]) == Exit.DONE
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "bad")]) == Exit.USER
+    assert "its bytes do not match its SHA-256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("counterparts", "text"),
+    [
+        ([], "a: it is left out"),
+        (
+            [Counterpart("a", Foreign("x")), Counterpart("b", Foreign("y"))],
+            "b: the model has no such parameter",
+        ),
+        ([Counterpart("a", (Foreign("x"), Foreign("y")))], "foreign names of a: 2 tensors for 4 on axis 0"),
+        ([Counterpart("a", Foreign("x", rows=range(3)))], "foreign names of a: 3 rows for 4"),
+        ([Counterpart("a", Foreign("x", rows=range(1, 5)))], "the rows of x are not each used once"),
+        (
+            [Counterpart("a", Foreign("x", columns=(0, 1, 1)))],
+            "foreign names of a: columns are no permutation",
+        ),
+    ],
+)
+def test_a_plugin_whose_names_are_wrong_is_told_which(counterparts, text):
+    with pytest.raises(PluginError, match=text):
+        Atlas(counterparts, {"a": (4, 3)})
