@@ -6,6 +6,7 @@ build on it: it owns the hook that fires when a microbatch's gradient of a param
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -15,6 +16,22 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter
 from nanotrain_core.weight_gradients import is_pending
+
+
+def watch(parameter: nn.Parameter, gradients: LocalGradients) -> None:
+    """Have ``gradients`` told of each microbatch's gradient of ``parameter``.
+
+    The hook does not keep ``gradients`` alive: a tensor's hooks are out of the garbage collector's
+    sight, so a run, with its process groups, would stay in memory for good.
+    """
+    told = weakref.ref(gradients)
+
+    def tell(accumulated: torch.Tensor) -> None:
+        alive = told()
+        if alive is not None:
+            alive.accumulated(accumulated)
+
+    parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
 
 
 class LocalGradients:
@@ -36,7 +53,7 @@ class LocalGradients:
         self.check(mesh)
         for placed in parameters:
             if placed.parameter.requires_grad:
-                placed.parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                watch(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up."""
@@ -48,7 +65,8 @@ class LocalGradients:
                     'component provides gradient_sync (for example [[parallel]] use = "ddp")'
                 )
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Take a microbatch's gradient, and say so if it completes the sum."""
         assert isinstance(parameter, nn.Parameter)
         if self.dtype is not None and parameter.dtype != self.dtype and parameter.grad is not None:
             self._widen(parameter, parameter.grad)

@@ -35,6 +35,8 @@ class Postponed:
         while self._waiting:
             weight, product = self._waiting.popleft()
             _pending[weight] -= 1
+            if not _pending[weight]:
+                del _pending[weight]  # or it would keep a finished run's weights, and all that hangs on them
             weight.backward(product())  # type: ignore[no-untyped-call]
 
 

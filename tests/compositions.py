@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
@@ -14,7 +14,7 @@ from nanotrain_core.testing.case import Case
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "dualpipe_v": 2}
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "model": ("transformer", "deepseek"),
+    "model": ("transformer", "deepseek_v3", "deepseek_v2"),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "dp": (1, 2, 4),
@@ -30,37 +30,35 @@ AXES: dict[str, tuple[Any, ...]] = {
 #: 8 sequences a step leave one to eight microbatches on a rank.
 BATCH = {"sequences": 8, "length": 8}
 
-MODELS: dict[str, Mapping[str, Any]] = {
+_DEEPSEEK: dict[str, Any] = {
+    "use": "deepseek",
+    "width": 16,
+    "heads": 4,
+    "vocab": 32,
+    "dense_layers": 1,
+    "kv_rank": 8,
+    "nope_size": 4,
+    "rope_size": 4,
+    "value_size": 4,
+    "ffn": 32,
+    "experts": 8,
+    "top_k": 2,
+    "shared_experts": 1,
+    "expert_ffn": 8,
+    "groups": 4,
+    "group_limit": 2,
+    "mtp": 1,
+    "init_std": 0.3,
+}
+
+#: Both kinds of routing, with every balance loss there is, heavy enough to be seen in the gradients.
+MODELS: dict[str, dict[str, Any]] = {
     "transformer": {"use": "transformer", "width": 16, "heads": 4, "ffn": 32, "vocab": 32, "init_std": 0.3},
-    "deepseek": {
-        "use": "deepseek",
-        "width": 16,
-        "heads": 4,
-        "vocab": 32,
-        "dense_layers": 1,
-        "q_rank": 8,
-        "kv_rank": 8,
-        "nope_size": 4,
-        "rope_size": 4,
-        "value_size": 4,
-        "ffn": 32,
-        "experts": 8,
-        "top_k": 2,
-        "shared_experts": 1,
-        "expert_ffn": 8,
-        "groups": 4,
-        "group_limit": 2,
-        "score": "sigmoid",
-        "normalise_weights": True,
-        "bias_update_rate": 0.01,
-        "seq_balance": 0.01,
-        "expert_balance": 0.01,
-        "device_balance": 0.01,
-        "comm_balance": 0.01,
-        "mtp": 1,
-        "mtp_weight": 0.3,
-        "init_std": 0.3,
-    },
+    "deepseek_v3": _DEEPSEEK
+    | {"q_rank": 8, "score": "sigmoid", "bias_update_rate": 0.01, "seq_balance": 0.1},
+    "deepseek_v2": _DEEPSEEK
+    | {"score": "softmax", "normalise_weights": False, "route_scale": 2.0}
+    | {"expert_balance": 0.1, "device_balance": 0.1, "comm_balance": 0.1},
 }
 
 
@@ -87,7 +85,7 @@ class Composition:
 
     @property
     def layers(self) -> int:
-        """As many as stages, twice that for the models that MoE layers make heavy enough already."""
+        """At least one for each stage."""
         return 8 if SCHEDULES.get(self.schedule, 1) * self.pp == 8 else 4
 
     @property
@@ -99,7 +97,7 @@ class Composition:
 
     def valid(self) -> bool:
         """Say whether it is a run of its own: no choice is made where nothing depends on it."""
-        experts = self.model == "deepseek"
+        experts = self.model != "transformer"
         return (
             1 < self.ranks <= 8
             and (self.pp > 1) == (self.schedule != "accumulate")
@@ -111,7 +109,7 @@ class Composition:
     def case(self) -> Case:
         """Return it as a case of the harness."""
         tensor = {"use": "tp", "sequence_parallel": self.sp}
-        wrappers = [tensor, {"use": "ep_deepseek"}] if self.model == "deepseek" else [tensor]
+        wrappers = [tensor, {"use": "ep_deepseek"}] if self.model != "transformer" else [tensor]
         if self.experts_first:
             wrappers.reverse()
         model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}

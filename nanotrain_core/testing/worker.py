@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -176,6 +177,7 @@ def process_group(job: Job, rank: int, world_size: int) -> Iterator[None]:
         timeout=timedelta(hours=1),
     )
     yield  # after an exception the pool kills this process: it needs no clean group
+    gc.collect()  # a run is full of cycles; what is left of it would hold on to its groups and their threads
     dist.barrier()  # a collective that some ranks forgot is noticed here
     dist.destroy_process_group()
 
