@@ -88,13 +88,18 @@ class Case:
         degrees = [f"{dim}{n}" for dim, n in self.topology.items() if dim not in REMAINDER]
         return "-".join([self.use, f"w{self.world_size}", *degrees])
 
+    @property
+    def local(self) -> PluginArguments:
+        """The plugin files of every case and of this one."""
+        return PluginArguments(local=(*HARNESS, *self.plugins))
+
     def registry(self) -> Registry:
         """Return the plugins of this process, the case's own among them.
 
         Raises:
             PluginError: one of the case's own is broken.
         """
-        registry = load_plugins(local=(*HARNESS, *self.plugins))
+        registry = load_plugins(local=self.local.local)
         for plugin in registry.broken:
             if plugin.local:
                 raise PluginError(f"{plugin.module}: {plugin.error}")
@@ -170,7 +175,7 @@ class Case:
             path = Path(folder, "case.toml")
             path.write_text(tomli_w.dumps(self.tables(**changes)))
             try:
-                return load_recipe(path, plugins=PluginArguments(local=(*HARNESS, *self.plugins)))
+                return load_recipe(path, plugins=self.local)
             except RecipeError as error:
                 lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
                 raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None

@@ -10,7 +10,6 @@ from pathlib import Path
 import attrs
 
 from nanotrain_core.component import TORCH_FREE_KINDS
-from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
@@ -91,7 +90,7 @@ def recipe_survives_writing(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "resolved.toml")
         path.write_text(write_resolved(recipe))
-        again = load_recipe(path, plugins=PluginArguments(local=case.plugins))
+        again = load_recipe(path, plugins=case.local)
     assert again == recipe, f"wrote {recipe}, read {again}"
 
 

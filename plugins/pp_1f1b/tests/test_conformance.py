@@ -14,7 +14,7 @@ SCHEDULES = {
     "dualpipe_v": {},
 }
 UNTIED = {"model": {"layers": 12}}
-TIED = {"model": {"layers": 12, "tied": True}, "parallel": [{"use": "ddp"}]}  # two ranks have the table
+TIED = {"model": {"layers": 12, "tied": True}, "parallel": [{"use": "summed"}]}  # two ranks have the table
 GPT = {"norm": "layernorm", "activation": "gelu", "bias": True, "positions": "learned", "max_length": 16}
 
 

@@ -19,8 +19,8 @@ WHOLE = {"sequence_parallel": False}
 
 
 def case(name, model, topology, config=None, **overrides):
-    """Case of one model and layout, with gradients summed by ddp."""
-    around = {"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": model, **overrides}
+    """Case of one model and layout, with gradients summed by the harness."""
+    around = {"parallel": [{"use": "tp"}, {"use": "summed"}], "model": model, **overrides}
     return Case("parallel", use="tp", config=config or {}, topology=topology, overrides=around, name=name)
 
 
@@ -33,7 +33,7 @@ test_conformance = conformance(
 
 LAYOUTS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
 MODELS = {"gpt": GPT, "llama": LLAMA, "llama-tied": {**LLAMA, "tied": True, "layers": 1}}
-AROUND_TP = {"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": GPT}
+AROUND_TP = {"parallel": [{"use": "tp"}, {"use": "summed"}], "model": GPT}
 
 test_exhaustively = pytest.mark.full(
     conformance(

@@ -16,7 +16,7 @@ def case(tp, dp, *, sequence_parallel):
         use="tp",
         config={"sequence_parallel": sequence_parallel},
         topology={"dp": dp, "tp": tp},
-        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": {"use": "toy_experts"}},
+        overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"use": "toy_experts"}},
         plugins=(TOY,),
         name=f"dp{dp}-tp{tp}-{'shares' if sequence_parallel else 'whole'}",
     )

@@ -79,7 +79,7 @@ def test_recomputed_layers_have_the_same_gradients(sequence_parallel):
         use="tp",
         config={"sequence_parallel": sequence_parallel},
         topology={"tp": 2},
-        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": {"bias": True}},
+        overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"bias": True}},
     )
     changes = {"run": {"steps": 1}}
     kept, recomputed = (run_ranks(function, 2, case, changes) for function in (train, train_recomputing))

@@ -24,7 +24,7 @@ def activations_sent(model, width, *, sequence_parallel=True):
         use="tp",
         config={"sequence_parallel": sequence_parallel},
         topology={"tp": RANKS},
-        overrides={"parallel": [{"use": "tp"}, {"use": "ddp"}], "model": model},
+        overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": model},
         plugins=(TOY,),
     )
     trace, _ = run_ranks(train, RANKS, case, {"run": {"steps": 1}})
