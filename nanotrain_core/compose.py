@@ -37,7 +37,7 @@ from nanotrain_core.open_weights import load_weights
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.roles import Role, shared_tokens, tagged
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -116,6 +116,7 @@ def compose(
     for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         _check_wrapped(selection, stages.values(), placements)
+    _check_experts(stages.values(), mesh)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
@@ -247,6 +248,22 @@ def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements:
         placed_parameters(parts, placements)
     except ValueError as problem:
         raise PluginError(f"parallel '{selection.use}': {problem}") from None
+
+
+def _check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
+    layout = mesh.layout
+    alike = {*layout.views["dense"].dims} - {"pp", *layout.data_dims}
+    alike = {dim for dim in alike if mesh.size(dim) > 1}
+    for part in parts:
+        for name, module, found in tagged(part):
+            missing = alike - shared_tokens(module) if found.role is Role.EXPERTS else set()
+            if missing:
+                dim = min(missing)
+                raise PluginError(
+                    f"{name}: all ranks along {dim} would send the same tokens to these experts. The wrapper "
+                    f"that handles {dim} must give each a share of them, and say so with roles.share_tokens"
+                )
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ class Tag:
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
 
 
-_ATTRIBUTE = "nanotrain_tag"
+_ATTRIBUTE, _SHARED = "nanotrain_tag", "nanotrain_shared_tokens"
 
 #: Where ``torch.nn.Module`` keeps forward and backward hooks: torch has no public way to move them.
 _HOOKS = (
@@ -106,6 +106,20 @@ def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
     """Return what :func:`take_over` was given for ``module``, or None."""
     found = vars(module).get("forward")
     return found.__func__ if isinstance(found, MethodType) else None
+
+
+def share_tokens(experts: nn.Module, dim: str) -> None:
+    """Say that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
+
+    The core refuses to train experts that are called with the same tokens on several ranks.
+    """
+    setattr(experts, _SHARED, shared_tokens(experts) | {dim})
+
+
+def shared_tokens(experts: nn.Module) -> frozenset[str]:
+    """Return the dimensions of :func:`share_tokens`."""
+    found: frozenset[str] = getattr(experts, _SHARED, frozenset())
+    return found
 
 
 def replace(old: nn.Module, new: M) -> M:

@@ -16,15 +16,15 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards stop "
-        "timeline",
+        "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
+        "stop timeline",
     ),
     ("placement and mesh", "placement mesh routing weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
         "mechanisms",
-        "agreement conform environment events executor feed folder foreign_weights gradients handover initialise "
-        "lr_schedule",
+        "agreement conform environment events executor feed folder foreign_weights gradients handover "
+        "initialise lr_schedule",
     ),
     ("recipe and registry", "discovery registry recipe recipe.* open_weights convert"),
     ("built-ins", "builtin builtin.*"),

@@ -71,7 +71,7 @@ class Ranks:
         return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
     def _broadcast_each(self, x: torch.Tensor, pieces: torch.Tensor) -> None:
-        """All-gather as one broadcast per share, the fastest of gloo's ways at every size tried."""
+        """All-gather as one broadcast per share, of gloo's ways the fastest at most sizes above 1 MB."""
         pieces[self.index].copy_(x)
         works = [
             dist.broadcast(piece, group_src=source, group=self.group, async_op=True)
@@ -93,7 +93,7 @@ class Ranks:
             total = torch.empty_like(shares[0])
             _reduce_scatter(total, shares.flatten(0, 1), group=self.group)
             return total
-        # gloo's own reduce-scatter takes two to four times as long as the exchange and a local sum.
+        # gloo's own reduce-scatter took 1.2 to 4.6 times as long as the exchange and a local sum.
         received = torch.empty_like(shares)
         dist.all_to_all_single(received, shares, group=self.group)
         return received.sum(0)

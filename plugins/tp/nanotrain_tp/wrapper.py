@@ -20,7 +20,7 @@ from torch import nn
 
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placements
-from nanotrain_core.roles import Role, Tag, tagged, take_over
+from nanotrain_core.roles import Role, Tag, share_tokens, tagged, take_over
 from nanotrain_tp import TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
@@ -143,6 +143,7 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
             module.register_forward_pre_hook(experts.before_router)
             module.register_forward_hook(experts.after_router)
         case Role.EXPERTS:
+            share_tokens(module, "tp")
             experts = Experts(boundary)
             module.register_forward_pre_hook(experts.before_experts)
             module.register_forward_hook(experts.after_experts)
