@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import startup
-from benchmarks.cases import CASES
+from benchmarks.cases import ALONE, CASES
 from benchmarks.ours import engine
-from benchmarks.race import race
+from benchmarks.race import alone, race
 from benchmarks.report import markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in CASES), "startup")
+NAMES = (*(case.name for case in (*CASES, *ALONE)), "startup")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -51,11 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
             results.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))
+    speeds = []
+    for case in ALONE:
+        if case.name in names:
+            print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)
+            speeds.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     waits = startup.measure(rounds=args.rounds) if "startup" in names else []
-    text = markdown(results, waits)
+    text = markdown(results, waits, speeds)
     print(text)
     if args.json:
-        write_json(args.json, results, waits)
+        write_json(args.json, results, waits, speeds)
     if args.markdown:
         write_markdown(args.markdown, text)
     return 0 if all(measured.passed for measured in (*results, *waits)) else 1

@@ -12,23 +12,26 @@ from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
 
 RECIPE = Path(__file__).with_name("llama.toml")
+DEEPSEEK = Path(__file__).with_name("deepseek.toml")
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Case:
-    """One race of the engine against a peer, on the same model and the same batches."""
+    """One race of the engine against a peer, on the same model and the same batches, or its speed alone."""
 
     name: str
-    peer: str
-    """What the other side is, for the table."""
+    peer: str = ""
+    """What the other side is, for the table; empty: nobody."""
     build: str = "benchmarks.peers:peer"
     """``module:function`` that builds one rank of it."""
+    file: Path = RECIPE
     ranks: int = 1
     threads: int = 1
     """Of each rank."""
     precision: str = "fp32"
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     schedule: str = "accumulate"
     microbatch: int = 4
     """Sequences."""
@@ -44,12 +47,13 @@ class Case:
             "precision.use": f'"{self.precision}"',
             "topology.tp": self.tp,
             "topology.pp": self.pp,
+            "topology.ep": self.ep,
             "schedule.use": f'"{self.schedule}"',
             "batch.microbatch": self.microbatch,
             "batch.sequences": self.microbatch * self.accumulate * data_ranks,
         }
         overrides = [f"{key}={value}" for key, value in changes.items()]
-        return load_recipe(RECIPE, overrides=overrides, ranks=self.ranks)
+        return load_recipe(self.file, overrides=overrides, ranks=self.ranks)
 
     def peer_builder(self) -> Any:
         """Import what builds the other side."""
@@ -86,4 +90,13 @@ CASES = (
             *([("interleaved", "interleaved_1f1b", "interleaved 1F1B")] if pp == 2 else []),
         )
     ),
+)
+
+#: 1024 tokens a step of a small DeepSeek, whatever the layout.
+SMALL_DEEPSEEK: dict[str, Any] = {"file": DEEPSEEK, "microbatch": 2}
+
+ALONE = (
+    Case(name="deepseek-1-rank", accumulate=4, **SMALL_DEEPSEEK),
+    Case(name="deepseek-pp2-ep2", ranks=4, pp=2, ep=2, schedule="1f1b", accumulate=2, **SMALL_DEEPSEEK),
+    Case(name="deepseek-tp2-pp2", ranks=4, tp=2, pp=2, schedule="1f1b", accumulate=4, **SMALL_DEEPSEEK),
 )

@@ -43,6 +43,14 @@ class Result:
         return self.ratio >= self.case.bar
 
 
+@attrs.define(frozen=True)
+class Speed:
+    """Tokens/s over all ranks of a side that races nobody, in each round."""
+
+    case: Case
+    rounds: tuple[float, ...]
+
+
 class Side:
     """The ranks of one contender."""
 
@@ -112,10 +120,23 @@ def process_group(case: Case, rank: int, store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def alone(case: Case, ours: Build, *, rounds: int, steps: int) -> Speed:
+    """Let one side take ``rounds`` turns of ``steps`` optimizer steps, after one to warm up."""
+    tokens = tokens_of(case, steps)
+    with Side(ours, case) as side:
+        side.turn(steps)
+        return Speed(case, tuple(tokens / side.turn(steps) for _ in range(rounds)))
+
+
+def tokens_of(case: Case, steps: int) -> int:
+    """Return the tokens of so many steps."""
+    batch = case.recipe().batch
+    return batch.sequences * batch.length * steps
+
+
 def race(case: Case, ours: Build, peer: Build, *, rounds: int, steps: int) -> Result:
     """Let both sides take ``rounds`` turns of ``steps`` optimizer steps, after one to warm up."""
-    batch = case.recipe().batch
-    tokens = batch.sequences * batch.length * steps
+    tokens = tokens_of(case, steps)
     speeds: dict[Side, list[float]] = {}
     with Side(ours, case) as first, Side(peer, case) as second:
         order = [first, second]

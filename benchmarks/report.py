@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.race import Result
+from benchmarks.race import Result, Speed
 from benchmarks.startup import Wait
 from nanotrain_core.files import write_text_atomically
 
@@ -31,13 +31,17 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def markdown(results: Sequence[Result], waits: Sequence[Wait]) -> str:
+def markdown(results: Sequence[Result], waits: Sequence[Wait], speeds: Sequence[Speed] = ()) -> str:
     """Return the machine and a table for each kind of result."""
     parts = [machine()]
     if results:
         header = ["case", "peer", "ranks", "threads", "ours", "peer's", "ratio", "spread", "bar", ""]
         parts.append("Tokens/s, medians over rounds; the ratio is the median of each round's.")
         parts.append(table(header, [_result_row(result) for result in results]))
+    if speeds:
+        parts.append("Tokens/s alone.")
+        header = ["case", "ranks", "threads", "median", "spread"]
+        parts.append(table(header, [_speed_row(speed) for speed in speeds]))
     if waits:
         parts.append("Seconds, medians.")
         header = ["command", "until", "seconds", "spread", "limit", ""]
@@ -51,6 +55,12 @@ def _result_row(result: Result) -> list[str]:
     speeds = [f"{result.ours:,.0f}", f"{result.peer:,.0f}"]
     numbers = [*speeds, f"{result.ratio:.2f}", spread, f"{case.bar:.1f}"]
     return [case.name, case.peer, str(case.ranks), str(case.threads), *numbers, _verdict(result.passed)]
+
+
+def _speed_row(speed: Speed) -> list[str]:
+    spread = f"{min(speed.rounds):,.0f} to {max(speed.rounds):,.0f}"
+    case = speed.case
+    return [case.name, str(case.ranks), str(case.threads), f"{median(speed.rounds):,.0f}", spread]
 
 
 def _wait_row(wait: Wait) -> list[str]:
@@ -73,7 +83,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write_json(path: Path, results: Sequence[Result], waits: Sequence[Wait]) -> None:
+def write_json(
+    path: Path, results: Sequence[Result], waits: Sequence[Wait], speeds: Sequence[Speed] = ()
+) -> None:
     """Write every measurement."""
     races: list[dict[str, Any]] = [
         {
@@ -101,7 +113,8 @@ def write_json(path: Path, results: Sequence[Result], waits: Sequence[Wait]) -> 
         }
         for wait in waits
     ]
-    document = {"machine": machine(), "races": races, "startup": startup}
+    alone = [{"case": s.case.name, "ranks": s.case.ranks, "tokens_per_second": s.rounds} for s in speeds]
+    document = {"machine": machine(), "races": races, "alone": alone, "startup": startup}
     write_text_atomically(path, json.dumps(document, indent=2) + "\n")
 
 
