@@ -62,7 +62,7 @@ class MeanLoss(Transformer):
         return PartOutput(output.value, {name: loss / count for name, loss in output.losses.items()})
 
 
-class Summed(LocalGradients):
+class SumsAll(LocalGradients):
     """A correct gradient sync, one all-reduce per parameter: the twins below each spoil it."""
 
     def __init__(self, config):
@@ -92,12 +92,12 @@ class Summed(LocalGradients):
                 dist.all_reduce(parameter.grad, group=group)
 
 
-class DropsOneSum(Summed):
+class DropsOneSum(SumsAll):
     def to_sum(self):
         return self.placed[:-1]
 
 
-class SumsOnlyWhatItHas(Summed):
+class SumsOnlyWhatItHas(SumsAll):
     def to_sum(self):
         return [placed for placed in self.placed if placed.parameter.grad is not None]
 
@@ -184,7 +184,7 @@ def nanotrain_register_model(register):
 
 @hookimpl
 def nanotrain_register_parallel(register):
-    for cls in (Summed, DropsOneSum, SumsOnlyWhatItHas):
+    for cls in (SumsAll, DropsOneSum, SumsOnlyWhatItHas):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
     register(twin(ChangesNothing, mesh_dims={"tp"}))
 

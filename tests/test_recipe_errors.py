@@ -43,7 +43,7 @@ def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
             '"transfromer"',
             "recipe.toml:10: model.use: no model named 'transfromer' (did you mean 'transformer'?)",
         ),
-        ('use = "transformer"', "", "recipe.toml:9: model.use: missing; installed: transformer"),
+        ('use = "transformer"', "", "recipe.toml:9: model.use: missing; installed: "),
         (
             "[run]",
             "[parallel]\n[run]",

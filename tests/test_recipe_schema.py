@@ -12,7 +12,7 @@ from nanotrain_core.recipe.schema import field_docs, recipe_schema
 from nanotrain_core.recipe.types import check_config_types, type_schema
 from nanotrain_core.registry import load_plugins
 
-SHIPPED = sorted(Path(__file__).parents[1].glob("recipes/**/*.toml"))
+SHIPPED = sorted(Path(__file__).parents[1].glob("recipes/*.toml"))
 
 
 @pytest.fixture(scope="module")
