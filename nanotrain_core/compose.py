@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.open_weights import load_weights
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
-from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
+from nanotrain_core.recipe.tree import TRAINING, EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 from nanotrain_core.roles import Role, shared_tokens, tagged
 
@@ -57,6 +57,8 @@ class Run:
     placed: Sequence[PlacedParameter]
     model_table: Mapping[str, Any]
     """What the recipe says of the model: a checkpoint of another one is refused."""
+    free_model_keys: Collection[str] = ()
+    """Those of it that a resumed run may change."""
     loss_weights: Mapping[str, float]
     flops_per_token: float
     gradients: GradientSync
@@ -143,6 +145,7 @@ def compose(
         has_routers=_any_routers(stages.values(), mesh),
         placed=placed,
         model_table={"use": recipe.model.use, **attrs.asdict(recipe.model.config)},
+        free_model_keys=_training_keys(recipe.model.config),
         loss_weights=model.loss_weights,
         flops_per_token=model.flops_per_token(recipe.batch.length),
         gradients=gradients,
@@ -209,19 +212,28 @@ def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
         )
 
 
-def refuse_other_model(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def refuse_other_model(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], *, free: Collection[str] = ()
+) -> None:
     """Compare the model tables of a checkpoint and of a run: equal shapes can still be another function.
+
+    Keys that are ``free`` may differ: they say how the model is trained, not what it computes.
 
     Raises:
         CheckpointError: naming the first key that differs.
     """
     now = json.loads(json.dumps(dict(ours)))
-    for key in sorted({*saved, *now}):
+    for key in sorted({*saved, *now} - {*free}):
         if saved.get(key) != now.get(key):
             raise CheckpointError(
                 f"the checkpoint is of another model: model.{key} is {saved.get(key)!r} there and "
                 f"{now.get(key)!r} in this recipe"
             )
+
+
+def _training_keys(config: Any) -> frozenset[str]:
+    """Return the fields of a model's config that say how it is trained."""
+    return frozenset(field.name for field in attrs.fields(type(config)) if field.metadata.get(TRAINING))
 
 
 def _check_same_data(data: Data, mesh: Mesh) -> None:

@@ -177,7 +177,7 @@ class RuntimeEngine:
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())
         run.gradients.zero()
-        self.loads = balance(run.stages.values(), run.mesh)
+        self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
         self._give_up_if_diverged(stats)
         return losses, counts, stats
@@ -289,7 +289,7 @@ class RuntimeEngine:
             return
         if saved is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
-        refuse_other_model(saved.meta["model"], run.model_table)
+        refuse_other_model(saved.meta["model"], run.model_table, free=run.free_model_keys)
         self.step = saved.meta["step"]
         run.optimizer.load_meta(saved.meta["optimizer"])
         run.loss_scale.load_meta(saved.meta["loss_scale"])

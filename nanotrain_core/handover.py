@@ -101,6 +101,7 @@ class Handover:
         tensor = tensor.contiguous()
         if way == "forward" and (edge, like) not in self._told:
             self._told.add((edge, like))
+            self._arrived((way, edge, -1))  # a description of another shape
             self._post((way, edge, -1), receiver, describe(tensor))
         self._post((way, edge, microbatch), receiver, tensor)
 

@@ -75,8 +75,10 @@ def combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -
     return total
 
 
-def balance(parts: Iterable[nn.Module], mesh: Mesh) -> dict[str, torch.Tensor]:
+def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:
     """Tell every router how many tokens each of its experts got in this step, over the whole batch.
+
+    After a ``skipped`` step routers are not told: it moves nothing.
 
     All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own
     count [E], int64, of every rank's whole sequences, and forgets it; ``balance(load)`` gets the sum.
@@ -96,7 +98,7 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh) -> dict[str, torch.Tensor]:
     total = torch.cat(loads)
     mesh.all_reduce_data(total)
     summed = dict(zip(routers, torch.split(total, [len(load) for load in loads]), strict=True))
-    for name, router in routers.items():
+    for name, router in routers.items() if not skipped else ():
         router.balance(summed[name])  # type: ignore[operator]
     return summed
 

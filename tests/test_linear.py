@@ -11,7 +11,7 @@ from nanotrain_core.builtin.linear import Linear, matmul
 @pytest.fixture(params=["onednn", "torch"])
 def library(request, monkeypatch):
     """Have every float32 product go through one of the two libraries."""
-    monkeypatch.setattr(linear, "LARGE", 0)
+    monkeypatch.setattr(linear, "LARGE", 1)
     monkeypatch.setattr(linear, "onednn_is_faster", lambda: request.param == "onednn")
     return request.param
 
@@ -60,3 +60,12 @@ def test_other_dtypes_stay_with_torch(library, monkeypatch):
     for dtype in (torch.float64, torch.bfloat16):
         layer, x = Linear(4, 3, dtype=dtype), torch.randn(2, 4, dtype=dtype)
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_an_empty_batch(library):
+    layer, x = Linear(4, 3), torch.randn(2, 0, 4, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (2, 0, 3)
+    assert x.grad.shape == x.shape
+    assert not layer.weight.grad.any()

@@ -40,17 +40,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight_NK)
-        return matmul(x.flatten(0, -2), weight_NK.T).view(*x.shape[:-1], -1)
+        rows_MK = x.reshape(-1, x.shape[-1])
+        return matmul(rows_MK, weight_NK.T).view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight_NK = ctx.saved_tensors
-        d_y_MN, d_x, d_weight_NK = d_y.flatten(0, -2), None, None
+        d_y_MN, d_x, d_weight_NK = d_y.reshape(-1, d_y.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
             d_x = matmul(d_y_MN, weight_NK).view_as(x)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(weight_NK, lambda: matmul(d_y_MN.T, x.flatten(0, -2)))
+            d_weight_NK = weight_gradient(weight_NK, lambda: matmul(d_y_MN.T, x.reshape(-1, x.shape[-1])))
         return d_x, d_weight_NK
 
 

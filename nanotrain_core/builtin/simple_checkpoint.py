@@ -45,6 +45,8 @@ class SimpleCheckpoint:
     def open(self, folder: Path, mesh: Mesh) -> None:
         """Use ``folder``, made on the first save; clear away what a killed save left."""
         self.folder, self.mesh = folder, mesh
+        # Messages have a group of their own: torch.distributed in debug mode counts them among collectives.
+        self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
         if mesh.rank == 0 and folder.is_dir():
             remove_leftovers(folder)
 
@@ -64,7 +66,7 @@ class SimpleCheckpoint:
 
     def save(self, step: int, state: TrainState) -> Path:
         """Gather every block on rank 0, which writes. Fails on all ranks if it fails there."""
-        tensors = gather_whole(state.blocks, self.mesh)
+        tensors = gather_whole(state.blocks, self.mesh, self.group)
         streams = gather_streams(state.rank_tensors, self.mesh)
         error = None
         if self.mesh.rank == 0:
@@ -245,7 +247,9 @@ class SimpleWeights:
 # --- bringing blocks together -------------------------------------------------------------------
 
 
-def gather_whole(blocks: Sequence[Block], mesh: Mesh) -> dict[str, torch.Tensor]:
+def gather_whole(
+    blocks: Sequence[Block], mesh: Mesh, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
     """Gather on rank 0: return every tensor whole, on the CPU; an empty dict on other ranks.
 
     Of equal blocks the lowest rank's is taken. Ranks above 0 send theirs one by one, in one order.
@@ -263,9 +267,9 @@ def gather_whole(blocks: Sequence[Block], mesh: Mesh) -> dict[str, torch.Tensor]
     whole: dict[str, torch.Tensor] = {}
     for box, owner in owners.items():
         if owner and mesh.rank == owner:
-            dist.send(mine[box].contiguous(), dst=0)
+            dist.send(mine[box].contiguous(), dst=0, group=group)
         elif mesh.rank == 0:
-            put(whole, box, receive(forms[owner][box], owner, mesh) if owner else mine[box])
+            put(whole, box, receive(forms[owner][box], owner, mesh, group) if owner else mine[box])
     return whole
 
 
@@ -283,11 +287,11 @@ def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]
             raise CheckpointError(f"the blocks of {name} hold {size} numbers, but {shape} has {prod(shape)}")
 
 
-def receive(form: Form, source: int, mesh: Mesh) -> torch.Tensor:
+def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Receive one block."""
     shape, dtype = form
     buffer = torch.empty(shape, dtype=dtype, device=mesh.device)
-    dist.recv(buffer, src=source)
+    dist.recv(buffer, src=source, group=group)
     return buffer
 
 

@@ -18,7 +18,9 @@ def sequence_loss(scores_SE: torch.Tensor, top_k: int) -> torch.Tensor:
     f counts the best ``top_k`` of the bare scores: neither bias nor groups take part.
     """
     f_E = _share(scores_SE.topk(top_k, dim=-1).indices, scores_SE)
-    p_E = (scores_SE / scores_SE.sum(-1, keepdim=True)).mean(-2)
+    # A token whose scores have all come to nothing must not turn the whole step into nan.
+    total_S1 = scores_SE.sum(-1, keepdim=True).clamp(min=torch.finfo(scores_SE.dtype).tiny)
+    p_E = (scores_SE / total_S1).mean(-2)
     return (f_E * p_E).sum()
 
 

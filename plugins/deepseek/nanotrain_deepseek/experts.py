@@ -113,13 +113,14 @@ class _SwiGLU(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 d_x_ND = products.backward(n, d_g[n], gate_EFD)
                 d_x.append(d_x_ND.add_(products.backward(n, d_u[n], up_EFD)))
-        return (
-            products.join(d_x) if d_x else None,
-            weight_gradient(gate_EFD, lambda: products.weight(d_g, x)),
-            weight_gradient(up_EFD, lambda: products.weight(d_u, x)),
-            weight_gradient(down_EDF, lambda: products.weight(d_y, h)),
-            None,
+        of_weights = (
+            (gate_EFD, lambda: products.weight(d_g, x)),
+            (up_EFD, lambda: products.weight(d_u, x)),
+            (down_EDF, lambda: products.weight(d_y, h)),
         )
+        wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
+        d_weights = [weight_gradient(*each) if needed else None for each, needed in wanted]
+        return (products.join(d_x) if d_x else None, *d_weights, None)
 
 
 def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: torch.Tensor) -> Products:

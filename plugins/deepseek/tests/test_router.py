@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.moe import MixtureOfExperts, Tally
 from nanotrain_deepseek.router import Router
@@ -212,3 +213,11 @@ def test_losses_reach_the_router_s_weight_through_the_scores_alone():
 
 def test_evaluation_has_no_losses():
     assert not router_of(V3_CONFIG).eval()(tokens_of(V3_CONFIG)).losses
+
+
+def test_megatron_1545_a_token_whose_scores_vanish_leaves_the_balance_loss_finite():
+    scores_SE = torch.full((4, 8), -120.0).sigmoid().requires_grad_()
+    loss = balance_losses.sequence_loss(scores_SE, 2)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert scores_SE.grad.isfinite().all()
