@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.testing import Pool, RankFailure, run_ranks
+from nanotrain_core.testing.pool import RANK_TIMEOUT
 
 
 def ranks_sum(offset):
@@ -120,6 +121,11 @@ def test_a_deadlock_shows_the_stack_of_every_rank():
     for rank in (0, 1):
         assert f"rank {rank} of 2 did not return within 1.5 s" in text
     assert text.count("in crossed_receives") == 2
+
+
+def test_a_session_can_give_ranks_another_time(monkeypatch):
+    monkeypatch.setenv(RANK_TIMEOUT, "1.5")
+    assert "rank 0 of 2 did not return within 1.5 s" in text_of(crossed_receives, timeout=None)
 
 
 def test_mismatched_collectives_are_named():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import os
 import pickle
 import shutil
 import sys
@@ -27,6 +28,9 @@ from nanotrain_core.testing.worker import Failure, Job, Target, ask_for_stack, s
 
 #: Seconds the other ranks get to report after the first failure.
 GRACE = 1.0
+
+#: The environment variable with the seconds after which ranks that have not returned count as hung.
+RANK_TIMEOUT = "NANOTRAIN_RANK_TIMEOUT"
 
 #: Frames below the function that was called.
 HARNESS = ("/testing/worker.py", "/multiprocessing/", "<string>")
@@ -128,7 +132,7 @@ class Pool:
         self,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         backend: str | None = "gloo",
         check_collectives: bool = True,
         **kwargs: Any,
@@ -137,7 +141,8 @@ class Pool:
 
         Args:
             function: at the top level of a module; arguments and results travel by pickle.
-            timeout: seconds until ranks that have not returned count as hung.
+            timeout: seconds until ranks that have not returned count as hung: 60, or what pytest's
+                ``--rank-timeout`` says.
             backend: of the new default process group; None makes no group.
             check_collectives: have torch compare every collective's kind, shape and dtype across
                 ranks, so that a mismatch is an error and not a hang. About 3 ms per collective.
@@ -157,7 +162,7 @@ class Pool:
                 for worker in self.workers:
                     with contextlib.suppress(BrokenPipeError):  # a dead worker shows when it is read
                         worker.connection.send_bytes(message)
-                return self._collect(timeout)
+                return self._collect(timeout or float(os.environ.get(RANK_TIMEOUT, "60")))
             except BaseException:
                 self.close()
                 raise
