@@ -22,7 +22,8 @@ def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """
     decay = config.decay_steps
     if decay is None:
-        decay = max(1, steps // 10 if config.use == "wsd" else steps - config.warmup_steps)
+        # The first step of a decay still has the full rate: below 2 there would be none.
+        decay = max(2, steps // 10) if config.use == "wsd" else max(1, steps - config.warmup_steps)
     decay_begins = steps - decay
 
     def at(done: int) -> float:

@@ -38,7 +38,11 @@ def test_wsd_stays_at_the_peak_until_its_decay_steps():
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_if_not_told():
-    assert rates(ScheduleConfig(use="wsd"), 20)[-2:] == [1.0, 0.5]
+    assert rates(ScheduleConfig(use="wsd"), 40)[-4:] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_wsd_decays_in_a_short_run_too():
+    assert rates(ScheduleConfig(use="wsd"), 5) == [1.0, 1.0, 1.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("use", ["constant", "linear", "cosine", "wsd"])
