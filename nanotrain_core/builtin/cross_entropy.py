@@ -11,7 +11,8 @@ Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ from nanotrain_core.builtin.linear import matmul
 CHUNK = {"cpu": (2**20, 128), "cuda": (2**27, 1024)}
 
 
+#: Takes logits [C, V], which it may use up, and targets [C]. Returns the summed loss, and what then makes the
+#: gradient of the logits.
+ChunkLoss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+
+
 def linear_cross_entropy(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor
 ) -> torch.Tensor:
@@ -33,31 +39,38 @@ def linear_cross_entropy(
     Targets of :data:`~nanotrain_core.batch.IGNORE` add nothing. The sum is float32, or float64 for
     float64 inputs.
     """
+    return chunked_loss(hidden_TD, weight_VD, target_T, _cross_entropy)
+
+
+def chunked_loss(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss
+) -> torch.Tensor:
+    """Return the sum of ``loss`` over chunks of the logits ``hidden_TD @ weight_VD.T``."""
     if torch.is_grad_enabled():
-        loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_TD, weight_VD, target_T)  # type: ignore[no-untyped-call]
-        return loss
+        total: torch.Tensor = _ChunkedLoss.apply(hidden_TD, weight_VD, target_T, loss)  # type: ignore[no-untyped-call]
+        return total
     chunks = row_chunks(target_T, weight_VD)
-    return torch.stack([_loss_(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in chunks]).sum()
+    return torch.stack([loss(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in chunks]).sum()
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Forward: the loss, and its gradients for a loss gradient of 1. Backward: scale them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor
+        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=wide_dtype(weight_VD))
         losses = []
         for rows in row_chunks(target_T, weight_VD):
-            hidden_CD, target_C = hidden_TD[rows], target_T[rows]
+            hidden_CD = hidden_TD[rows]
             logits_CV = matmul(hidden_CD, weight_VD.T)
-            loss, exp_CV, total_C1 = _loss_(logits_CV, target_C)
-            losses.append(loss)
-            d_logits_CV = logits_CV.copy_(_d_logits_(exp_CV, total_C1, target_C))
+            chunk, gradient = loss(logits_CV, target_T[rows])
+            losses.append(chunk)
+            d_logits_CV = logits_CV.copy_(gradient())
             d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
-            add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
+            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
@@ -67,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss, (d_weight_VD * d_loss).to(ctx.weight_dtype), None
+        return d_hidden_TD * d_loss, (d_weight_VD * d_loss).to(ctx.weight_dtype), None, None
 
 
 def _chunk_size(weight_VD: torch.Tensor) -> int:
@@ -86,13 +99,13 @@ def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _loss_(
+def _cross_entropy(
     logits_CV: torch.Tensor, target_C: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss, and numerators [C, V] and denominators [C, 1] of the softmax.
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Return the summed loss of a chunk, and what makes the gradient of its logits.
 
-    The numerators take the place of logits that are wide enough: torch's log_softmax says the same in
-    fewer words but fills new storage for every chunk.
+    Numerators of the softmax take the place of logits that are wide enough: torch's log_softmax says the
+    same in fewer words but fills new storage for every chunk.
     """
     wide_CV = logits_CV.to(wide_dtype(logits_CV))
     largest_C1 = wide_CV.amax(dim=1, keepdim=True)
@@ -100,7 +113,8 @@ def _loss_(
     exp_CV = wide_CV.sub_(largest_C1).exp_()
     total_C1 = exp_CV.sum(dim=1, keepdim=True)
     nll_C1 = total_C1.log() + largest_C1 - at_target_C1
-    return nll_C1.squeeze(1).masked_fill(target_C == IGNORE, 0.0).sum(), exp_CV, total_C1
+    loss = nll_C1.squeeze(1).masked_fill(target_C == IGNORE, 0.0).sum()
+    return loss, partial(_d_logits_, exp_CV, total_C1, target_C)
 
 
 def _d_logits_(exp_CV: torch.Tensor, total_C1: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
@@ -115,7 +129,7 @@ def _index(target_C: torch.Tensor) -> torch.Tensor:
     return torch.where(target_C == IGNORE, 0, target_C).unsqueeze(1)
 
 
-def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add ``left @ right`` to ``total``, which may have a wider dtype.
 
     A sum over thousands of tokens does not fit into float16, so that product is computed wide.

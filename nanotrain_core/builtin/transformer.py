@@ -21,7 +21,7 @@ from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.attention import causal_attention
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.linear import Linear
 from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.builtin.rope import Rotation, rotate, rotation
@@ -86,7 +86,7 @@ class TransformerPart(nn.Module):
         )
         if part.has_head:
             self.norm = _norm(config)
-            self.head = tag(Head(config), Role.HEAD)
+            self.head = tag(Head(config.vocab, config.width, tied=config.tied), Role.HEAD)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
@@ -206,30 +206,6 @@ class Positions(nn.Module):
     def forward(self, length: int) -> torch.Tensor:
         """Return the vectors [S, D] of the first ``length`` positions."""
         return self.weight[:length]
-
-
-class Head(nn.Module):
-    """Output projection and next-token loss: one module, so that logits can be split over the vocabulary.
-
-    It owns its weight [V, D], or is lent the embedding's at every call when they are tied.
-    """
-
-    weight: nn.Parameter | None
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        own = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.width))
-        self.register_parameter("weight", own)
-
-    def forward(
-        self, x_BSD: torch.Tensor, targets_BS: torch.Tensor | None, table_VD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return logits [B, S, V], or with targets the summed cross-entropy, a scalar."""
-        weight_VD = self.weight if table_VD is None else table_VD
-        assert weight_VD is not None
-        if targets_BS is None:
-            return F.linear(x_BSD, weight_VD)
-        return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
 
 
 def _norm(config: TransformerConfig) -> nn.Module:

@@ -6,12 +6,11 @@ Shapes: B batch, S sequence, D width, V vocabulary.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
+from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.rope import Rotation
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.roles import Role, tag
@@ -39,7 +38,7 @@ class DeepSeekPart(nn.Module):
         )
         if part.has_head:
             self.norm = norm(config)
-            self.head = tag(Head(config), Role.HEAD)
+            self.head = tag(Head(config.vocab, config.width, tied=config.tied), Role.HEAD)
             self.mtp = nn.ModuleList(Predictor(config) for _ in range(config.mtp))
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
@@ -95,27 +94,3 @@ class DeepSeekPart(nn.Module):
         if name.endswith("router.bias"):
             return Initializer("constant", 0.0)
         return Initializer("normal", self.config.init_std)
-
-
-class Head(nn.Module):
-    """Output projection and loss: one module, so that logits can be split over the vocabulary.
-
-    It owns its weight [V, D], or is lent the embedding's at every call when they are tied.
-    """
-
-    weight: nn.Parameter | None
-
-    def __init__(self, config: DeepSeekConfig) -> None:
-        super().__init__()
-        own = None if config.tied else nn.Parameter(torch.empty(config.vocab, config.width))
-        self.register_parameter("weight", own)
-
-    def forward(
-        self, x_BSD: torch.Tensor, targets_BS: torch.Tensor | None, table_VD: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return logits [B, S, V], or with targets the summed cross-entropy, a scalar."""
-        weight_VD = self.weight if table_VD is None else table_VD
-        assert weight_VD is not None
-        if targets_BS is None:
-            return F.linear(x_BSD, weight_VD)
-        return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())

@@ -40,8 +40,9 @@ def build(config):
     from torch import nn
 
     from nanotrain_core.builtin.configs import TransformerConfig
+    from nanotrain_core.builtin.head import Head
     from nanotrain_core.builtin.rms_norm import RMSNorm
-    from nanotrain_core.builtin.transformer import Attention, Head, SwiGLU
+    from nanotrain_core.builtin.transformer import Attention, SwiGLU
     from nanotrain_core.contracts import Initializer, PartOutput
     from nanotrain_core.dtypes import keep_dtype
     from nanotrain_core.roles import Role, tag
@@ -134,7 +135,7 @@ def build(config):
             )
             if part.has_head:
                 self.norm = tag(RMSNorm(D, eps=1e-5), Role.NORM)
-                self.head = tag(Head(dense), Role.HEAD)
+                self.head = tag(Head(V, D, tied=False), Role.HEAD)
 
         def forward(self, inputs, batch):
             x_BSD = self.embed(inputs) if self.part.has_embedding else inputs

@@ -136,11 +136,8 @@ class Reduce(torch.autograd.Function):
         return d_x, None
 
 
-class Gather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: shares enter split layers.
-
-    ``known``: the result, where ``x`` was gathered before.
-    """
+class _AllGather(torch.autograd.Function):
+    """All-gather forward. ``known``: the result, where ``x`` was gathered before."""
 
     @staticmethod
     def forward(
@@ -148,6 +145,10 @@ class Gather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.all_gather(x, dim) if known is None else known.view_as(known)
+
+
+class Gather(_AllGather):
+    """All-gather forward, reduce-scatter backward: shares enter split layers."""
 
     @staticmethod
     @once_differentiable
@@ -155,7 +156,29 @@ class Gather(torch.autograd.Function):
         return ctx.ranks.reduce_scatter(d_x, ctx.dim), None, None, None
 
 
-class Scatter(torch.autograd.Function):
+class GatherWhole(_AllGather):
+    """All-gather forward, own share backward: from shares to what every rank then treats alike.
+
+    Unlike after :class:`Gather`, every rank's gradient is complete already, and adding them up would
+    count it once for each rank.
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None, None
+
+
+class _ToShares(torch.autograd.Function):
+    """All-gather backward."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.ranks.all_gather(d_x, ctx.dim), None, None
+
+
+class Scatter(_ToShares):
     """Reduce-scatter forward, all-gather backward: partial outputs leave split layers as shares."""
 
     @staticmethod
@@ -163,41 +186,11 @@ class Scatter(torch.autograd.Function):
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.reduce_scatter(x, dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.all_gather(d_x, ctx.dim), None, None
 
-
-class Slice(torch.autograd.Function):
+class Slice(_ToShares):
     """Own share forward, all-gather backward: from what is whole to shares."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
         ctx.ranks, ctx.dim = ranks, dim
         return ranks.own(x, dim).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.all_gather(d_x, ctx.dim), None, None
-
-
-class GatherWhole(torch.autograd.Function):
-    """All-gather forward, own share backward: from shares to what every rank then treats alike.
-
-    Unlike after :class:`Gather`, every rank's gradient is complete already, and adding them up would
-    count it once for each rank. ``known``: as there.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int, known: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
-        return ranks.all_gather(x, dim) if known is None else known.view_as(known)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None, None

@@ -13,15 +13,13 @@ partial sums of exponentials of Milakov and Gimelshein, arXiv 1805.02867, equati
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.builtin.cross_entropy import add_product_, row_chunks, wide_dtype
-from nanotrain_core.builtin.linear import matmul
+from nanotrain_core.builtin.cross_entropy import chunked_loss, wide_dtype
 from nanotrain_tp.collectives import Ranks
 
 
@@ -41,54 +39,25 @@ def split_cross_entropy(
     wrong = ((target_T < 0) & (target_T != IGNORE)) | (target_T >= vocabulary)
     if wrong.device.type == "cpu" and wrong.any():
         raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {vocabulary}")
-    if torch.is_grad_enabled():
-        loss: torch.Tensor = _SplitCrossEntropy.apply(hidden_TD, weight_VD, target_T, ranks)  # type: ignore[no-untyped-call]
-        return loss
-    losses = []
-    for rows in row_chunks(target_T, weight_VD):
-        loss_C, _ = _softmax(
-            F.linear(hidden_TD[rows], weight_VD), _local(target_T[rows], weight_VD, ranks), ranks
-        )
-        losses.append(loss_C.masked_fill(target_T[rows] == IGNORE, 0.0).sum())
-    return torch.stack(losses).sum()
+    return chunked_loss(hidden_TD, weight_VD, target_T, partial(_cross_entropy, ranks=ranks))
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Forward: the loss, and its gradients for a loss gradient of 1. Backward: scale them.
+def _cross_entropy(
+    logits_CV: torch.Tensor, target_C: torch.Tensor, ranks: Ranks
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """All-gather three numbers per token and rank: return the summed loss of a chunk, the same on every rank.
 
-    Forward all-gathers three numbers per token and rank. Backward has no collective.
+    With it comes what makes the gradient of this rank's logits, without a collective.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, ranks: Ranks
-    ) -> torch.Tensor:
-        d_hidden_TD = torch.empty_like(hidden_TD)
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide_dtype(weight_VD))
-        losses = []
-        for rows in row_chunks(target_T, weight_VD):
-            hidden_CD, ignored_C = hidden_TD[rows], target_T[rows] == IGNORE
-            logits_CV = matmul(hidden_CD, weight_VD.T)
-            at_C = _local(target_T[rows], weight_VD, ranks)
-            loss_C, softmax_CV = _softmax(logits_CV, at_C, ranks)
-            losses.append(loss_C.masked_fill(ignored_C, 0.0).sum())
-            d_logits_CV = logits_CV.copy_(_subtract_onehot_(softmax_CV, at_C, ignored_C))
-            d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
-            add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
-        ctx.save_for_backward(d_hidden_TD, d_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss, (d_weight_VD * d_loss).to(ctx.weight_dtype), None, None
+    ignored_C, at_C = target_C == IGNORE, _local(target_C, logits_CV.shape[1], ranks)
+    loss_C, softmax_CV = _softmax(logits_CV, at_C, ranks)
+    loss = loss_C.masked_fill(ignored_C, 0.0).sum()
+    return loss, partial(_subtract_onehot_, softmax_CV, at_C, ignored_C)
 
 
-def _local(target_C: torch.Tensor, weight_VD: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _local(target_C: torch.Tensor, rows: int, ranks: Ranks) -> torch.Tensor:
     """Return targets as rows of this rank's weight [C], -1 where another rank has them or nobody."""
-    first, rows = ranks.index * len(weight_VD), len(weight_VD)
+    first = ranks.index * rows
     mine = (target_C >= first) & (target_C < first + rows)
     return torch.where(mine, target_C - first, -1)
 
