@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.actions import Action
+from nanotrain_core.actions import Action, Part
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import (
     Checkpoint,
@@ -28,14 +27,15 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import CheckpointError, DataError, PluginError
+from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.feed import DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.model_table import model_table, training_keys
 from nanotrain_core.open_weights import load_weights
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
-from nanotrain_core.recipe.tree import TRAINING, EvaluationConfig, OptimizerConfig, Recipe, Selection
+from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 from nanotrain_core.roles import Role, shared_tokens, tagged
 
@@ -112,8 +112,8 @@ def compose(
     _check_same_data(data, mesh)
 
     pp, pp_rank = pipeline(mesh)
-    owners = [part.rank for part in schedule.parts(model.layers, pp)]
-    stages = build_stages(model, schedule, mesh)
+    parts = schedule.parts(model.layers, pp)
+    stages = build_stages(model, parts, mesh)
     placements = share_between_stages(place(stages.values(), layout), mesh)
     for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
@@ -141,11 +141,11 @@ def compose(
         recipe=recipe,
         mesh=mesh,
         stages=stages,
-        owners=owners,
+        owners=[part.rank for part in parts],
         has_routers=_any_routers(stages.values(), mesh),
         placed=placed,
-        model_table={"use": recipe.model.use, **attrs.asdict(recipe.model.config)},
-        free_model_keys=_training_keys(recipe.model.config),
+        model_table=model_table(recipe.model),
+        free_model_keys=training_keys(recipe.model.config),
         loss_weights=model.loss_weights,
         flops_per_token=model.flops_per_token(recipe.batch.length),
         gradients=gradients,
@@ -169,10 +169,9 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     return mesh.size("pp"), mesh.coordinate("pp")
 
 
-def build_stages(model: Model, schedule: Schedule, mesh: Mesh) -> dict[int, nn.Module]:
+def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
-    pp, rank = pipeline(mesh)
-    parts = schedule.parts(model.layers, pp)
+    _, rank = pipeline(mesh)
     with torch.device("meta"):
         return {stage: model.build(part) for stage, part in enumerate(parts) if part.rank == rank}
 
@@ -210,30 +209,6 @@ def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
             f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
             f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
         )
-
-
-def refuse_other_model(
-    saved: Mapping[str, Any], ours: Mapping[str, Any], *, free: Collection[str] = ()
-) -> None:
-    """Compare the model tables of a checkpoint and of a run: equal shapes can still be another function.
-
-    Keys that are ``free`` may differ: they say how the model is trained, not what it computes.
-
-    Raises:
-        CheckpointError: naming the first key that differs.
-    """
-    now = json.loads(json.dumps(dict(ours)))
-    for key in sorted({*saved, *now} - {*free}):
-        if saved.get(key) != now.get(key):
-            raise CheckpointError(
-                f"the checkpoint is of another model: model.{key} is {saved.get(key)!r} there and "
-                f"{now.get(key)!r} in this recipe"
-            )
-
-
-def _training_keys(config: Any) -> frozenset[str]:
-    """Return the fields of a model's config that say how it is trained."""
-    return frozenset(field.name for field in attrs.fields(type(config)) if field.metadata.get(TRAINING))
 
 
 def _check_same_data(data: Data, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core import log, random_state
-from nanotrain_core.compose import Run, compose, refuse_other_model
+from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
     CheckpointReport,
@@ -30,6 +30,7 @@ from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.memory import keep_freed_memory
+from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
 from nanotrain_core.routing import balance
 from nanotrain_core.stop import StopRequest

@@ -116,8 +116,7 @@ class Executor:
             inputs.requires_grad_()
         output = self.stages[stage](inputs, batch)
         self._passes[stage, number] = Pass(inputs, output)
-        for name, value in output.losses.items():
-            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
+        _add(output.losses, self._sums)
         if stage != self.final:
             self.handover.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
 
@@ -158,8 +157,7 @@ class Executor:
         """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
         sums: Losses = {}
         for output in self._through(batch).values():
-            for name, value in output.losses.items():
-                sums[name] = sums[name] + value if name in sums else value
+            _add(output.losses, sums)
         return sums
 
     @torch.no_grad()
@@ -167,9 +165,9 @@ class Executor:
         """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
         outputs = self._through(Batch(tokens))
         if len(set(self.owners)) == 1:
-            (logits,) = [outputs[self.final].value]
-            assert logits is not None
-            return logits
+            alone = outputs[self.final].value
+            assert alone is not None
+            return alone
         # Every rank must know the shape to receive into: the vocabulary is the last stage's alone.
         mine = outputs[self.final].value if self.final in outputs else None
         shapes = self.mesh.gather(None if mine is None else (tuple(mine.shape), mine.dtype), "pp")
@@ -191,6 +189,12 @@ class Executor:
                 self.handover.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
         self.handover.flush()
         return outputs
+
+
+def _add(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
+    """Add one pass's losses to the sums, in place and without their graphs."""
+    for name, value in losses.items():
+        sums[name] = sums[name] + value.detach() if name in sums else value.detach()
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from nanotrain_core.errors import CheckpointError, did_you_mean
 from nanotrain_core.foreign import ForeignError, ForeignModel
 from nanotrain_core.foreign_weights import Atlas, ForeignWeights, differences, missing_prefix
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.model_table import model_table, refuse_other_model, training_keys
 from nanotrain_core.placement import PlacedParameter, Shape
 from nanotrain_core.recipe.structure import structure
-from nanotrain_core.recipe.tree import TRAINING, Selection
+from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry import Registry
 from nanotrain_core.shards import DTYPES, Shards
 
@@ -212,30 +213,15 @@ def load_weights(
         CheckpointError: the weights are damaged, or of another model than the run's.
     """
     weights = open_weights(path, registry)
-    refuse_other_model(weights, selection)
+    refuse_other_model(
+        model_table(weights.selection),
+        model_table(selection),
+        free=training_keys(selection.config),
+        what=f"{path} has weights",
+    )
     damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:
         raise CheckpointError("; ".join(damage))
     for parameter in placed:
         block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
         parameter.parameter.copy_(block)
-
-
-def refuse_other_model(weights: Weights, ours: Selection) -> None:
-    """Compare all keys that say what a model computes: equal shapes can still be another function.
-
-    Raises:
-        CheckpointError: naming the first key that differs.
-    """
-    theirs = weights.selection
-    if theirs.use != ours.use:
-        raise CheckpointError(
-            f"{weights.path} has weights of model '{theirs.use}'; the run's is '{ours.use}'"
-        )
-    for field in attrs.fields(type(ours.config)):
-        there, here = getattr(theirs.config, field.name), getattr(ours.config, field.name)
-        if there != here and not field.metadata.get(TRAINING):
-            raise CheckpointError(
-                f"{weights.path} has weights of another model: model.{field.name} is {there!r} there and "
-                f"{here!r} in this recipe"
-            )

@@ -9,7 +9,6 @@ from unittest import mock
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from nanotrain_core import hookimpl
 from nanotrain_core.actions import Action
@@ -24,8 +23,8 @@ from nanotrain_core.builtin.synthetic import Synthetic
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
-from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.layout import Layout, View
+from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -62,42 +61,18 @@ class MeanLoss(Transformer):
         return PartOutput(output.value, {name: loss / count for name, loss in output.losses.items()})
 
 
-class SumsAll(LocalGradients):
-    """A correct gradient sync, one all-reduce per parameter: the twins below each spoil it."""
-
+class DropsOneSum(SummedGradients):
     def __init__(self, config):
         super().__init__()
 
-    def apply(self, part, placements, mesh):
-        return part
-
-    def attach(self, parameters, mesh, dtype):
-        self.mesh = mesh
-        super().attach(parameters, mesh, dtype)
-
-    def check(self, mesh):
-        """Any layout."""
-
-    def to_sum(self):
-        return list(self.placed)
-
-    def finish(self):
-        super().finish()
-        for placed in self.to_sum():
-            parameter = placed.parameter
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            group = self.mesh.group_of(placed.placement.sync_span(self.mesh.layout))
-            if group is not None:
-                dist.all_reduce(parameter.grad, group=group)
-
-
-class DropsOneSum(SumsAll):
     def to_sum(self):
         return self.placed[:-1]
 
 
-class SumsOnlyWhatItHas(SumsAll):
+class SumsOnlyWhatItHas(SummedGradients):
+    def __init__(self, config):
+        super().__init__()
+
     def to_sum(self):
         return [placed for placed in self.placed if placed.parameter.grad is not None]
 
@@ -184,7 +159,7 @@ def nanotrain_register_model(register):
 
 @hookimpl
 def nanotrain_register_parallel(register):
-    for cls in (SumsAll, DropsOneSum, SumsOnlyWhatItHas):
+    for cls in (DropsOneSum, SumsOnlyWhatItHas):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
     register(twin(ChangesNothing, mesh_dims={"tp"}))
 

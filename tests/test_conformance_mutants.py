@@ -28,7 +28,7 @@ FAULTS = [
         {"groups_divide_the_world", "groups_are_real"},
     ),
     (Case("model", use="mean_loss", config=MODEL, plugins=TWINS), {"loss_is_a_sum"}),
-    (Case("parallel", use="sums_all", topology={"dp": 2}, plugins=TWINS), set()),
+    (Case("parallel", use="summed", topology={"dp": 2}), set()),
     (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),
     (
         Case("parallel", use="sums_only_what_it_has", topology={"dp": 2}, plugins=TWINS),
@@ -96,18 +96,18 @@ def test_a_case_that_makes_no_recipe_is_told_once_with_what_to_change():
 
 
 def test_a_case_may_have_a_name_and_a_place_among_others():
-    first = {"parallel": [{"use": "changes_nothing"}, {"use": "sums_all"}]}
+    first = {"parallel": [{"use": "changes_nothing"}, {"use": "summed"}]}
     case = Case("parallel", use="changes_nothing", overrides=first, plugins=TWINS, name="before")
     assert case.id == "before"
-    assert [s.use for s in case.recipe().parallel] == ["changes_nothing", "sums_all"]
-    last = attrs.evolve(case, overrides={"parallel": [{"use": "sums_all"}]})
-    assert [s.use for s in last.recipe().parallel] == ["sums_all", "changes_nothing"]
+    assert [s.use for s in case.recipe().parallel] == ["changes_nothing", "summed"]
+    last = attrs.evolve(case, overrides={"parallel": [{"use": "summed"}]})
+    assert [s.use for s in last.recipe().parallel] == ["summed", "changes_nothing"]
 
 
 def test_an_expected_failure_that_names_no_check_is_refused():
     with pytest.raises(ValueError, match=r"no check is named 'weights_equal' \(did you mean 'weights_equal"):
         conformance(
-            Case("parallel", use="sums_all", plugins=TWINS), expected_failures={"weights_equal": "a reason"}
+            Case("parallel", use="summed", plugins=TWINS), expected_failures={"weights_equal": "a reason"}
         )
 
 

@@ -29,10 +29,14 @@ class SummedGradients(LocalGradients):
     def check(self, mesh: Mesh) -> None:
         """Any layout will do."""
 
+    def to_sum(self) -> Sequence[PlacedParameter]:
+        """Return the parameters whose gradients may be partial: all of them."""
+        return self.placed
+
     def finish(self) -> None:
         """Sum, those that several stages hold last."""
         super().finish()
-        spans = [(placed, placed.placement.sync_span(self.mesh.layout)) for placed in self.placed]
+        spans = [(placed, placed.placement.sync_span(self.mesh.layout)) for placed in self.to_sum()]
         for placed, span in sorted(spans, key=lambda each: each[1].stages):
             group = self.mesh.group_of(span)
             if group is not None and placed.parameter.requires_grad:
