@@ -129,6 +129,38 @@ class ScriptPart(nn.Module):
         return PartOutput(None, {"lm": self.loss(output, batch.targets)})
 
 
+class Reached:
+    """Which parameters the backward passes of a step have reached, on any rank.
+
+    torch's optimizers skip a parameter without a gradient: they neither decay it nor move its moments.
+    """
+
+    def __init__(self, placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.flags = [False] * len(placed)
+        for index, each in enumerate(placed):
+            if each.parameter.requires_grad:
+                each.parameter.register_post_accumulate_grad_hook(self._setter(index))  # type: ignore[no-untyped-call]
+
+    def _setter(self, index: int) -> Callable[[torch.Tensor], None]:
+        flags = self.flags  # not the run: a tensor's hooks are out of the garbage collector's sight
+
+        def reached(_: torch.Tensor) -> None:
+            flags[index] = True
+
+        return reached
+
+    def take(self) -> list[bool]:
+        """All-reduce: return a flag for each parameter, and forget them for the next step."""
+        found = list(self.flags)
+        self.flags[:] = [False] * len(found)
+        if self.mesh.world_size == 1:
+            return found
+        numbers = torch.tensor(found, dtype=torch.int32, device=self.mesh.device)
+        self.mesh.all_reduce(numbers)
+        return [bool(number) for number in numbers.tolist()]
+
+
 class ScriptOptimizer:
     """A torch optimizer that steps on the engine's gradients."""
 
@@ -142,6 +174,7 @@ class ScriptOptimizer:
     ) -> None:
         self.inner, self.placed, self.gradients, self.mesh = inner, placed, gradients, mesh
         self.clip_norm = clip_norm
+        self.reached = Reached(placed, mesh)
 
     def setup(
         self,
@@ -154,15 +187,14 @@ class ScriptOptimizer:
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Clip and update. Frozen parameters have no gradient, so that nothing decays them."""
-        for placed in self.placed:
-            if placed.parameter.requires_grad:
-                placed.parameter.grad = self.gradients.gradient(placed.parameter)
+        """Clip and update. A parameter that no backward reached, or is frozen, stays without gradient."""
+        for placed, reached in zip(self.placed, self.reached.take(), strict=True):
+            placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
         norm = global_norm(pairs, self.mesh)
         if not torch.isfinite(norm):
             return StepStats(norm, skipped=True)
-        if self.clip_norm:
+        if self.clip_norm and pairs:
             torch._foreach_mul_([g for g, _ in pairs], (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self.inner.step()
         return StepStats(norm)

@@ -12,6 +12,7 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.recipe.tree import ScheduleConfig
 from nanotrain_core.script import ScriptConfig
+from nanotrain_core.testing import run_ranks
 
 
 class Recorder(Monitor):
@@ -81,6 +82,54 @@ def test_it_trains_as_a_plain_loop_does():
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
     assert (end.step, end.reason) == (5, "done")
+
+
+class SometimesTwo(nn.Module):
+    """Adds a second head's logits where the first token says so; a third head is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 11) for _ in range(3))
+        self.double()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.heads[0](x) + (self.heads[1](x) if tokens[0, 0] % 2 else 0.0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_without_a_gradient_is_skipped_as_in_a_plain_loop(accumulate):
+    ours, loader = SometimesTwo(), make_loader(batches=6)
+    assert len({int(tokens[0, 0] % 2) for tokens, _ in loader}) == 2, "some steps use the second head"
+    theirs, unused = copy.deepcopy(ours), ours.heads[2].weight.clone()
+    options = {"lr": 0.05, "weight_decay": 0.5}
+    config = ScriptConfig(accumulate=accumulate, clip_norm=0.5)
+    RuntimeEngine(ours, torch.optim.AdamW(ours.parameters(), **options), config).fit(loader, steps=8)
+    plain_loop(theirs, torch.optim.AdamW(theirs.parameters(), **options), loader, 8, accumulate, 0.5)
+    assert torch.equal(ours.heads[2].weight, unused), "nothing decays it"
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def fit_a_rank():
+    """Only rank 1's batches use the second head."""
+    from nanotrain_core.testing.summed_gradients import SummedGradients
+
+    model, rank = SometimesTwo(), torch.distributed.get_rank()
+    loader = [pair for pair in make_loader(batches=9) if pair[0][0, 0] % 2 == rank]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    RuntimeEngine(model, optimizer, gradient_sync=SummedGradients()).fit(loader, steps=3)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_a_parameter_that_another_rank_reached_is_updated_on_all():
+    first, second = run_ranks(fit_a_rank, 2)
+    assert all(map(torch.equal, first, second))
+    start = SometimesTwo()
+    moved = [not torch.equal(a, b) for a, b in zip(start.heads.parameters(), first[1:], strict=True)]
+    assert moved == [True] * 4 + [False] * 2
 
 
 def test_validation_is_the_mean_over_all_targets():
