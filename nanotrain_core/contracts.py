@@ -7,7 +7,8 @@ class with empty methods, so that a monitor writes only the events it wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -17,9 +18,10 @@ from torch import nn
 
 from nanotrain_core.actions import Action, Part
 from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.boxes import boxes
 from nanotrain_core.layout import Layout
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, Placement, Placements, Shape
+from nanotrain_core.placement import Piece, PlacedParameter, Placement, Placements, Shape
 
 # --- topology ---------------------------------------------------------------------------------
 
@@ -126,6 +128,13 @@ class GradientSync(Protocol):
         """
         ...
 
+    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that one more microbatch has all its gradients of ``parameters``, one pipeline stage's.
+
+        Called for every microbatch, in the same order on all ranks that hold the stage.
+        """
+        ...
+
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
         """Announce that no more gradients of ``parameters`` come, also of those that never got any."""
         ...
@@ -134,8 +143,15 @@ class GradientSync(Protocol):
         """Return once every gradient is the complete sum over microbatches and ranks."""
         ...
 
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the gradient, in the shape of the parameter; zeros if no rank's backward reached it.
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank gets complete gradients of, and is to update: fixed from :meth:`attach` on.
+
+        Whole parameters, or a range of each where the ranks that hold a block share it out.
+        """
+        ...
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor:
+        """Return a gradient in the shape of ``piece.weight``; zeros if no rank's backward reached it.
 
         The optimizer may scale it in place.
         """
@@ -238,6 +254,20 @@ class StepStats:
     grad_norm: torch.Tensor
     """Global 2-norm before clipping, equal on every rank."""
     skipped: bool = False
+    @classmethod
+    def of_piece(cls, prefix: str, tensor: torch.Tensor, piece: Piece) -> Iterator[Block]:
+        """Yield the blocks of a tensor shaped as ``piece.weight``: a flat range is a few boxes."""
+        placement = piece.placement
+        if piece.span is None or not tensor.shape:
+            yield cls.of(prefix, tensor, placement)
+            return
+        name, first = f"{prefix}/{placement.name}" if prefix else placement.name, 0
+        for offset, shape in boxes(placement.shape, *piece.span):
+            view = tensor[first : first + prod(shape)].view(shape)
+            first += prod(shape)
+            at = tuple(a + b for a, b in zip(placement.offset, offset, strict=True))
+            yield cls(name, placement.global_shape, at, view)
+
 
 
 class Optimizer(Protocol):

@@ -44,6 +44,7 @@ class Executor:
         self.stages, self.gradients, self.mesh = stages, gradients, mesh
         self.owners, self.final = owners, len(owners) - 1
         self.handover = Handover(owners, mesh)
+        self._parameters = {number: tuple(part.parameters()) for number, part in stages.items()}
         self.idle = 0.0
         """Share of the last step's time in which the host waited for other stages."""
 
@@ -73,6 +74,8 @@ class Executor:
                     self._backward(action)
                 case "W":
                     self._postponed.pop((action.stage, action.microbatch)).compute()
+            if self._ends_backward(action):
+                self.gradients.microbatch(self._parameters[action.stage])
             if closing:
                 self.gradients.complete(closing)
         self.handover.flush()
@@ -91,6 +94,11 @@ class Executor:
         self._closing = self._find_closing(actions)
         if self._split:
             weight_gradients.use()
+
+    def _ends_backward(self, action: Action) -> bool:
+        """Say whether a microbatch has all gradients of a stage with ``action``: B, or the W split off it."""
+        split = (action.stage, action.microbatch) in self._split
+        return action.kind == ("W" if split else "B")
 
     def _find_closing(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
         """Return, by position, the actions that complete gradients, and whose: each stage's last one.

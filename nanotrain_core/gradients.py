@@ -14,7 +14,7 @@ from torch import nn
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter
+from nanotrain_core.placement import Piece, PlacedParameter
 from nanotrain_core.weight_gradients import is_pending
 
 
@@ -88,6 +88,9 @@ class LocalGradients:
         """Start treating gradients of ``parameters`` as complete when they arrive."""
         self._completing.update(parameters)
 
+    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Go on adding up."""
+
     def complete(self, parameters: Collection[nn.Parameter]) -> None:
         """Nothing to do without other ranks."""
 
@@ -99,6 +102,14 @@ class LocalGradients:
         """Return the complete gradient."""
         local = self._wide.get(parameter, parameter.grad)
         return torch.zeros_like(parameter, dtype=self.dtype) if local is None else local
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return every parameter that is trained, whole."""
+        return [Piece(p.parameter, p.placement) for p in self.placed if p.parameter.requires_grad]
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor:
+        """Return the complete gradient of a whole parameter."""
+        return self.gradient(piece.parameter)
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free the gradient this rank accumulated for ``parameter``."""

@@ -88,6 +88,10 @@ class Placement:
         moved = frozenset(dims)
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
 
+    def shared_out(self) -> Placement:
+        """Return the placement of a range that no other rank with a partial gradient of this block holds."""
+        return attrs.evolve(self, sharded=self.sharded | self.summed, summed=frozenset(), stages=())
+
     def _check_replicated(self, dim: str) -> None:
         known = self.summed | self.same
         if dim not in known:
@@ -127,6 +131,31 @@ class PlacedParameter:
 
     parameter: nn.Parameter
     placement: Placement
+    parts: tuple[int, ...] = (0,)
+    """Which of this rank's model parts hold it: several, if virtual stages are tied."""
+
+
+@attrs.define(frozen=True, eq=False)
+class Piece:
+    """What one rank completes the gradient of and updates: a parameter, or a range of its block."""
+
+    parameter: nn.Parameter
+    placement: Placement
+    """Of the block, after :meth:`Placement.shared_out` if ranks that hold it each update a range."""
+    span: tuple[int, int] | None = None
+    """First and one past the last element, of the block flattened row by row; None: all, in its shape."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The live weight: the parameter's own storage, in its shape or as a flat range."""
+        whole = self.parameter.detach()
+        return whole if self.span is None else whole.view(-1)[slice(*self.span)]
+
+    @property
+    def name(self) -> str:
+        """The parameter's, with the range if it is one: ``layers.0.attn.q.weight[0:512]``."""
+        name = self.placement.name
+        return name if self.span is None else f"{name}[{self.span[0]}:{self.span[1]}]"
 
 
 def place(parts: Iterable[nn.Module], layout: Layout) -> Placements:
@@ -147,13 +176,12 @@ def placed_parameters(
         ValueError: a parameter has no placement, or its shape is not the placed block's: a wrapper
             changed one without the other.
     """
-    found = []
-    seen: set[str] = set()
-    for part in parts:
+    found: dict[str, PlacedParameter] = {}
+    for number, part in enumerate(parts):
         for name, parameter in part.named_parameters():
-            if name in seen:  # tied: two parts on this rank hold one parameter
+            if name in found:  # tied: two parts on this rank hold one parameter
+                found[name] = attrs.evolve(found[name], parts=(*found[name].parts, number))
                 continue
-            seen.add(name)
             placement = placements.get(name)
             if placement is None:
                 raise ValueError(f"parameter {name} has no placement: the wrapper that made it must add one")
@@ -161,8 +189,8 @@ def placed_parameters(
                 raise ValueError(
                     f"parameter {name} has shape {tuple(parameter.shape)} but is placed as {placement.shape}"
                 )
-            found.append(PlacedParameter(parameter, placement))
-    return found
+            found[name] = PlacedParameter(parameter, placement, (number,))
+    return list(found.values())
 
 
 def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:

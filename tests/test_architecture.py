@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline",
+        "stop timeline boxes",
     ),
     ("placement and mesh", "placement mesh routing weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),

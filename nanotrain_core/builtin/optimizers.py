@@ -1,4 +1,4 @@
-"""AdamW and SGD on master weights, for parameters that are whole on this rank's layout position."""
+"""AdamW and SGD on master weights of whatever this rank updates: parameters, or ranges of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 from nanotrain_core.builtin.configs import AdamWConfig, SGDConfig
 from nanotrain_core.contracts import Block, GradientSync, MasterWeight, Precision, StepStats
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, Placement, global_norm
+from nanotrain_core.placement import Piece, PlacedParameter, global_norm
 
 
 class Slot:
-    """One parameter as an optimizer sees it: its gradient, its master, the tensor torch updates."""
+    """One piece as an optimizer sees it: its master, and the tensor that torch updates."""
 
-    def __init__(self, placed: PlacedParameter, master: MasterWeight) -> None:
-        self.parameter = placed.parameter
-        self.placement: Placement = placed.placement
-        self.master = master
+    def __init__(self, piece: Piece, master: MasterWeight) -> None:
+        self.piece, self.master = piece, master
+        self.parameter, self.placement = piece.parameter, piece.placement
         self.weight = torch.nn.Parameter(master.load().detach(), requires_grad=False)
 
 
@@ -51,30 +50,30 @@ class MasterOptimizer:
     ) -> None:
         """Make masters and allocate state."""
         self.gradients, self.mesh = gradients, mesh
-        trained = [placed for placed in parameters if placed.parameter.requires_grad]
-        self.slots = [
-            Slot(placed, precision.master(placed.parameter.detach(), placed.placement.name))
-            for placed in trained
-        ]
+        self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
         decayed = [s.weight for s in self.slots if len(s.placement.global_shape) > 1]
         others = [s.weight for s in self.slots if len(s.placement.global_shape) <= 1]
         decay = self.config.weight_decay
         groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-        self.inner = self.make([group for group in groups if group["params"]])
+        self.inner = self.make([group for group in groups if group["params"]] or groups)
         for slot in self.slots:
             self.inner.state[slot.weight] = self.initial_state(slot.weight)
+
+    def master(self, piece: Piece, precision: Precision) -> MasterWeight:
+        """Return the master of one piece."""
+        return precision.master(piece.weight, piece.name)
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip, update, write the new weights through to the model."""
-        gradients = [self.gradients.gradient(slot.parameter) for slot in self.slots]
+        gradients = [self.gradients.gradient_of(slot.piece) for slot in self.slots]
         placed = zip(gradients, (slot.placement for slot in self.slots), strict=True)
         norm = global_norm(placed, self.mesh) / loss_scale
         if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
         for slot, gradient in zip(self.slots, gradients, strict=True):
-            slot.weight.grad = gradient
+            slot.weight.grad = gradient.to(slot.weight.device)
         self.inner.step()
         for slot in self.slots:
             slot.weight.grad = None
@@ -90,19 +89,28 @@ class MasterOptimizer:
         torch._foreach_mul_(gradients, factor / loss_scale)
 
     def blocks(self) -> Iterable[Block]:
-        """Yield masters and state, each named after its parameter."""
+        """Yield masters and state, each named after its parameter. Ranges of one share its scalars."""
+        seen: set[str] = set()
         for slot in self.slots:
-            for name, tensor in slot.master.state().items():
-                yield Block.of(name, tensor, slot.placement)
-            for name, tensor in self.inner.state[slot.weight].items():
-                yield Block.of(name, tensor, slot.placement)
+            for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
+                scalar = f"{name}/{slot.placement.name}"
+                if tensor.shape or scalar not in seen:
+                    yield from Block.of_piece(name, tensor, slot.piece)
+                if not tensor.shape:
+                    seen.add(scalar)
 
     def meta(self) -> dict[str, Any]:
         """All state is in :meth:`blocks`."""
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """All state is in :meth:`blocks`."""
+        """Give all ranges of a parameter the scalars that were read into the first."""
+        first: dict[str, dict[str, torch.Tensor]] = {}
+        for slot in self.slots:
+            state = self.inner.state[slot.weight]
+            scalars = {name: tensor for name, tensor in state.items() if not tensor.shape}
+            for name, tensor in first.setdefault(slot.placement.name, scalars).items():
+                state[name].copy_(tensor)
 
 
 class AdamW(MasterOptimizer):

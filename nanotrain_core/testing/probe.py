@@ -180,11 +180,9 @@ def weights(run: Run) -> list[Block]:
 
 
 def gradients(run: Run) -> list[Block]:
-    """Return copies of this rank's gradients, zeros where no backward reached."""
-    pairs = ((p, run.gradients.gradient(p.parameter)) for p in run.placed)
-    return copies(
-        Block.of("", torch.zeros_like(p.parameter) if g is None else g, p.placement) for p, g in pairs
-    )
+    """Return copies of the gradients that this rank completes, zeros where no backward reached."""
+    pieces = ((piece, run.gradients.gradient_of(piece)) for piece in run.gradients.pieces())
+    return copies(block for piece, found in pieces for block in Block.of_piece("", found, piece))
 
 
 # --- gradients of a check's own making ------------------------------------------------------------
