@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import cos, pi
 
@@ -38,6 +39,15 @@ def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     return at
 
 
+class Scheduler(LambdaLR):
+    """Moves on after a skipped step too, the first one included, without torch's warning about it."""
+
+    def step(self, epoch: int | None = None) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            super().step(epoch)
+
+
 def lr_scheduler(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int, *, done: int = 0
 ) -> LambdaLR:
@@ -47,4 +57,4 @@ def lr_scheduler(
     """
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return LambdaLR(optimizer, factor(config, steps), last_epoch=done - 1)
+    return Scheduler(optimizer, factor(config, steps), last_epoch=done - 1)

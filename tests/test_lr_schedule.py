@@ -60,3 +60,11 @@ def test_a_resumed_scheduler_continues_the_same_rates(use):
         return found
 
     assert run(6) == run(0)[6:]
+
+
+@pytest.mark.filterwarnings("error")
+def test_moving_on_after_a_skipped_first_step_is_no_mistake():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = lr_scheduler(optimizer, ScheduleConfig(use="linear"), 4)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.75
