@@ -157,6 +157,14 @@ class GradientSync(Protocol):
         """
         ...
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient of a whole parameter, for a script's own optimizer.
+
+        Raises:
+            NanotrainError: this rank does not get all of it.
+        """
+        ...
+
     def zero(self) -> None:
         """Forget all gradients."""
         ...
