@@ -19,7 +19,7 @@ LEVELS = (
         "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
         "stop timeline boxes",
     ),
-    ("placement and mesh", "placement mesh routing weight_gradients"),
+    ("placement and mesh", "placement mesh routing shared_memory weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
         "mechanisms",

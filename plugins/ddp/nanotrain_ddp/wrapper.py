@@ -20,8 +20,8 @@ from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.layout import Span
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Placements
+from nanotrain_core.shared_memory import SharedBuffers
 from nanotrain_ddp import DataParallelConfig
-from nanotrain_ddp.shared import SharedBuffers
 
 
 class Bucket:
