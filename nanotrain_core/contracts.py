@@ -353,26 +353,52 @@ class TrainState:
 
 
 class Checkpoint(Protocol):
-    """Saves and restores a run in one folder. Every method but the last two is collective."""
+    """Saves and restores a run in one folder. Every method but the last two is collective.
 
-    def open(self, folder: Path, mesh: Mesh) -> None: ...
+    A save has two halves, so that files can be written while training goes on. :meth:`save` returns as
+    soon as ``state`` may change again; :meth:`advance` tells, at a later step boundary, that it is
+    complete and in place. One that writes at once tells in the first :meth:`advance` after it.
+    """
 
-    def due(self, step: int) -> bool:
-        """Say whether to save after ``step`` steps are done (the final save is always made)."""
+    def open(self, folder: Path, mesh: Mesh) -> None:
+        """Use ``folder``, made on the first save, and clear away what a killed save left there."""
         ...
 
-    def save(self, step: int, state: TrainState) -> Path:
-        """Write a checkpoint that appears complete or not at all; return its path."""
+    def due(self, step: int) -> bool:
+        """Say whether to save after ``step`` steps are done, the same on every rank.
+
+        The final save, and one when the run is asked to stop, are always made.
+        """
+        ...
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin a checkpoint that will appear complete or not at all. None may be on its way.
+
+        Raises:
+            CheckpointError: on every rank: nothing was begun, and a later save may succeed.
+        """
+        ...
+
+    def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
+        """Return what became complete since the last call. With ``wait`` that is all that was begun.
+
+        Every rank calls it after the same steps. Ranks talk only while a save is on its way.
+
+        Raises:
+            CheckpointError: on every rank: the save failed on one, and nothing of it is left.
+        """
         ...
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Fill ``state.blocks`` in place and return what was saved, or None if there is nothing.
 
         Args:
-            which: ``"latest"``, a step number, or a path.
+            state: what to fill. Blocks may be cut in any other way than they were saved.
+            which: ``"latest"``: the newest that is whole, damaged ones being set aside with a
+                warning; or a step number, or a path, and then exactly this one.
 
         Raises:
-            CheckpointError: it is damaged or does not fit; nothing live was touched.
+            CheckpointError: on every rank: it is damaged or does not fit; nothing live was touched.
         """
         ...
 
@@ -545,6 +571,9 @@ class CheckpointReport:
     step: int
     path: Path
     seconds: float
+    """From the beginning of the save until it was in place."""
+    blocked: float = 0.0
+    """Seconds of these that training waited."""
 
 
 @attrs.define(frozen=True)

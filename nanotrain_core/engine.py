@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from nanotrain_core import log, random_state
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
-    CheckpointReport,
     EndReport,
     EvaluationReport,
     Monitor,
@@ -32,11 +30,13 @@ from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
+from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.routing import balance
+from nanotrain_core.saves import Saves
 from nanotrain_core.stop import StopRequest
 
 if TYPE_CHECKING:
-    from nanotrain_core.recipe.tree import Recipe
     from nanotrain_core.registry import Registry
     from nanotrain_core.script import Loader, ScriptConfig
 
@@ -134,6 +134,7 @@ class RuntimeEngine:
         self.stop.clear()
         self.run.gradients.zero()
         self._skipped = 0
+        self.saves = Saves(self.run.checkpoint if self.folder else None, self.events.checkpoint)
         self._restore()
         self.pace.restart(self.step)
         self.events.start(self._info())
@@ -163,8 +164,9 @@ class RuntimeEngine:
                 self._report(losses, counts, stats, lr)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            if run.checkpoint and (last or self.stop.reason or run.checkpoint.due(self.step)):
-                self._save()
+            if last or self.stop.reason or self.saves.due(self.step):
+                self._save(last=last or self.stop.reason is not None)
+            self.saves.advance(wait=False)
 
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
@@ -266,14 +268,11 @@ class RuntimeEngine:
         self.events.evaluation(EvaluationReport(self.step, loss / count, bits, int(count)))
         self.pace.restart(self.step)
 
-    def _save(self) -> None:
-        """Write a checkpoint; nothing without a run folder."""
-        checkpoint = self.run.checkpoint
-        if checkpoint is None or self.folder is None:
+    def _save(self, *, last: bool = False) -> None:
+        """Begin a checkpoint; nothing without a run folder. The last one is complete when this returns."""
+        if self.saves.checkpoint is None:
             return
-        began = time.monotonic()
-        path = checkpoint.save(self.step, self._state())
-        self.events.checkpoint(CheckpointReport(self.step, path, time.monotonic() - began))
+        self.saves.begin(self.step, self._state(), last=last)
         self.pace.restart(self.step)
 
     def _restore(self) -> None:
@@ -302,6 +301,7 @@ class RuntimeEngine:
         weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
         meta = {
             "step": self.step,
+            "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
             "model": dict(run.model_table),
             "optimizer": run.optimizer.meta(),
             "loss_scale": run.loss_scale.meta(),

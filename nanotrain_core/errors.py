@@ -17,6 +17,9 @@ class Exit:
     USER = 2  # the recipe, a plugin, the data or the command line is wrong; nothing was started
     DIVERGED = 3  # training diverged and was given up
     LOCKED = 4  # another run owns the run folder
+    UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
+    HUNG = 5  # no progress for run.hang_timeout seconds: the rank was named, stacks are in the run folder
+    CORRUPTED = 6  # ranks that hold the same weights hold other bits: parameter and rank were named
     PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to go on
     INTERRUPTED = 130  # stopped by Ctrl-C
 
@@ -43,6 +46,12 @@ class CheckpointError(NanotrainError):
     """A checkpoint is missing, damaged or does not fit the model."""
 
 
+class SaveFailed(CheckpointError):
+    """A run was ended because it could not be saved."""
+
+    exit_code = Exit.UNSAVED
+
+
 class LaunchError(NanotrainError):
     """The ranks could not be started or disagree about what they are to run."""
 
@@ -57,6 +66,18 @@ class Diverged(NanotrainError):
     """Training went wrong numerically and was stopped."""
 
     exit_code = Exit.DIVERGED
+
+
+class Corrupted(NanotrainError):
+    """Ranks that hold the same weights do not hold the same bits: a processor, memory or a plugin erred."""
+
+    exit_code = Exit.CORRUPTED
+
+
+class Preempted(NanotrainError):
+    """SIGTERM came while there was no step to finish."""
+
+    exit_code = Exit.PREEMPTED
 
 
 @attrs.define(frozen=True)

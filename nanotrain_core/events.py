@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -58,3 +59,14 @@ class Events:
                     raise
                 name = f"{type(monitor).__name__}.{event}"
                 self.log.exception("a monitor failed and the run goes on", monitor=name)
+
+
+class Mark(Monitor):
+    """Leaves a file when a checkpoint has been saved: a restarted run then starts from its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        """Leave it."""
+        self.path.touch()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from nanotrain_core.hang import kill
 
 #: Seconds ranks get for a last step and checkpoint after a signal.
 GRACE = 120.0
@@ -29,12 +30,13 @@ class SignalForwarder:
         self._told: set[int] = set()
         self._deadline = float("inf")
 
-    def wait(self, agent: Future[Any]) -> Any:
-        """Return the agent's result."""
+    def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
+        """Return the agent's result; call ``meanwhile`` again and again until then."""
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while not agent.done():
                 self._forward()
+                meanwhile()
                 time.sleep(POLL)
             return agent.result()
         finally:
@@ -53,13 +55,7 @@ class SignalForwarder:
             return
         pids = {int(path.read_text() or 0) for path in self.scratch.glob("pid-*")} - {0}
         if time.monotonic() > self._deadline:
-            self._send(pids, signal.SIGKILL)
+            kill(pids, signal.SIGKILL)
         else:
-            self._send(pids - self._told, self.received)
+            kill(pids - self._told, self.received)
         self._told |= pids
-
-    @staticmethod
-    def _send(pids: set[int], number: signal.Signals) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)

@@ -12,17 +12,16 @@ What torch leaves to its caller is done here, once:
 * The agent runs in a thread, where it leaves signals alone: it would kill ranks that wait to hand
   over their result. Signals go to the ranks through :class:`~nanotrain_core.forward.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is told instead, with its rank.
+* Ranks are started again only when that can help: not after a mistake of the user's, nor after a signal.
+* Ranks that hang are found, named and killed (:mod:`nanotrain_core.hang`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import signal
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,10 +29,12 @@ from typing import Any
 
 import attrs
 
+from nanotrain_core.cause import Cause, first_cause
 from nanotrain_core.environment import Ranks, loopback
-from nanotrain_core.errors import Exit, LaunchError, NanotrainError
+from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.forward import SignalForwarder
+from nanotrain_core.hang import HangWatch
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import SIGNALS
 from nanotrain_core.worker import Job, run_rank, train
@@ -71,21 +72,23 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         folder = job.folder or recipe.run.folder
         claim = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
         job = attrs.evolve(job, claimed=str(claim.path))
-    if nodes.count * nodes.nproc == 1:
+    if nodes.count * nodes.nproc == 1 and not nodes.max_restarts:
         return EXIT_OF[train(job, Ranks())]
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
         job = attrs.evolve(job, scratch=scratch, one_host=nodes.count == 1, launcher_pid=os.getpid())
-        return _run_agent(job, nodes)
+        return _run_agent(job, recipe, nodes)
 
 
 def prepare(nproc: int) -> None:
     """Start the forkserver, which loads torch while this process does: call it as early as possible."""
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
+    # Stores warn, with a C++ stack, whenever the host that serves them ends first.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "nanotrain_core.engine"])
     multiprocessing.forkserver.ensure_running()
 
 
-def _run_agent(job: Job, nodes: Nodes) -> int:
+def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     interface = loopback()
     if nodes.count == 1 and interface:
@@ -93,60 +96,76 @@ def _run_agent(job: Job, nodes: Nodes) -> int:
     prepare(nodes.nproc)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+
+    from nanotrain_core.agent import Agent, ExitCodes
 
     for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
         if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
             logger, logging.Logger
         ):
             logger.setLevel(logging.CRITICAL)
-    forwarder = SignalForwarder(Path(job.scratch or ""))
+    scratch = Path(job.scratch or "")
+    forwarder = SignalForwarder(scratch)
+    watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
+
+    def start_again(codes: ExitCodes, number: int) -> bool:
+        """Tell why the ranks ended; say whether to start them once more."""
+        cause = first_cause(scratch, codes, watch.hang)
+        if cause.mistake or forwarder.received is not None:
+            return False
+        cause.tell(f"; restarting ({number} of {nodes.max_restarts}) from the newest checkpoint")
+        watch.restarted()
+        return True
+
     with ThreadPoolExecutor(1) as thread:
-        agent = thread.submit(elastic_launch(_agent_config(job, nodes), run_rank), job)
+        agent = thread.submit(lambda: Agent(_what_to_start(job, nodes), start_again).results())
         try:
-            ends = forwarder.wait(agent)
+            ends = forwarder.wait(agent, meanwhile=watch.look)
         except ChildFailedError as failed:
             if forwarder.received is not None:
                 return EXIT_OF[SIGNALS[forwarder.received]]
-            _tell_failure(job, failed)
-            return Exit.FAILED
+            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            return _end(first_cause(scratch, codes, watch.hang))
     return EXIT_OF[next(iter(ends.values()))]
 
 
-def _agent_config(job: Job, nodes: Nodes) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
+def _what_to_start(job: Job, nodes: Nodes) -> Any:
+    """Return the agent's ``WorkerSpec``. With several hosts, this connects to where they meet."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     single = nodes.count == 1
-    return LaunchConfig(
+    local = "127.0.0.1" if single else None
+    rendezvous = RendezvousParameters(
+        backend="c10d",
+        endpoint=str(Path(job.scratch or "", "rendezvous")) if single else nodes.endpoint,
+        run_id=nodes.run_id,
         min_nodes=nodes.count,
         max_nodes=nodes.count,
-        nproc_per_node=nodes.nproc,
-        run_id=nodes.run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(Path(job.scratch or "", "rendezvous")) if single else nodes.endpoint,
-        rdzv_configs={"store_type": "file"} if single else {},
-        local_addr="127.0.0.1" if single else None,
-        start_method="forkserver",
+        local_addr=local,
+        **({"store_type": "file"} if single else {}),
+    )
+    return WorkerSpec(
+        role="default",
+        local_world_size=nodes.nproc,
+        entrypoint=run_rank,
+        args=(job,),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=nodes.max_restarts,
         monitor_interval=0.1,
+        local_addr=local,
     )
 
 
-def _tell_failure(job: Job, failed: Any) -> None:
-    """Tell the first cause: a mistake of the user's, a crash, a death; an echo of these only if alone.
+def _end(cause: Cause) -> int:
+    """Tell the first cause and return its exit code.
 
     Raises:
         NanotrainError: the user's mistake, as a rank met it.
     """
-    reports = [json.loads(path.read_text()) for path in Path(job.scratch or "").glob("failure-*.json")]
-    reports.sort(key=lambda report: (report["trace"] is not None, report["echo"], report["time"]))
-    first = reports[0] if reports else None
-    if first and first["trace"] is None:
-        error = NanotrainError(first["text"])
-        error.exit_code = first["code"]
-        raise error
-    killed = {rank: failure.exitcode for rank, failure in failed.failures.items() if failure.exitcode < 0}
-    if first and (not first["echo"] or not killed):
-        print(f"{first['trace']}nanotrain: rank {first['rank']} failed: {first['text']}", file=sys.stderr)
-    for rank, code in sorted(killed.items()) if not first or first["echo"] else ():
-        print(f"nanotrain: rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    if cause.mistake:
+        raise cause.error()
+    if cause.code != Exit.HUNG:  # which was told when it was found
+        cause.tell()
+    return cause.code

@@ -9,12 +9,24 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
+from nanotrain_core.errors import Preempted
+
 StopReason = Literal["stopped", "preempted", "interrupted"]
 
 #: From the most to the least urgent: what the ranks agree on when they asked for different things.
 REASONS: tuple[StopReason, ...] = ("interrupted", "preempted", "stopped")
 
 SIGNALS: dict[signal.Signals, StopReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted"}
+
+
+def end_on_sigterm() -> None:
+    """End this process at once on SIGTERM, as long as it has no step to finish: nothing would be lost."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way
+        raise Preempted("stopped by SIGTERM before the first step: nothing was lost")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 class StopRequest:

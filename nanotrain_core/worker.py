@@ -22,13 +22,18 @@ from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
+from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
-from nanotrain_core.stop import SIGNALS
+from nanotrain_core.stop import end_on_sigterm
+from nanotrain_core.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+
+#: A file in the launcher's folder: this run has saved a checkpoint of its own.
+HAS_SAVED = "has-saved"
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -62,14 +67,15 @@ def run_rank(job: Job) -> str:
     ranks = Ranks.detect()
     assert ranks is not None
     assert job.scratch is not None
-    for number in SIGNALS:  # until training handles them; a background job of a shell ignores SIGINT
-        signal.signal(number, signal.default_int_handler)
+    end_on_sigterm()  # until training handles signals
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
-    Path(job.scratch, f"failure-{ranks.rank}.json").unlink(missing_ok=True)  # of an attempt before a restart
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
-        return train(job, ranks)
+        end = train(job, ranks)
+        Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # gone, but not lost
+        return end
     except BaseException as problem:
         code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
         failure = {
@@ -113,6 +119,7 @@ def train(job: Job, ranks: Ranks) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
+    from nanotrain_core.events import Mark
     from nanotrain_core.random_state import seed_all
     from nanotrain_core.show import show_placements
 
@@ -123,6 +130,9 @@ def train(job: Job, ranks: Ranks) -> str:
     seed_all(recipe.run.seed, ranks.rank)
     store = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store)
+    scratch = Path(job.scratch) if job.scratch else None
+    progress = Progress()
+    watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
         if ranks.rank == 0:
             keep_recipe(folder, write_resolved(recipe))
@@ -132,12 +142,17 @@ def train(job: Job, ranks: Ranks) -> str:
             rank=ranks.rank,
             device=device,
             folder=folder,
-            resume="auto" if attempt() else job.resume,
+            resume=start_from(job),
         )
+        engine.progress = progress
+        if scratch is not None:
+            engine.events.monitors = [*engine.events.monitors, Mark(scratch / HAS_SAVED)]
         if "placements" in job.show:
             show_placements(engine.run)
         return engine.fit().reason
     finally:
+        if watchdog is not None:
+            watchdog.stop()
         if lock is not None:
             lock.release()
         if dist.is_initialized():
@@ -147,6 +162,21 @@ def train(job: Job, ranks: Ranks) -> str:
 def attempt() -> int:
     """Return how often the ranks have been started again after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def start_from(job: Job) -> str | None:
+    """Return the checkpoint to start from; after a restart the newest that this run has saved itself."""
+    saved = job.scratch is None or Path(job.scratch, HAS_SAVED).exists()
+    return "auto" if attempt() and saved else job.resume
+
+
+def watch(
+    progress: Progress, rank: int, *, timeout: float, folder: Path, scratch: Path | None
+) -> Watchdog | None:
+    """Start a watchdog, unless the recipe wants none."""
+    if not timeout:
+        return None
+    return Watchdog(progress, rank, timeout=timeout, folder=folder, scratch=scratch)
 
 
 def keep_recipe(folder: Path, text: str) -> None:

@@ -127,6 +127,14 @@ class WritesInPlace(SimpleCheckpoint):
             super()._write(step, tensors, meta)
 
 
+class NeverFallsBack(SimpleCheckpoint):
+    """Insists on the newest checkpoint, whole or not."""
+
+    def load(self, which, state):
+        steps = self.steps()
+        return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
+
+
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -182,6 +190,7 @@ def nanotrain_register_precision(register):
 @hookimpl
 def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
+    register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
 
 
 @hookimpl

@@ -24,7 +24,7 @@ LEVELS = (
     (
         "mechanisms",
         "agreement conform environment events executor feed folder foreign_weights gradients handover "
-        "initialise lr_schedule model_table",
+        "initialise lr_schedule saves model_table",
     ),
     ("recipe and registry", "discovery registry recipe recipe.* open_weights convert"),
     ("built-ins", "builtin builtin.*"),

@@ -22,6 +22,7 @@ test_conformance = conformance(
     Case("precision", use="bf16"),
     Case("precision", use="fp16"),
     Case("checkpoint", use="simple"),
+    Case("checkpoint", use="simple", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}),
     Case("monitor", use="console"),
     Case("monitor", use="jsonl"),
     Case("monitor", use="replicas"),

@@ -43,7 +43,15 @@ FAULTS = [
     ),
     (
         Case("checkpoint", use="writes_in_place", plugins=TWINS),
-        {"interrupted_save_leaves_the_last[killed]", "interrupted_save_leaves_the_last[out_of_space]"},
+        {
+            "interrupted_save_leaves_the_last[killed]",
+            "interrupted_save_leaves_the_last[out_of_space]",
+            "full_disk_on_one_rank",
+        },
+    ),
+    (
+        Case("checkpoint", use="never_falls_back", plugins=TWINS),
+        {f"falls_back_over_a_damaged_one[{damage}]" for damage in ("truncated", "bit_flipped", "empty")},
     ),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (

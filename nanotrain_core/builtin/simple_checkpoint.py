@@ -17,13 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
-from nanotrain_core.contracts import Block, SavedWeights, TrainState
+from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
@@ -41,6 +42,7 @@ class SimpleCheckpoint:
 
     def __init__(self, config: SimpleCheckpointConfig) -> None:
         self.config = config
+        self._complete: list[CheckpointReport] = []
 
     def open(self, folder: Path, mesh: Mesh) -> None:
         """Use ``folder``, made on the first save; clear away what a killed save left."""
@@ -64,8 +66,9 @@ class SimpleCheckpoint:
 
     # --- save ---------------------------------------------------------------------------------
 
-    def save(self, step: int, state: TrainState) -> Path:
+    def save(self, step: int, state: TrainState) -> None:
         """Gather every block on rank 0, which writes. Fails on all ranks if it fails there."""
+        began = time.monotonic()
         tensors = gather_whole(state.blocks, self.mesh, self.group)
         streams = gather_streams(state.rank_tensors, self.mesh)
         error = None
@@ -75,7 +78,14 @@ class SimpleCheckpoint:
             except (OSError, SafetensorError) as problem:
                 error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
         self._agree(error)
-        return self.path(step)
+        seconds = time.monotonic() - began
+        self._complete.append(CheckpointReport(step, self.path(step), seconds, blocked=seconds))
+
+    def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
+        """Tell of saves since the last call: each was complete when :meth:`save` returned."""
+        del wait
+        reports, self._complete = self._complete, []
+        return reports
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         text = json.dumps({**meta, "world_size": self.mesh.world_size})
@@ -87,27 +97,28 @@ class SimpleCheckpoint:
             self.path(old).unlink()
 
     def _agree(self, error: str | None) -> None:
-        """Raise rank 0's error on every rank."""
-        verdict = [error]
-        if self.mesh.world_size > 1:
-            dist.broadcast_object_list(verdict, src=0)
-        if verdict[0]:
-            raise CheckpointError(verdict[0])
+        """Raise the first rank's error on every rank."""
+        errors = [text for text in self.mesh.gather(error) if text]
+        if errors:
+            raise CheckpointError(errors[0])
 
     # --- load ---------------------------------------------------------------------------------
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify the whole file, check that every block fits, then fill the blocks."""
-        path = self._find(which)
+        path = self._newest_whole() if which == "latest" else self._find(which)
         if path is None:
             return None
-        self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
+        if which != "latest":
+            self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with safe_open(path, framework="pt") as file:
             names = frozenset(names_in(file))
             problems = [text for block in state.blocks for text in misfit(file, names, block)]
             problems += superfluous(names, state.blocks)
-            if problems:
-                raise CheckpointError(f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)")
+            text = (
+                f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)" if problems else None
+            )
+            self._agree(text)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
             meta = json.loads(read_header(file)["state"])
@@ -128,10 +139,25 @@ class SimpleCheckpoint:
                 aside.mkdir(exist_ok=True)
                 old.rename(aside / old.name)
 
-    def _find(self, which: str) -> Path | None:
+    def _newest_whole(self) -> Path | None:
+        """Return the newest file that is whole, as rank 0 finds it, and set damaged newer ones aside."""
+        found: Path | None = None
+        problems = [""]
+        for step in reversed(self.steps()) if self.mesh.rank == 0 else ():
+            problems = damage(self.path(step))
+            if not problems:
+                found = self.path(step)
+                break
+            aside = self.path(step).with_name(time.strftime(f".corrupt-{step:08d}-%Y%m%d-%H%M%S"))
+            self.path(step).rename(aside)
+            log = structlog.get_logger("nanotrain.checkpoint")
+            log.warning("a damaged checkpoint was set aside", problem="; ".join(problems), now=str(aside))
+        self._agree(f"no checkpoint in {self.folder} is whole: {problems[0]}" if any(problems) else None)
+        newest: Path | None = self.mesh.gather(found)[0]
+        return newest
+
+    def _find(self, which: str) -> Path:
         steps = self.steps()
-        if which == "latest":
-            return self.path(steps[-1]) if steps else None
         path = self.path(int(which)) if which.isdecimal() else Path(which)
         if not path.is_file():
             known = ", ".join(map(str, steps)) or "none"

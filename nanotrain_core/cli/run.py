@@ -11,6 +11,7 @@ from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, reso
 from nanotrain_core.environment import Ranks
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.recipe import Recipe, load_recipe
+from nanotrain_core.stop import end_on_sigterm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="start all ranks again after a failure, N times",
+        help="start all ranks again after a failure, at most N times; default: run.max_restarts",
     )
     parser.add_argument(
         "--folder", metavar="PATH", help="run folder; default: runs/<name>, numbered if taken"
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="latest",
         metavar="WHICH",
-        help="go on from a checkpoint: the latest (default), a step or a path",
+        help="go on from a checkpoint: the latest (default), a step or a path; 'auto' is the latest, or the "
+        "beginning if there is none yet",
     )
     parser.add_argument(
         "--weights",
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_core.launch import EXIT_OF, Nodes, launch, prepare
     from nanotrain_core.worker import Job, train
 
+    end_on_sigterm()  # until there are ranks to end, or training
     use_weights(args)
     plugins = plugin_arguments(args)
     job = Job(
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         nproc=recipe.run.ranks // nnodes,
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
-        max_restarts=args.max_restarts,
+        max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
     return launch(job, recipe, nodes)
 

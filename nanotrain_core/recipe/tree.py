@@ -61,6 +61,12 @@ class RunConfig:
     """Steps between reports to monitors. Each report makes the host wait for the device."""
     timeout: float = attrs.field(default=300.0, validator=gt(0))
     """Seconds a collective may take before the run fails."""
+    hang_timeout: float = attrs.field(default=240.0, validator=ge(0.0))
+    """Seconds without progress after which ranks are named, their stacks kept, and all of them ended; 0 never
+    does. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
+    collective fails first."""
+    max_restarts: int = attrs.field(default=0, validator=ge(0))
+    """How often all ranks are started again after a failure; `--max-restarts` overrides it."""
     strict_monitors: bool = False
     """Let an exception inside a monitor stop the run."""
     deterministic: bool = False

@@ -12,7 +12,9 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -44,11 +46,11 @@ class Outcome:
 
 def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
     """Save step 1, then try to save step 2 over and over, each time interrupted elsewhere."""
-    from nanotrain_core.testing.checks.checkpoint import numbered, open_state
+    from nanotrain_core.testing.checks.checkpoint import numbered, open_state, save
 
     saved = folder / "saved"
     checkpoint, state = open_state(case, saved)
-    checkpoint.save(1, numbered(state, 1))
+    save(checkpoint, 1, numbered(state, 1))
     second = numbered(state, 2)
 
     def attempt(number: int, arm: Callable[[], None]) -> tuple[Path, str]:
@@ -56,12 +58,12 @@ def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
         copy = folder / f"attempt-{number}"
         shutil.copytree(saved, copy)
 
-        def save() -> None:
+        def save_second() -> None:
             checkpoint.open(copy, Mesh(Layout({"dense": View(("dp",), (1,))})))
             arm()
-            checkpoint.save(2, second)
+            save(checkpoint, 2, second)
 
-        return copy, end_of_child(save)
+        return copy, end_of_child(save_second)
 
     return _killed(attempt) if disaster == "killed" else _out_of_space(attempt, saved)
 
@@ -101,7 +103,10 @@ def _killed(attempt: Attempt) -> list[Outcome]:
 
 
 def kill_at(number: int) -> None:
-    """Die at the ``number``-th event, counting the beginning and the end of every writing call."""
+    """Die at the ``number``-th event, counting the beginning and the end of every writing call.
+
+    Calls of threads that begin from now on count too: a save may be written in one.
+    """
     seen = 0
 
     def watch(frame: FrameType, event: str, function: Any) -> None:
@@ -111,6 +116,7 @@ def kill_at(number: int) -> None:
             if seen == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    threading.setprofile(watch)
     sys.setprofile(watch)
 
 
@@ -124,6 +130,19 @@ def _out_of_space(attempt: Attempt, saved: Path) -> list[Outcome]:
         error = "" if reported else f"expected a CheckpointError, the save ended with {end}"
         outcomes.append(Outcome(folder, f"after {limit} bytes", error))
     return outcomes
+
+
+@contextmanager
+def no_space() -> Iterator[None]:
+    """Let every write of this process fail for a while."""
+    handler = signal.getsignal(signal.SIGXFSZ)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    _limit_files(0)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def _limit_files(limit: int) -> None:

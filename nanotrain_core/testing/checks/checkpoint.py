@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
@@ -18,7 +20,7 @@ from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
-from nanotrain_core.testing.disaster import Outcome, save_and_die
+from nanotrain_core.testing.disaster import Outcome, no_space, save_and_die
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import make_run, rank, train
 
@@ -63,11 +65,17 @@ def numbered(state: TrainState, seed: int) -> TrainState:
     return attrs.evolve(state, meta={**state.meta, "step": seed})
 
 
+def save(checkpoint: Checkpoint, step: int, state: TrainState) -> None:
+    """Save to the end: without waiting, files may still be written when this returns."""
+    checkpoint.save(step, state)
+    checkpoint.advance(wait=True)
+
+
 def save_steps(case: Case, folder: Path, steps: list[int]) -> list[Block]:
     """Save a different state at each of ``steps`` and return the blocks of the last."""
     checkpoint, state = open_state(case, folder)
     for step in steps:
-        checkpoint.save(step, numbered(state, step))
+        save(checkpoint, step, numbered(state, step))
     return list(state.blocks)
 
 
@@ -86,9 +94,8 @@ def load(case: Case, folder: Path, which: str, copy_to: Path | None = None) -> L
     found = checkpoint.load(which, state)
     if found is not None and copy_to is not None:
         checkpoint.open(copy_to, make_run(case, {}).mesh)
-        checkpoint.save(
-            found.meta["step"], attrs.evolve(state, meta=found.meta, rank_tensors=found.rank_tensors)
-        )
+        again = attrs.evolve(state, meta=found.meta, rank_tensors=found.rank_tensors)
+        save(checkpoint, found.meta["step"], again)
     if found is None:
         return None
     return Loaded(list(state.blocks), dict(found.meta), dict(found.rank_tensors))
@@ -216,6 +223,9 @@ def make_empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+#: A file that says which checkpoint is the newest, for people and scripts: nothing depends on it.
+ADVISORY = "latest"
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "truncated": cut_in_half,
     "bit_flipped": flip_a_bit,
@@ -228,11 +238,47 @@ def damage_is_noticed(case: Case, damage: str) -> None:
     """A damaged file is a CheckpointError on every rank and shows in ``verify``; no live tensor changes."""
     with temporary_folder() as folder:
         run_ranks(save_steps, case.world_size, case, folder, [1])
-        for path in files(folder):
+        for path in (path for path in files(folder) if path.name != ADVISORY):
             whole_file = path.read_bytes()
             DAMAGE[damage](path)
             assert_refused(run_ranks(try_to_load, case.world_size, case, folder), f"{path.name} {damage}")
             path.write_bytes(whole_file)
+
+
+@check("checkpoint", since="0.2", variants=tuple(DAMAGE))
+def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
+    """``latest`` is the newest that is whole; a damaged one is set aside, and its step can be saved again."""
+    for number in count():
+        with temporary_folder() as folder:
+            older, _ = (save_files(case, folder, [step]) for step in (1, 2))
+            newer = [path for path in files(folder) if path not in older]
+            if number == len(newer):
+                break
+            name = newer[number].name
+            DAMAGE[damage](newer[number])
+            found = run_ranks(load_then_save_second, case.world_size, case, folder)
+            steps = [(back["step"], again) for back, again in found]
+            wanted = 2 if name == ADVISORY else 1
+            assert steps == [(wanted, [1, 2])] * case.world_size, (
+                f"{name} {damage}: (step that came back, steps after saving 2 again) {steps}, "
+                f"expected {(wanted, [1, 2])}"
+            )
+
+
+def save_files(case: Case, folder: Path, steps: list[int]) -> list[Path]:
+    """Save, and return which files there are now."""
+    run_ranks(save_steps, case.world_size, case, folder, steps)
+    return files(folder)
+
+
+def load_then_save_second(case: Case, folder: Path) -> tuple[Any, list[int]]:
+    """Load the latest, then save step 2 unless it is there; return the meta loaded and all steps."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    found = checkpoint.load("latest", state)
+    assert found is not None
+    if found.meta["step"] == 1:
+        save(checkpoint, 2, numbered(state, 2))
+    return found.meta, list(checkpoint.steps())
 
 
 def assert_refused(refusals: list[Refusal], what: str, *, verified: bool = True) -> None:
@@ -267,9 +313,69 @@ def interrupted_save_leaves_the_last(case: Case, disaster: str) -> None:
     assert len(outcomes) > 1, "no write was found to interrupt"
 
 
+@check("checkpoint", since="0.2")
+def full_disk_on_one_rank(case: Case) -> None:
+    """A rank without space fails the save on all ranks or none; nothing is left and the next succeeds."""
+    for rank_of_fault in range(case.world_size):
+        with temporary_folder() as folder:
+            results = run_ranks(save_in_little_space, case.world_size, case, folder, rank_of_fault)
+        errors = [error for error, _, _ in results]
+        who = f"rank {rank_of_fault} has a full disk"
+        assert all(errors) or not any(errors), f"{who}: errors of the ranks {errors}"
+        assert results[0][1] == [], f"{who}: the failed save left {results[0][1]}"
+        assert results[0][2][-1] == 3, f"{who}: steps after the next save {results[0][2]}"
+
+
+def save_in_little_space(case: Case, folder: Path, rank_of_fault: int) -> tuple[str, list[str], list[int]]:
+    """Save step 2 while one rank cannot write, then step 3; return the error, what was left, all steps."""
+    checkpoint, state = open_state(case, folder)
+    save(checkpoint, 1, numbered(state, 1))
+    before, error = set(folder.rglob("*")), ""
+    with no_space() if rank() == rank_of_fault else nullcontext():
+        try:
+            save(checkpoint, 2, numbered(state, 2))
+        except CheckpointError as problem:
+            error = str(problem)
+    wait_for_all()
+    left = sorted(str(path) for path in set(folder.rglob("*")) - before) if error else []
+    wait_for_all()
+    save(checkpoint, 3, numbered(state, 3))
+    return error, left, list(checkpoint.steps())
+
+
+def wait_for_all() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@check("checkpoint", since="0.2", applies=distributed, variants=("fewer", "more"))
+def goes_on_on_another_layout(case: Case, ranks: str) -> None:
+    """Saved after 3 of 6 steps on some ranks, resumed on one, or the other way: losses, weights to 1e-9."""
+    source, target = (case, case.alone()) if ranks == "fewer" else (case.alone(), case)
+    changes = {"run": {"steps": 6}, "optimizer": ADAMW}
+    with temporary_folder() as folder:
+        straight = run_ranks(train, source.world_size, source, changes, folder=folder, save_at=3)
+        found = run_ranks(train, target.world_size, target, changes, folder=folder, resume="3")
+    wanted, got = ([r.loss for r in traces[0].reports if r.step > 3] for traces in (straight, found))
+    assert_same({"loss": torch.tensor(got)}, {"loss": torch.tensor(wanted)}, "steps 4 to 6", atol=1e-9)
+    for part in ("weights", "state"):
+        here, there = (whole([getattr(t, part) for t in traces], atol=1e-9) for traces in (found, straight))
+        assert_same(here, there, part, atol=1e-9)
+
+
+def broken_steps(case: Case, folder: Path) -> dict[int, list[str]]:
+    """Return what is wrong with each checkpoint that is there."""
+    checkpoint, _ = open_state(case, folder)
+    problems = {step: list(checkpoint.verify(step)) for step in checkpoint.steps()}
+    return {step: found for step, found in problems.items() if found}
+
+
 def assert_survived(case: Case, outcome: Outcome, disaster: str) -> None:
     """Check what an interrupted save left behind."""
     assert not outcome.error, f"{disaster} {outcome.point}: {outcome.error}"
+    (broken,) = run_ranks(broken_steps, 1, case, outcome.folder, backend=None)
+    assert not broken, f"{disaster} {outcome.point}: there is a checkpoint that is not whole: {broken}"
     (back,) = run_ranks(load, 1, case, outcome.folder, "latest", backend=None)
     assert back is not None, f"{disaster} {outcome.point}: no checkpoint is left"
     step = back.meta["step"]

@@ -1,0 +1,52 @@
+"""torch's elastic agent, asked before each restart whether there is any point in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+#: Rank -> how its process ended: negative for a signal.
+ExitCodes = Mapping[int, int]
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of this host, and all of them again when one fails."""
+
+    def __init__(self, ranks: WorkerSpec, start_again: Callable[[ExitCodes, int], bool]) -> None:
+        """Prepare.
+
+        Args:
+            ranks: what to start, where, and how often at most.
+            start_again: called with exit codes and the number of the restart; says whether to go on.
+        """
+        self.start_again = start_again
+        super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
+
+    def results(self) -> dict[int, Any]:
+        """Run to the end and return what each local rank returned.
+
+        Raises:
+            ChildFailedError: a rank failed, and there were no restarts left or no point in one.
+        """
+        try:
+            result = self.run()
+        finally:
+            self._worker_group.spec.rdzv_handler.shutdown()
+        if result.is_failed():
+            raise ChildFailedError("nanotrain", result.failures)
+        return dict(result.return_values)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of the ranks; use up all restarts if another one would be in vain."""
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._remaining_restarts:
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            number = worker_group.spec.max_restarts - self._remaining_restarts + 1
+            if not self.start_again(codes, number):
+                self._remaining_restarts = 0
+        return result

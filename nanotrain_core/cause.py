@@ -1,0 +1,58 @@
+"""Why the ranks of an attempt ended: the first cause among all that failed because of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from nanotrain_core.errors import Exit, NanotrainError
+
+
+@attrs.define(frozen=True)
+class Cause:
+    """What to tell of a failure."""
+
+    text: str
+    code: int
+    trace: str = ""
+    mistake: bool = False
+    """Whether it was said on purpose, as by a :class:`NanotrainError`: it would happen again."""
+
+    def tell(self, what_now: str = "") -> None:
+        """Write it to stderr, and what happens next."""
+        print(f"{self.trace}nanotrain: {self.text}{what_now}", file=sys.stderr, flush=True)
+
+    def error(self) -> NanotrainError:
+        """Return it as the error that the rank met."""
+        error = NanotrainError(self.text)
+        error.exit_code = self.code
+        return error
+
+
+def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
+    """Return the first cause: a hang, a mistake, a crash, a death; an echo of these only if alone.
+
+    Args:
+        scratch: where ranks left what they met.
+        codes: how the processes of ranks ended.
+        hang: what the launcher said of ranks that hung, and which it has killed.
+    """
+    if hang is not None:
+        return Cause(hang, Exit.HUNG)
+    reports = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
+    reports.sort(key=lambda report: (report["trace"] is not None, report["echo"], report["time"]))
+    first = reports[0] if reports else None
+    if first and first["trace"] is None:
+        return Cause(first["text"], first["code"], mistake=True)
+    killed = sorted(rank for rank, code in codes.items() if code < 0)
+    if killed and (not first or first["echo"]):
+        said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
+        return Cause("; ".join(said), Exit.FAILED)
+    if first:
+        return Cause(f"rank {first['rank']} failed: {first['text']}", Exit.FAILED, first["trace"])
+    return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)

@@ -1,0 +1,200 @@
+"""The launcher's eye on its ranks: who makes no progress, who holds the others up, who must be killed.
+
+Every rank leaves a beat (:mod:`nanotrain_core.watchdog`) with a count of what it has begun. A count
+that stays the same for too long means that the run hangs, and then all ranks hang: most wait in a
+collective for one that does not come. That one is found by its beat and its stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import attrs
+
+#: How many times longer the start, the first step and a checkpoint may take than other steps.
+PATIENCE = 5
+#: Seconds that ranks get to end by themselves after another has gone.
+LEFT_BEHIND = 10.0
+#: Seconds between two looks.
+INTERVAL = 0.5
+
+
+@attrs.define(frozen=True)
+class Beat:
+    """What a rank last said of itself."""
+
+    rank: int
+    pid: int
+    count: int
+    step: int
+    phase: str
+    slow: bool
+    tick: int
+
+
+@attrs.define(frozen=True)
+class Stuck:
+    """One rank of a run that hangs."""
+
+    beat: Beat
+    silent: bool
+    """Even its watchdog says nothing: it is stopped, or stuck in code that never returns to Python."""
+    stack: str
+    """Of all threads, as far as it could be had."""
+
+    @property
+    def where(self) -> str:
+        """The innermost Python frame of the main thread, which is the last that is written."""
+        frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', re.split("[Tt]hread 0x", self.stack)[-1])
+        return "{}:{} in {}".format(*frames[0]) if frames else "an unknown place"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        path, _, rest = self.where.partition(":")
+        line = linecache.getline(path, int(rest.partition(" ")[0])) if rest else ""
+        return os.path.join("torch", "distributed") in path or ".wait(" in line or "dist." in line
+
+    def describe(self) -> str:
+        """Return one line on where it is."""
+        how = "is silent, stopped or stuck outside Python; it was last seen" if self.silent else "is"
+        place = "" if self.silent else f", at {self.where}{' (waits for others)' if self.waits else ''}"
+        return f"rank {self.beat.rank} {how} in step {self.beat.step}, {self.beat.phase}{place}"
+
+
+def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
+    """Return who holds the others up: the silent, else who is furthest behind and waits for nobody."""
+    for wanted in (
+        [one for one in stuck if one.silent],
+        [one for one in stuck if one.beat.count == min(s.beat.count for s in stuck) and not one.waits],
+        [one for one in stuck if not one.waits],
+        [one for one in stuck if one.beat.count == min(s.beat.count for s in stuck)],
+    ):
+        if wanted and len(wanted) < len(stuck):
+            return wanted
+    return list(stuck)
+
+
+class HangWatch:
+    """Looks at the ranks of one host every now and then, and kills those that nothing else would end."""
+
+    def __init__(self, scratch: Path, folder: Path | None, timeout: float) -> None:
+        """Watch.
+
+        Args:
+            scratch: where ranks leave their pids and beats.
+            folder: the run folder, if the launcher knows it.
+            timeout: seconds without progress that are too many; 0 never is.
+        """
+        self.scratch, self.folder, self.timeout = scratch, folder, timeout
+        self.hang: str | None = None
+        """What to say of the ranks that hung in this attempt."""
+        self._looked = time.monotonic()
+        self._lock = threading.Lock()
+        self.restarted()
+
+    def restarted(self) -> None:
+        """Forget the ranks of the last attempt, which are all gone. The agent's thread calls this."""
+        with self._lock:
+            self.hang = None
+            self._waited: dict[int, tuple[int, float]] = {}
+            self._ticks: dict[int, tuple[int, float]] = {}
+            self._alone = 0.0
+            for pattern in ("beat-*.json", "pid-*", "failure-*.json"):
+                for path in self.scratch.glob(pattern):
+                    path.unlink()
+
+    def look(self) -> None:
+        """Notice ranks without progress, and ranks that outlive one that is gone."""
+        now = time.monotonic()
+        if now - self._looked >= INTERVAL and self.hang is None:
+            with self._lock:
+                self._look(now)
+
+    def _look(self, now: float) -> None:
+        passed, self._looked = min(now - self._looked, 2 * INTERVAL), now
+        self._end_the_left_behind(passed)
+        beats = self._beats() if self.timeout else []
+        for beat in beats:
+            self._waited[beat.rank] = _same_for(self._waited, beat.rank, beat.count, passed)
+            self._ticks[beat.rank] = _same_for(self._ticks, beat.rank, beat.tick, passed)
+        if any(self._waited[b.rank][1] > self.timeout * (PATIENCE if b.slow else 1) for b in beats):
+            self._end_all(beats)
+
+    def _beats(self) -> list[Beat]:
+        return [Beat(**json.loads(path.read_text())) for path in self.scratch.glob("beat-*.json")]
+
+    def _end_the_left_behind(self, passed: float) -> None:
+        """Kill ranks that go on long after another one died: they may wait for it in vain."""
+        pids = {path: int(path.read_text() or 0) for path in self.scratch.glob("pid-*")}
+        alive = [pid for pid in pids.values() if pid and is_alive(pid)]
+        self._alone = self._alone + passed if 0 < len(alive) < len(pids) else 0.0
+        if self._alone > LEFT_BEHIND:
+            kill(alive, signal.SIGKILL)
+
+    def _end_all(self, beats: Sequence[Beat]) -> None:
+        """Have every rank write its stacks, say who holds the others up, and kill them all."""
+        kill([beat.pid for beat in beats], signal.SIGUSR2)
+        time.sleep(1.0)
+        slow_tick = min(self.timeout / 2, 10.0)
+        stuck = [Stuck(b, self._ticks[b.rank][1] > slow_tick, self._stack(b.rank)) for b in beats]
+        guilty = culprits(sorted(stuck, key=lambda one: one.beat.rank))
+        names = ", ".join(str(one.beat.rank) for one in guilty)
+        self.hang = (
+            f"rank {names} hung: no progress for {self.timeout:g} seconds"
+            if len(guilty) < len(stuck) or len(stuck) == 1
+            else f"no rank made progress for {self.timeout:g} seconds"
+        )
+        print(f"nanotrain: {self.hang}", file=sys.stderr)
+        for one in sorted(stuck, key=lambda one: (one not in guilty, one.beat.rank)):
+            print(f"nanotrain:   {one.describe()}", file=sys.stderr)
+        print("".join(one.stack for one in guilty if not one.silent), file=sys.stderr, end="")
+        self._keep_stacks()
+        kill([beat.pid for beat in beats], signal.SIGKILL)
+
+    def _stack(self, rank: int) -> str:
+        path = self.scratch / f"stacks-{rank}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _keep_stacks(self) -> None:
+        if self.folder is None:
+            return
+        kept = self.folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
+        with contextlib.suppress(OSError):
+            kept.mkdir(parents=True, exist_ok=True)
+            for path in self.scratch.glob("stacks-*.txt"):
+                shutil.copy(path, kept / path.name.replace("stacks", "rank"))
+            print(f"nanotrain: the stacks of all ranks are in {kept}", file=sys.stderr)
+
+
+def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed: float) -> tuple[int, float]:
+    """Return the value and for how many seconds it has been the same."""
+    before, seconds = seen.get(rank, (-1, 0.0))
+    return (value, seconds + passed) if value == before else (value, 0.0)
+
+
+def kill(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes, those that are gone excepted."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether there is a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""A thread of every rank that tells how far the rank has come, and notices when it stays there.
+
+Under our own launcher it only writes a *beat* into the launcher's folder, and the launcher decides
+(:mod:`nanotrain_core.hang`): it alone sees all ranks of the host, also one whose every thread is
+stopped. A rank that was started by torchrun or srun decides for itself: it writes the stacks of its
+threads to the run folder and to stderr and ends, so that whoever started it can start it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from nanotrain_core.errors import Exit
+from nanotrain_core.hang import PATIENCE
+from nanotrain_core.progress import Progress
+
+#: Makes a rank write the stack of every thread, whatever it is doing: the handler is C code.
+DUMP = signal.SIGUSR2
+
+
+class Watchdog(threading.Thread):
+    """Watches the :class:`Progress` of its own process until that ends."""
+
+    def __init__(
+        self, progress: Progress, rank: int, *, timeout: float, folder: Path, scratch: Path | None
+    ) -> None:
+        """Watch.
+
+        Args:
+            progress: what the engine notes.
+            rank: this process's.
+            timeout: seconds without progress that are too many.
+            folder: the run folder.
+            scratch: the launcher's folder, None without our launcher.
+        """
+        super().__init__(name="watchdog", daemon=True)
+        self.progress, self.rank, self.timeout = progress, rank, timeout
+        self.folder, self.scratch = folder, scratch
+        self.interval = min(1.0, timeout / 10)
+        self.done = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Beat until told to end."""
+        if self.scratch is not None:
+            self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
+            faulthandler.register(DUMP, file=self.stacks, all_threads=True)
+        tick, seen, waited, last = 0, -1, 0.0, time.monotonic()
+        while True:
+            tick, now, count = tick + 1, time.monotonic(), self.progress.count
+            # A process that was stopped and continued has not waited all that time.
+            waited = 0.0 if count != seen else waited + min(now - last, 2 * self.interval)
+            seen, last = count, now
+            if self.scratch is not None:
+                self._beat(self.scratch, tick)
+            elif waited > self.timeout * (PATIENCE if self.progress.slow else 1):
+                self._give_up()
+            if self.done.wait(self.interval):
+                return
+
+    def stop(self) -> None:
+        """The rank is done; it may go before others do."""
+        self.done.set()
+        self.join()
+        if self.scratch is not None:
+            (self.scratch / f"beat-{self.rank}.json").unlink(missing_ok=True)
+
+    def _beat(self, scratch: Path, tick: int) -> None:
+        at = self.progress
+        beat = {"count": at.count, "step": at.step, "phase": at.phase, "slow": at.slow, "tick": tick}
+        temporary = scratch / f".beat-{self.rank}"
+        with contextlib.suppress(OSError):  # a full disk, or the launcher is gone already
+            temporary.write_text(json.dumps({"rank": self.rank, "pid": os.getpid(), **beat}))
+            temporary.replace(scratch / f"beat-{self.rank}.json")
+
+    def _give_up(self) -> None:
+        """Leave the stacks and end the process: nobody else would."""
+        at = f"step {self.progress.step}, {self.progress.phase}"
+        with contextlib.suppress(OSError):
+            folder = self.folder / "stacks"
+            folder.mkdir(exist_ok=True)
+            with open(folder / f"rank-{self.rank}.txt", "w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        text = f"rank {self.rank} made no progress for {self.timeout:g} seconds ({at}); its stacks:"
+        print(f"nanotrain: {text}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        os._exit(Exit.HUNG)

@@ -1,0 +1,122 @@
+"""Who is named when a run makes no progress, and that it goes on after a restart."""
+
+import os
+import re
+import time
+
+import pytest
+from command import nanotrain
+from test_run import SMALL, metrics
+
+from nanotrain_core.errors import Exit
+from nanotrain_core.hang import Beat, Stuck, culprits
+from nanotrain_core.progress import Progress
+from nanotrain_core.watchdog import Watchdog
+
+SLEEPS = 'Thread 0x00007f (most recent call first):\n  File "/x/loader.py", line 12 in read\n'
+WAITS = (
+    'Current thread 0x00007f (most recent call first):\n  File "/x/torch/distributed/d.py", line 3 in wait\n'
+)
+
+
+def stuck(rank, count, stack=SLEEPS, *, silent=False):
+    return Stuck(Beat(rank, 1, count, 7, "data", False, 1), silent, stack)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "guilty"),
+    [
+        ([stuck(0, 9, WAITS), stuck(1, 8), stuck(2, 9, WAITS)], [1]),
+        ([stuck(0, 9, WAITS), stuck(1, 9), stuck(2, 9, WAITS)], [1]),
+        ([stuck(0, 8, WAITS), stuck(1, 9, silent=True)], [1]),
+        ([stuck(0, 8, WAITS), stuck(1, 9, WAITS)], [0]),
+        ([stuck(0, 9, WAITS), stuck(1, 9, WAITS)], [0, 1]),
+        ([stuck(0, 9)], [0]),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named(ranks, guilty):
+    assert [one.beat.rank for one in culprits(ranks)] == guilty
+
+
+def test_the_place_is_the_innermost_frame_of_the_main_thread():
+    other = 'Current thread 0x1 (most recent call first):\n  File "/x/beat.py", line 1 in run\n\n'
+    assert stuck(0, 1, other + SLEEPS).where == "/x/loader.py:12 in read"
+    assert not stuck(0, 1, SLEEPS).waits
+    assert stuck(0, 1, WAITS).waits
+
+
+HANGS = """
+import os, signal, time
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    how: str
+
+def build(config):
+    from nanotrain_core.contracts import Monitor
+
+    class Hangs(Monitor):
+        def on_start(self, run):
+            self.rank = run.rank
+
+        def on_step(self, report):
+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if first and self.rank == 1 and report.step == 5:
+                os.kill(os.getpid(), signal.SIGSTOP) if config.how == "stopped" else time.sleep(1e5)
+
+    return Hangs()
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="hangs", config=Config, factory=f"{__name__}:build", summary="hangs"))
+"""
+
+
+@pytest.mark.parametrize("how", ["stopped", "sleeping"])
+def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path, how):
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["run", "small.toml", "--nproc", "2", "--folder", "here", "--plugin", "hangs.py"]
+    words += ["--set", f'monitor.2={{use="hangs", how="{how}"}}', "--set", "run.hang_timeout=4"]
+    ended = nanotrain(*words, "--max-restarts", "1", cwd=tmp_path)
+    assert ended.code == Exit.DONE
+    lines = ended.err.splitlines()
+    assert lines[0] == "nanotrain: rank 1 hung: no progress for 4 seconds"
+    if how == "sleeping":
+        assert re.search(r"rank 1 is in step 5, monitors, at \S+hangs.py:\d+ in on_step$", lines[1])
+        assert "hangs.py" in "".join(lines[3:])
+    else:
+        assert "rank 1 is silent, stopped or stuck outside Python; it was last seen in step" in lines[1]
+    assert re.search(r"rank 0 is in step 5, \w.*\(waits for others\)", lines[2])
+    assert lines[-1].endswith("restarting (1 of 1) from the newest checkpoint")
+    assert sorted(path.name for path in (tmp_path / "here").glob("stacks/*/*")) == [
+        "rank-0.txt",
+        "rank-1.txt",
+    ]
+    assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [0, 3]
+
+
+def test_without_restarts_a_hang_ends_the_run_with_its_own_code(tmp_path):
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["run", "small.toml", "--nproc", "2", "--plugin", "hangs.py", "--set", "run.hang_timeout=4"]
+    ended = nanotrain(*words, "--set", 'monitor.2={use="hangs", how="sleeping"}', cwd=tmp_path)
+    assert ended.code == Exit.HUNG
+    assert ended.err.count("rank 1 hung") == 1
+
+
+def test_a_rank_that_nobody_watches_ends_itself_with_its_stacks(tmp_path):
+    child = os.fork()
+    if child == 0:
+        progress = Progress()
+        progress.note("data", 3)
+        os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
+        Watchdog(progress, 0, timeout=0.5, folder=tmp_path, scratch=None)
+        time.sleep(60)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == Exit.HUNG
+    assert "in test_a_rank_that_nobody_watches" in (tmp_path / "stacks/rank-0.txt").read_text()
