@@ -30,6 +30,7 @@ from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
+from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.routing import balance
@@ -112,6 +113,7 @@ class RuntimeEngine:
         self.stop = StopRequest()
         self.events = Events(run.monitors, self.stop, strict=run.strict_monitors)
         self.pace = Pace()
+        self.progress = Progress()
 
     # --- the story ----------------------------------------------------------------------------
 
@@ -133,9 +135,10 @@ class RuntimeEngine:
         self.steps = steps or self.steps
         self.stop.clear()
         self.run.gradients.zero()
-        self._skipped = 0
+        self._skipped, self._saved = 0, -1
         self.saves = Saves(self.run.checkpoint if self.folder else None, self.events.checkpoint)
         self._restore()
+        self._first = self.step
         self.pace.restart(self.step)
         self.events.start(self._info())
         try:
@@ -161,22 +164,30 @@ class RuntimeEngine:
             self.step += 1
             last = self.step == self.steps
             if self.step % run.log_every == 0 or last or self.stop.reason:
+                self._note("monitors")
                 self._report(losses, counts, stats, lr)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            if last or self.stop.reason or self.saves.due(self.step):
-                self._save(last=last or self.stop.reason is not None)
+            if not last and self.saves.due(self.step):
+                self._save()
             self.saves.advance(wait=False)
+        if self._saved != self.step:
+            self._save(last=True)
+        self.saves.advance(wait=True, last=True)
+        self._note("end")
 
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
         run = self.run
+        self._note("data")
         microbatches = run.feed.microbatches()
+        self._note("forward and backward")
         counts, wishes = self._global_counts(microbatches)
         scale = run.loss_scale.value
         weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         losses = self.executor.run(run.actions, microbatches, weights)
         run.gradients.finish()
+        self._note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())
         run.gradients.zero()
@@ -257,6 +268,10 @@ class RuntimeEngine:
         """Mean next-token loss over the validation batches, equal on every layout."""
         mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
+            self._note("evaluation")
+            self._agree()
+            if self.stop.reason:  # there is no time for the rest
+                return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
         loss = self._sum_over_data(mine).item()
@@ -272,6 +287,8 @@ class RuntimeEngine:
         """Begin a checkpoint; nothing without a run folder. The last one is complete when this returns."""
         if self.saves.checkpoint is None:
             return
+        self._note("checkpoint")
+        self._saved = self.step
         self.saves.begin(self.step, self._state(), last=last)
         self.pace.restart(self.step)
 
@@ -290,7 +307,7 @@ class RuntimeEngine:
         if saved is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
         refuse_other_model(saved.meta["model"], run.model_table, free=run.free_model_keys)
-        self.step = saved.meta["step"]
+        self.step = self._saved = saved.meta["step"]
         run.optimizer.load_meta(saved.meta["optimizer"])
         run.loss_scale.load_meta(saved.meta["loss_scale"])
         run.feed.load_meta(saved.meta["data"])
@@ -308,6 +325,16 @@ class RuntimeEngine:
             "data": run.feed.meta(),
         }
         return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
+
+    def _note(self, phase: str) -> None:
+        """Tell the watchdog how far this rank is."""
+        self.progress.note(phase, self.step, first=self.step == self._first)
+
+    def _agree(self) -> None:
+        """Learn now what all ranks wish, as every training step does."""
+        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=self.run.mesh.device)
+        self.run.mesh.all_reduce(flags)
+        self.stop.agree(flags.tolist())
 
     # --- sums and reports ---------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline boxes",
+        "stop timeline boxes extents cause hang progress watchdog",
     ),
     ("placement and mesh", "placement mesh routing shared_memory weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
@@ -29,7 +29,7 @@ LEVELS = (
     ("recipe and registry", "discovery registry recipe recipe.* open_weights convert"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose script show engine"),
-    ("launch", "worker launch"),
+    ("launch", "agent worker launch"),
     ("harness", "testing testing.*"),
     ("commands", "cli cli.*"),
 )
