@@ -30,7 +30,7 @@ class Mesh:
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)
-        self._timeout = timeout
+        self.timeout = timeout
         dense = layout.views["dense"].dims
         self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -77,7 +77,7 @@ class Mesh:
         the ranks that are in none meanwhile must call :meth:`skip_group`, or later groups never meet.
         """
         return dist.new_group(  # type: ignore[no-any-return]
-            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name
+            list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name
         )
 
     def skip_group(self) -> None:

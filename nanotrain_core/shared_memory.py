@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.host_barrier import HostBarrier, Meeting, open_meeting
+
 #: Where Linux keeps files that are only memory.
 MEMORY = Path("/dev/shm")
 
@@ -27,50 +29,40 @@ MEMORY = Path("/dev/shm")
 class SharedBuffers:
     """One equal, flat buffer per rank of a group, each visible to all of them."""
 
-    def __init__(self, buffers: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self.buffers, self.group, self.rank = buffers, group, dist.get_rank(group)
+    def __init__(self, buffers: list[torch.Tensor], rank: int, meeting: Meeting) -> None:
+        self.buffers, self.rank, self.meeting = buffers, rank, meeting
         self.mine = buffers[self.rank]
         # chunks[owner][r]: the r-th chunk of that owner's buffer
         self.chunks = [buffer.tensor_split(len(buffers)) for buffer in buffers]
 
     @classmethod
-    def open(cls, numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> SharedBuffers | None:
+    def open(
+        cls, numel: int, dtype: torch.dtype, group: dist.ProcessGroup, timeout: float = 300.0
+    ) -> SharedBuffers | None:
         """Return the group's buffers, or None on every rank if any rank cannot reach all of them.
 
-        Collective over the group. Ranks on several hosts, or with too little memory to share, are told
-        apart by trying. The files have no name any more when this returns, so nothing outlives the ranks.
+        Collective over the group. ``timeout``: seconds until a rank that does not come is given up.
         """
-        size = max(1, numel) * dtype.itemsize
-        ranks = dist.get_world_size(group)
-        path = _create(size)
-        paths: list[str | None] = [None] * ranks
-        dist.all_gather_object(paths, path, group=group)
-        maps = [_map(each, size) for each in paths]
-        reached: list[bool] = [False] * ranks
-        dist.all_gather_object(reached, None not in maps, group=group)
-        if path is not None:
-            os.unlink(path)
-        if not all(reached):
+        size = -(-max(1, numel) * dtype.itemsize // 64) * 64  # the barrier's memory begins at a cache line
+        maps = map_for_all(size + HostBarrier.size(dist.get_world_size(group)), group)
+        if maps is None:
             return None
-        return cls([torch.frombuffer(each, dtype=dtype, count=numel) for each in maps if each], group)
+        buffers = [torch.frombuffer(each, dtype=dtype, count=numel) for each in maps]
+        return cls(buffers, dist.get_rank(group), open_meeting(maps[0], size, group, timeout))
 
     def all_reduce(self) -> None:
         """Sum everybody's buffer into everybody's buffer."""
         mine = self.chunks[self.rank]
-        self._wait()  # everybody's buffer is full
+        self.meeting.meet()  # everybody's buffer is full
         total = mine[self.rank]
         for rank, chunks in enumerate(self.chunks):
             if rank != self.rank:
                 total.add_(chunks[self.rank])
-        self._wait()  # every chunk is summed, by its owner
+        self.meeting.meet()  # every chunk is summed, by its owner
         for owner, chunks in enumerate(self.chunks):
             if owner != self.rank:
                 mine[owner].copy_(chunks[owner])
-        self._wait()  # nobody reads here any more
-
-    def _wait(self) -> None:
-        """Meet the other ranks of the group."""
-        dist.all_reduce(torch.zeros(1), group=self.group)
+        self.meeting.meet()  # nobody reads here any more
 
 
 #: Reads what all ranks wrote: it is given their buffers, of bytes, by rank.
@@ -88,14 +80,14 @@ class SharedRing:
     TURNS = 3
 
     def __init__(self, turns: Sequence[SharedBuffers]) -> None:
-        self.turns, self.group = turns, turns[0].group
+        self.turns, self.meeting = turns, turns[0].meeting
         self._turn = 0
-        self._flying: tuple[dist.Work, Read, SharedBuffers] | None = None
+        self._flying: tuple[Read, SharedBuffers] | None = None
 
     @classmethod
-    def open(cls, size: int, group: dist.ProcessGroup) -> SharedRing | None:
+    def open(cls, size: int, group: dist.ProcessGroup, timeout: float = 300.0) -> SharedRing | None:
         """Return a ring of buffers of ``size`` bytes, or None on every rank. Collective over the group."""
-        turns = [SharedBuffers.open(size, torch.uint8, group) for _ in range(cls.TURNS)]
+        turns = [SharedBuffers.open(size, torch.uint8, group, timeout) for _ in range(cls.TURNS)]
         return cls([turn for turn in turns if turn]) if all(turns) else None
 
     def begin(self) -> torch.Tensor:
@@ -109,21 +101,21 @@ class SharedRing:
             read: called with everybody's buffers of this turn, when the next one is sent or at :meth:`drain`.
         """
         self.drain()
-        token = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
-        assert token is not None
-        self._flying = (token, read, self.turns[self._turn])
+        self.meeting.announce()
+        self._flying = (read, self.turns[self._turn])
         self._turn = (self._turn + 1) % len(self.turns)
 
     def drain(self) -> None:
         """Read the last turn."""
         if self._flying is not None:
-            (token, read, turn), self._flying = self._flying, None
-            token.wait()
+            (read, turn), self._flying = self._flying, None
+            self.meeting.wait()
             read(turn.buffers)
 
     def forget(self) -> None:
-        """Leave unread what a step that was broken off has sent."""
-        self._flying = None
+        """Leave unread what a step that was broken off, on all ranks, has sent."""
+        if self._flying is not None:
+            self._flying = (lambda _: None, self._flying[1])
 
 
 def reduce_scatter(buffers: Sequence[torch.Tensor], start: int, into: torch.Tensor, *, add: bool) -> None:
@@ -148,6 +140,24 @@ def all_gather(buffers: Sequence[torch.Tensor], into: torch.Tensor, rank: int) -
     for owner, chunk in enumerate(into.tensor_split(len(buffers))):
         if owner != rank:
             chunk.copy_(buffers[owner].view(into.dtype)[: len(chunk)])
+
+
+def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
+    """Return ``size`` bytes of every rank of the group, by rank, that all of them can read and write.
+
+    None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
+    memory to share, are told apart by trying. Collective. The files have no name any more when this
+    returns, so nothing outlives the ranks.
+    """
+    path = _create(size)
+    paths: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(paths, path, group=group)
+    maps = [found for each in paths if (found := _map(each, size))]
+    reached: list[bool] = [False] * len(paths)
+    dist.all_gather_object(reached, len(maps) == len(paths), group=group)
+    if path is not None:
+        os.unlink(path)
+    return maps if all(reached) else None
 
 
 def _create(size: int) -> str | None:

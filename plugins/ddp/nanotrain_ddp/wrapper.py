@@ -186,7 +186,7 @@ def make_bucket(
     group = mesh.group_of(span)
     assert group is not None, f"summing over {span}, a single rank"
     numel = sum(p.numel() for p in members)
-    buffers = SharedBuffers.open(numel, dtype, group) if share else None
+    buffers = SharedBuffers.open(numel, dtype, group, mesh.timeout.total_seconds()) if share else None
     if buffers is not None:
         return SharedBucket(members, group, buffers)
     return Bucket(members, group, torch.empty(numel, dtype=dtype, device=mesh.device))

@@ -1,0 +1,82 @@
+"""Collectives through shared memory equal those of torch.distributed, at every size, and end when a rank is lost."""
+
+from random import Random
+from time import sleep
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain_core import host_collectives
+from nanotrain_core.host_barrier import GlooMeeting, HostBarrier
+from nanotrain_core.host_collectives import HostCollectives
+from nanotrain_core.shared_memory import SharedBuffers
+from nanotrain_core.testing.pool import RankFailure, run_ranks
+
+
+def operands(seed, shape, dtype):
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (10 * numbers).to(dtype)
+
+
+def exchange(buffer, shapes, dtype):
+    """Return, for every shape, what the three collectives give, ranks dawdling as they like."""
+    host_collectives.BUFFER = buffer
+    ours = HostCollectives.open(dist.group.WORLD, 20.0)
+    rank, dawdle, found = dist.get_rank(), Random(dist.get_rank()), []
+    for number, shape in enumerate(shapes):
+        x = operands(100 * number + rank, shape, dtype)
+        shares = operands(100 * number + rank, (dist.get_world_size(), *shape), dtype)
+        for collective, operand in (
+            (ours.all_gather, x),
+            (ours.all_reduce, x.mT if x.dim() > 1 else x),
+            (ours.reduce_scatter, shares),
+        ):
+            sleep(dawdle.random() / 500)
+            found.append(collective(operand))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_is_exact_whole_or_in_pieces(ranks, dtype):
+    shapes = [(1,), (0,), (3, 5), (64,), (7, 9, 11), (1000,)]
+    results = run_ranks(exchange, ranks, 512, shapes, dtype, check_collectives=False)
+    for number, shape in enumerate(shapes):
+        xs = [operands(100 * number + rank, shape, dtype) for rank in range(ranks)]
+        shares = [operands(100 * number + rank, (ranks, *shape), dtype) for rank in range(ranks)]
+        for rank, result in enumerate(results):
+            gathered, reduced, scattered = map(torch.as_tensor, result[3 * number : 3 * number + 3])
+            assert torch.equal(gathered, torch.stack(xs))
+            assert torch.equal(reduced, in_order(x.mT if x.dim() > 1 else x for x in xs))
+            assert torch.equal(scattered, in_order(each[rank] for each in shares))
+
+
+def in_order(tensors):
+    """Return the sum, rounded after each rank's, as every rank must round it."""
+    first, *rest = tensors
+    total = first.clone()
+    for each in rest:
+        total += each
+    return total
+
+
+def wait_for_nobody():
+    ours = HostCollectives.open(dist.group.WORLD, 0.3)
+    if dist.get_rank() == 0:
+        ours.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_never_comes_is_named():
+    with pytest.raises(RankFailure, match="rank 1 did not come to a meeting within 0.3 seconds"):
+        run_ranks(wait_for_nobody, 2, check_collectives=False)
+
+
+def what_is_open():
+    buffers = SharedBuffers.open(10, torch.float32, dist.group.WORLD)
+    return HostCollectives.open(dist.group.WORLD, 1.0) is None, type(buffers.meeting)
+
+
+def test_where_torch_checks_collectives_it_sees_them_all():
+    assert run_ranks(what_is_open, 2, check_collectives=True) == [(True, GlooMeeting)] * 2
+    assert run_ranks(what_is_open, 2, check_collectives=False) == [(False, HostBarrier)] * 2
