@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.host_collectives import HostCollectives
 from nanotrain_core.layout import Layout, Span
 
 
@@ -35,6 +36,7 @@ class Mesh:
         self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._spans: list[Span] = []
+        self._host_collectives: dict[dist.ProcessGroup, HostCollectives | None] = {}
         self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data])
 
     @property
@@ -114,6 +116,18 @@ class Mesh:
         if ranks not in self._groups:
             raise KeyError(f"no process group of {span}: ask for it with agree_on_groups first")
         return self._groups[ranks]
+
+    def host_collectives(self, *dims: str) -> HostCollectives | None:
+        """Return collectives through shared memory along ``dims``, or None on every rank there.
+
+        They are for ranks of one host that compute on its CPU. Collective at the first call.
+        """
+        group = self.group(*dims)
+        if group is None or self.device.type != "cpu":
+            return None
+        if group not in self._host_collectives:
+            self._host_collectives[group] = HostCollectives.open(group, self.timeout.total_seconds())
+        return self._host_collectives[group]
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
         """All-gather: return the ``value``, any picklable object, of every rank along ``dims`` or of all."""

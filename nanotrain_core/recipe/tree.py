@@ -104,7 +104,8 @@ class ScheduleConfig:
     warmup_steps: int = attrs.field(default=0, validator=ge(0))
     """Steps of linear rise to the full rate; the first step already has a rate above 0."""
     decay_steps: int | None = attrs.field(default=None, validator=optional(ge(1)))
-    """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run, 2 at least."""
+    """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run, at least
+    2."""
     final_ratio: float = attrs.field(default=0.0, validator=ge(0.0))
     """Rate that the decay leads to, as a fraction of `lr`: it would be reached one step after the run."""
 

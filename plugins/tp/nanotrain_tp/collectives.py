@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.host_collectives import HostCollectives
 from nanotrain_core.mesh import Mesh
 
 #: torch 2.13 renamed these.
@@ -34,8 +35,9 @@ class SplitError(NanotrainError, ValueError):
 class Ranks:
     """The ranks that share a layer, and what they do with plain tensors."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, shared_memory: bool = True) -> None:
+        """``shared_memory``: use it where the ranks share a host and compute on its CPU."""
+        self.mesh, self._shared_memory = mesh, shared_memory
         self.size, self.index = mesh.size("tp"), mesh.coordinate("tp")
 
     @cached_property
@@ -44,6 +46,11 @@ class Ranks:
         group = self.mesh.group("tp")
         assert group is not None, "tp = 1 has no collectives"
         return group
+
+    @cached_property
+    def host(self) -> HostCollectives | None:
+        """Their collectives through shared memory; None: use the group's."""
+        return self.mesh.host_collectives("tp") if self._shared_memory else None
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a whole ``x``, a view.
@@ -56,6 +63,8 @@ class Ranks:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""
+        if self.host:
+            return self.host.all_reduce(x)
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
@@ -63,15 +72,18 @@ class Ranks:
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return every rank's ``x``, one after the other along ``dim``."""
         dim %= x.dim()
+        pieces = self.host.all_gather(x) if self.host else self._gather_in_group(x)
+        return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+    def _gather_in_group(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gather: return every rank's ``x``, [R, *x.shape].
+
+        One broadcast per share is, of gloo's ways, the fastest at most sizes above 1 MB.
+        """
         pieces = x.new_empty(self.size, *x.shape)
         if x.device.type != "cpu":
             _all_gather(pieces.flatten(0, 1), x.contiguous(), group=self.group)
-        else:
-            self._broadcast_each(x, pieces)
-        return pieces.movedim(0, dim).flatten(dim, dim + 1)
-
-    def _broadcast_each(self, x: torch.Tensor, pieces: torch.Tensor) -> None:
-        """All-gather as one broadcast per share, of gloo's ways the fastest at most sizes above 1 MB."""
+            return pieces
         pieces[self.index].copy_(x)
         works = [
             dist.broadcast(piece, group_src=source, group=self.group, async_op=True)
@@ -80,6 +92,7 @@ class Ranks:
         for work in works:
             assert work is not None
             work.wait()
+        return pieces
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of the sum of every rank's ``x``.
@@ -89,6 +102,8 @@ class Ranks:
         """
         shares = x.unflatten(dim, (self.size, self._share_of(x, dim))).movedim(dim, 0)  # type: ignore[no-untyped-call]
         shares = shares.contiguous()
+        if self.host:
+            return self.host.reduce_scatter(shares)
         if x.device.type != "cpu":
             total = torch.empty_like(shares[0])
             _reduce_scatter(total, shares.flatten(0, 1), group=self.group)
