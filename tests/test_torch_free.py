@@ -9,6 +9,7 @@ FREE = [
     "nanotrain_core.component",
     "nanotrain_core.hookspecs",
     "nanotrain_core.errors",
+    "nanotrain_core.extents",
     "nanotrain_core.layout",
     "nanotrain_core.discovery",
     "nanotrain_core.registry",

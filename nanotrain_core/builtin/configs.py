@@ -9,7 +9,9 @@ import attrs
 from attrs.validators import and_, ge, gt, lt
 
 from nanotrain_core.errors import Problem
+from nanotrain_core.extents import Extent
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
+from nanotrain_core.roles import Role
 
 if TYPE_CHECKING:
     from nanotrain_core.layout import Layout
@@ -70,6 +72,15 @@ class TransformerConfig:
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=gt(0.0), metadata={TRAINING: True})
     """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
+
+    def extents(self) -> Iterator[Extent]:
+        """Say how finely its parts can be split."""
+        yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
+        yield Extent((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+        if self.kv_heads:
+            yield Extent((Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads")
+        ffn = self.ffn or 4 * self.width
+        yield Extent((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ import attrs
 
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
+from nanotrain_core.extents import either, multiples_near
 from nanotrain_core.layout import Layout
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry import Registry
@@ -197,8 +198,7 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
     unit = dp * recipe.batch.microbatch
     sequences = recipe.batch.sequences
     if sequences % unit:
-        low = sequences // unit * unit
-        nearest = f"{low} or {low + unit}" if low else str(unit)
+        nearest = either(multiples_near(sequences, unit))
         product = f"{unit} = dp {dp} x microbatch {recipe.batch.microbatch}"
         yield Problem("batch.sequences", f"{sequences} is not a multiple of {product}; nearest: {nearest}")
 

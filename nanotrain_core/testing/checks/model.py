@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 import torch
 from torch import nn
@@ -9,10 +11,11 @@ from torch import nn
 from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import Initializer, Model
+from nanotrain_core.extents import extents_of
 from nanotrain_core.initialise import materialise
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.placement import place
-from nanotrain_core.roles import tag_of
+from nanotrain_core.roles import Role, Tag, tag_of, tagged
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
@@ -118,6 +121,33 @@ def every_layer_has_a_role(case: Case) -> None:
     layers = [(name, m) for name, m in part.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
     untagged = [name for name, module in layers if tag_of(module) is None]
     assert not untagged, f"without a role: {untagged}"
+
+
+@check("model", since="0.1")
+def extents_are_true(case: Case) -> None:
+    """What the config says of how finely the model splits is true of what is built, and is all there is."""
+    said = extents_of(case.recipe().model.config)
+    if said is None:
+        return
+    (part,) = on_meta(case)
+    built = {found for _, module, tag in tagged(part) for found in _units(module, tag)}
+    told = {(role, extent.width, extent.units) for extent in said for role in extent.roles}
+    assert built <= told, f"not said by extents(): {built - told}"
+    false = [extent for extent in said if not built & {(r, extent.width, extent.units) for r in extent.roles}]
+    assert not false, f"said by extents(), but nothing that is built has it: {false}"
+
+
+def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:
+    """Yield (role, width, units) of what may be split in a module."""
+    if tag.role in (Role.VOCAB, Role.COLUMN, Role.ROW, Role.HEAD):
+        weight = getattr(module, "weight", None)
+        if weight is not None:  # a head may be lent the embedding's
+            yield tag.role, False, weight.shape[tag.role is Role.ROW] // tag.unit
+    elif tag.role is Role.EXPERTS:
+        for name, parameter in module.named_parameters():
+            yield tag.role, False, len(parameter)
+            if name in tag.split:
+                yield tag.role, True, parameter.shape[tag.split[name]]
 
 
 @check("model", since="0.1")

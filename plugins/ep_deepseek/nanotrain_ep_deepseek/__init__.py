@@ -3,11 +3,23 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import attrs
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
+from nanotrain_core.errors import Problem
+from nanotrain_core.extents import extents_of, undivided
 from nanotrain_core.hookspecs import Register
+from nanotrain_core.roles import Role
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout import Layout
+    from nanotrain_core.recipe.tree import Recipe
 
 __version__ = "0.1.0"
 
@@ -15,6 +27,18 @@ __version__ = "0.1.0"
 @attrs.define(frozen=True, kw_only=True)
 class ExpertParallelConfig:
     """``[[parallel]] use = "ep_deepseek"``: no keys. Degrees are the topology's ``ep`` and ``etp``."""
+
+
+def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[Problem]:
+    """Check that there are experts, and that they divide, as far as the recipe alone can tell."""
+    extents = extents_of(recipe.model.config)
+    none = extents is not None and not any(Role.EXPERTS in extent.roles for extent in extents)
+    for dim in ("ep", "etp"):
+        degree = layout.size(dim) if dim in layout.dims else 1
+        if degree > 1 and none:
+            text = f"{dim} = {degree}, but model '{recipe.model.use}' has no experts; expected 1"
+            yield Problem(f"topology.{dim}", text)
+        yield from undivided(recipe.model.config, {Role.EXPERTS}, dim, degree, width=dim == "etp")
 
 
 @hookimpl
@@ -27,5 +51,6 @@ def nanotrain_register_parallel(register: Register) -> None:
             factory="nanotrain_ep_deepseek.wrapper:ExpertParallel",
             summary="experts spread over ranks, tokens sent to them by all-to-all, none dropped",
             mesh_dims={"ep", "etp"},
+            check=check,
         )
     )

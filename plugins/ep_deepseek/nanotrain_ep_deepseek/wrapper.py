@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.extents import divisors_near, either
 from nanotrain_core.layout import Layout
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placement, Placements
@@ -111,17 +112,6 @@ def split_axis(placement: Placement, axis: int, what: str, dim: str, mesh: Mesh)
     if length % degree:
         raise NanotrainError(
             f"ep_deepseek: {placement.name} has {length} {what}, which do not divide by {dim} = {degree}; "
-            f"topology.{dim} could be {nearest_divisors(length, degree)}"
+            f"topology.{dim} could be {either(divisors_near(length, degree))}"
         )
     return placement.split(axis, dim, mesh.coordinate(dim), degree)
-
-
-def nearest_divisors(length: int, degree: int) -> str:
-    """Name the divisors of ``length`` below and above ``degree``.
-
-    >>> nearest_divisors(8, 3), nearest_divisors(8, 16)
-    ('2 or 4', '8')
-    """
-    divisors = [n for n in range(1, length + 1) if length % n == 0]
-    below, above = [n for n in divisors if n < degree], [n for n in divisors if n > degree]
-    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))

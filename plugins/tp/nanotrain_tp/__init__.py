@@ -13,7 +13,9 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Problem
+from nanotrain_core.extents import either, extents_of, multiples_near, undivided
 from nanotrain_core.hookspecs import Register
+from nanotrain_core.roles import Role
 
 if TYPE_CHECKING:
     from nanotrain_core.layout import Layout
@@ -28,19 +30,40 @@ class TensorParallelConfig:
 
     sequence_parallel: bool = True
     """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
+    shared_memory: bool = True
+    """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
+
+
+#: The axis along which each parameter of a role is split.
+AXES: dict[Role, dict[str, int]] = {
+    Role.VOCAB: {"weight": 0},
+    Role.COLUMN: {"weight": 0, "bias": 0},
+    Role.ROW: {"weight": 1},
+    Role.HEAD: {"weight": 0},
+}
 
 
 def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Iterator[Problem]:
-    """Check that sequences divide, as far as the recipe alone can tell."""
+    """Check that sequences and layers divide, as far as the recipe alone can tell."""
     tp = layout.size("tp") if "tp" in layout.dims else 1
     cp = layout.size("cp") if "cp" in layout.dims else 1
-    length, unit = recipe.batch.length, tp * cp
-    if config.sequence_parallel and tp > 1 and length % unit:
-        low = length // unit * unit
-        nearest = f"{low} or {low + unit}" if low else str(unit)
+    if tp == 1:
+        return
+    yield from undivided(recipe.model.config, AXES, "tp", tp)
+    length, reason = recipe.batch.length, _needs_shares(recipe, config)
+    if reason and length % (tp * cp):
+        nearest = either(multiples_near(length, tp * cp))
         shares = f"tp = {tp}" if cp == 1 else f"tp x cp = {tp} x {cp}"
-        text = f"{length} tokens do not divide by {shares}, which sequence_parallel needs; nearest: {nearest}"
+        text = f"{length} tokens do not divide by {shares}, which {reason}; nearest: {nearest}"
         yield Problem("batch.length", text)
+
+
+def _needs_shares(recipe: Recipe, config: TensorParallelConfig) -> str:
+    """Return why each rank takes a share of every sequence; empty if none does."""
+    if config.sequence_parallel:
+        return "sequence_parallel needs"
+    extents = extents_of(recipe.model.config) or ()
+    return "experts need" if any(Role.EXPERTS in extent.roles for extent in extents) else ""
 
 
 @hookimpl

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.extents import either, multiples_near
 from nanotrain_core.host_collectives import HostCollectives
 from nanotrain_core.mesh import Mesh
 
@@ -116,10 +117,9 @@ class Ranks:
     def _share_of(self, x: torch.Tensor, dim: int) -> int:
         length = x.shape[dim]
         if length % self.size:
-            low = length // self.size * self.size
             raise SplitError(
                 f"axis {dim} of {list(x.shape)} does not divide by tp = {self.size}; "
-                f"nearest lengths that do: {f'{low} or ' if low else ''}{low + self.size}"
+                f"nearest lengths that do: {either(multiples_near(length, self.size))}"
             )
         return length // self.size
 

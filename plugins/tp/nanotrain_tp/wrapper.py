@@ -13,25 +13,18 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from nanotrain_core.extents import divisors_near, either, multiples_near
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placements
 from nanotrain_core.roles import Role, Tag, share_tokens, tagged, take_over
-from nanotrain_tp import TensorParallelConfig
+from nanotrain_tp import AXES, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
-
-#: The axis along which each parameter of a role is split.
-AXES: dict[Role, dict[str, int]] = {
-    Role.VOCAB: {"weight": 0},
-    Role.COLUMN: {"weight": 0, "bias": 0},
-    Role.ROW: {"weight": 1},
-    Role.HEAD: {"weight": 0},
-}
 
 
 class TensorParallel:
@@ -48,7 +41,7 @@ class TensorParallel:
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
-        ranks = Ranks(mesh)
+        ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
         boundary = Boundary(ranks, sequence_parallel=self.config.sequence_parallel)
         for name, module, tag in list(tagged(part)):
             split(name, module, tag, placements, ranks)
@@ -103,19 +96,12 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
         )
     if units % degree == 0:
         return
-    low = units // degree * degree
-    sizes = [n * tag.unit for n in (low, low + degree) if n]
-    divisors = [d for d in range(1, units + 1) if units % d == 0]
-    degrees = [max(d for d in divisors if d < degree), *[d for d in divisors if d > degree][:1]]
+    sizes = [n * tag.unit for n in multiples_near(units, degree)]
     of = f" = {units} units of {tag.unit}" if tag.unit > 1 else ""
     raise SplitError(
         f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that divides: "
-        f"{_either(degrees)}; nearest sizes for tp = {degree}: {_either(sizes)}"
+        f"{either(divisors_near(units, degree))}; nearest sizes for tp = {degree}: {either(sizes)}"
     )
-
-
-def _either(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
