@@ -86,7 +86,8 @@ class SharedRing:
 
     @classmethod
     def open(cls, size: int, group: dist.ProcessGroup, timeout: float = 300.0) -> SharedRing | None:
-        """Return a ring of buffers of ``size`` bytes, or None on every rank. Collective over the group."""
+        """Return a ring of buffers of at least ``size`` bytes, or None on every rank. Collective."""
+        size = -(-size // 64) * 64  # so that numbers of any dtype fill a buffer
         turns = [SharedBuffers.open(size, torch.uint8, group, timeout) for _ in range(cls.TURNS)]
         return cls([turn for turn in turns if turn]) if all(turns) else None
 

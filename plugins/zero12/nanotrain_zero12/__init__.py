@@ -1,0 +1,49 @@
+"""ZeRO-1 and ZeRO-2: AdamW whose state, and gradients, are shared out over the ranks that add them up.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from typing import Literal
+
+import attrs
+from attrs.validators import gt, in_
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin.configs import AdamWConfig
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Zero12Config(AdamWConfig):
+    """``[optimizer] use = "zero12"``."""
+
+    stage: int = attrs.field(default=1, validator=in_((1, 2)))
+    """1 shares out optimizer state; 2 also gradients, between microbatches."""
+    bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
+    """Megabytes of gradient that travel at once; through shared memory 4 at most, which stay in cache."""
+    overlap: bool = True
+    """Send gradients during backward, and gather new weights during the next forward where a backend can."""
+    shared_memory: bool = True
+    """On CPU, exchange through memory that ranks of one host share, if they can, in place of sockets."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of both moments between steps: `bfloat16` halves them, `float32` is as wide as the master weight."""
+    offload: bool = False
+    """Keep master weights and moments in the host's memory, and update them there. On CPU they are there."""
+
+
+@hookimpl
+def nanotrain_register_optimizer(register: Register) -> None:
+    """Announce ``zero12``."""
+    register(
+        Component(
+            name="zero12",
+            config=Zero12Config,
+            factory="nanotrain_zero12.optimizer:Zero12",
+            summary="AdamW with optimizer state (stage 1) and gradients (stage 2) sharded over data ranks",
+            provides={"gradient_sync"},
+            mesh_dims={"dp"},
+        )
+    )

@@ -1,0 +1,138 @@
+"""One buffer for the weights of many parameters, cut into buckets of which each rank owns an equal range.
+
+A parameter is a view into its buffer, so weights that other ranks updated can be received straight into
+the model, and a float32 range is its own master. Where a bucket ends has nothing to do with where a
+parameter does: a large one lies in several buckets, and each rank's range of a bucket is pieces of a few.
+
+Source: the partition of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5, bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.placement import Piece, PlacedParameter
+
+#: A rank's range of a bucket begins at a multiple of this many elements: 64 bytes in float32.
+ALIGN = 16
+
+
+def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each bucket of a buffer for ``total`` elements; the last may end beyond.
+
+    Every bucket is at most ``limit`` elements long and divides into equal, aligned ranges.
+
+    >>> cut(100, 64, 2)
+    [(0, 64), (64, 128)]
+    """
+    unit = ranks * ALIGN
+    length = max(unit, limit // unit * unit)
+    padded = -(-total // unit) * unit
+    return [(start, min(start + length, padded)) for start in range(0, padded, length)]
+
+
+@attrs.define(frozen=True, eq=False)
+class Fill:
+    """Elements of a parameter that lie in a bucket."""
+
+    parameter: nn.Parameter
+    source: slice
+    """Of the flattened parameter."""
+    target: slice
+    """Of the bucket."""
+
+
+@attrs.define(eq=False)
+class Bucket:
+    """What one reduce-scatter sums and one all-gather brings back."""
+
+    fills: Sequence[Fill]
+    weights: torch.Tensor
+    """Of all ranks' ranges: a view of the buffer."""
+    own: slice
+    """This rank's range of the bucket."""
+    shard: torch.Tensor
+    """The sum of gradients in this rank's range."""
+    summed: bool = False
+    """Whether :attr:`shard` holds a sum of this step: the next one is added to it."""
+    missing: set[nn.Parameter] = attrs.field(init=False)
+    """Parameters whose gradient of this microbatch has not arrived."""
+
+    def __attrs_post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Wait for every gradient again."""
+        self.missing = {fill.parameter for fill in self.fills}
+
+
+class Flat:
+    """Parameters whose gradients the same ranks sum, in the order in which backward reaches them."""
+
+    def __init__(
+        self,
+        members: Sequence[PlacedParameter],
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        limit: int,
+    ) -> None:
+        """Move ``members`` into a buffer. A bucket has at most ``limit`` bytes of gradient in ``dtype``."""
+        self.members, self.group, self.dtype = members, group, dtype
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.starts = list(running_total(member.parameter.numel() for member in members))
+        bounds = cut(self.starts[-1], limit // dtype.itemsize, self.ranks)
+        first = members[0].parameter
+        self.weights = torch.empty(bounds[-1][1], dtype=first.dtype, device=first.device)
+        self.weights[self.starts[-1] :] = 0
+        for start, member in zip(self.starts, members, strict=False):
+            move(member.parameter, self.weights[start : start + member.parameter.numel()])
+        shard = torch.zeros(len(self.weights) // self.ranks, dtype=dtype, device=first.device)
+        self.buckets = [self._bucket(start, stop, shard) for start, stop in bounds]
+
+    def _bucket(self, start: int, stop: int, shard: torch.Tensor) -> Bucket:
+        own = (stop - start) // self.ranks
+        fills = [
+            Fill(member.parameter, slice(a - at, b - at), slice(a - start, b - start))
+            for member, at, a, b in self._within(start, stop)
+        ]
+        mine = slice(self.rank * own, (self.rank + 1) * own)
+        return Bucket(fills, self.weights[start:stop], mine, shard[start // self.ranks :][:own])
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[PlacedParameter, int, int, int]]:
+        """Yield each member in elements ``start`` to ``stop``: where it begins, and which of them are its."""
+        for member, at in zip(self.members, self.starts, strict=False):
+            a, b = max(start, at), min(stop, at + member.parameter.numel())
+            if a < b:
+                yield member, at, a, b
+
+    def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield what this rank owns, bucket by bucket, each piece with its range of the summed gradient."""
+        placements = {member.parameter: member.placement.shared_out() for member in self.members}
+        for bucket in self.buckets:
+            for fill in bucket.fills:
+                a, b = max(fill.target.start, bucket.own.start), min(fill.target.stop, bucket.own.stop)
+                if a < b:
+                    back = fill.source.start - fill.target.start
+                    piece = Piece(fill.parameter, placements[fill.parameter], (a + back, b + back))
+                    yield piece, bucket.shard[a - bucket.own.start : b - bucket.own.start]
+
+
+def running_total(lengths: Iterator[int] | Sequence[int]) -> Iterator[int]:
+    """Yield where each of consecutive ranges begins, and where the last ends."""
+    total = 0
+    yield total
+    for length in lengths:
+        total += length
+        yield total
+
+
+def move(parameter: nn.Parameter, storage: torch.Tensor) -> None:
+    """Have ``parameter`` live in ``storage``, flat and as long, and free what it had."""
+    storage.copy_(parameter.detach().reshape(-1))
+    parameter.data = storage.view(parameter.shape)

@@ -1,0 +1,43 @@
+"""Master weights in the host's memory: the optimizer works there and copies new weights to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nanotrain_core.contracts import MasterWeight, Precision
+from nanotrain_core.placement import Piece
+
+
+class HostMaster:
+    """A precision's master of a copy on the host. See :class:`~nanotrain_core.contracts.MasterWeight`."""
+
+    def __init__(self, weight: torch.Tensor, host: torch.Tensor, inner: MasterWeight) -> None:
+        """``inner`` is the master of ``host``, a copy of the device's ``weight``."""
+        self.weight, self.host, self.inner = weight, host, inner
+
+    @classmethod
+    def of(cls, piece: Piece, precision: Precision) -> HostMaster:
+        """Copy the weight of ``piece`` to pinned memory, from where a GPU reads by itself."""
+        weight = piece.weight
+        host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+        host.copy_(weight)
+        return cls(weight, host, precision.master(host, piece.name))
+
+    def load(self) -> torch.Tensor:
+        """Return the weight, on the host."""
+        return self.inner.load()
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep ``value`` and send the weight it rounds to, to the device."""
+        self.inner.store(value)
+        self.weight.copy_(self.host, non_blocking=True)
+
+    def refresh(self) -> None:
+        """Follow a weight that was read from a checkpoint into the device's memory."""
+        self.host.copy_(self.weight)
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return what the precision keeps beyond the weight."""
+        return self.inner.state()

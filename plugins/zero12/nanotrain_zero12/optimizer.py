@@ -1,0 +1,60 @@
+"""AdamW on this rank's range of every bucket: the ``zero12`` component, optimizer and sync in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nanotrain_core.builtin.optimizers import AdamW
+from nanotrain_core.contracts import MasterWeight, Precision, StepStats
+from nanotrain_core.placement import Piece
+from nanotrain_zero12 import Zero12Config
+from nanotrain_zero12.moments import NarrowMoments
+from nanotrain_zero12.offload import HostMaster
+from nanotrain_zero12.sharded import ShardedGradients
+
+
+class Zero12(ShardedGradients, AdamW):
+    """An :class:`~nanotrain_core.contracts.Optimizer` that is its own gradient sync."""
+
+    config: Zero12Config
+
+    def __init__(self, config: Zero12Config) -> None:
+        ShardedGradients.__init__(self)
+        AdamW.__init__(self, config)
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
+        if self.config.moment_dtype == "float32":
+            return super().make(groups)
+        config = self.config
+        return NarrowMoments(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return two moments at zero, in the dtype they are kept in."""
+        state = super().initial_state(weight)
+        if self.config.moment_dtype == "float32":
+            return state
+        return {name: t.bfloat16() if t.shape else t for name, t in state.items()}
+
+    def master(self, piece: Piece, precision: Precision) -> MasterWeight:
+        """Return the precision's master of a range, on the host if state is offloaded."""
+        if self.config.offload and piece.weight.device.type != "cpu":
+            return HostMaster.of(piece, precision)
+        return super().master(piece, precision)
+
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Update this rank's ranges and begin to gather all others'. A skipped step gathers nothing."""
+        stats = super().step(loss_scale=loss_scale)
+        if not stats.skipped:
+            self.gather_weights()
+        return stats
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint was read into."""
+        super().load_meta(meta)
+        for slot in self.slots:
+            if isinstance(slot.master, HostMaster):
+                slot.master.refresh()

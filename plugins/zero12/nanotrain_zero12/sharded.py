@@ -1,0 +1,246 @@
+"""Sums gradients into shards: every rank is left with the sum in its own range of each bucket, no more.
+
+Buckets are filled in the order in which backward reaches parameters, last layers first, and leave as soon
+as their last gradient has arrived *and* every earlier one has left, so that all ranks issue the same
+exchanges in the same order. In stage 1 that is once a step, with the last microbatch, to which gradients
+were added up on each rank; in stage 2 with every microbatch, so that no rank ever holds the gradient of
+the whole model. Which ranks share a parameter out is read from its placement: this code knows neither
+data parallelism nor experts.
+
+Source: stages 1 and 2 of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; sums for means.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Span
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Piece, PlacedParameter
+from nanotrain_core.weight_gradients import in_use
+from nanotrain_zero12 import Zero12Config
+from nanotrain_zero12.flat import Bucket, Flat
+from nanotrain_zero12.transport import Transport, choose
+
+#: Where a parameter that several stages hold, of this rank or of others, is reduced: after all of them.
+LATE = -1
+
+#: What the members of one buffer have in common: model part or LATE, ranks to sum over, dtype.
+Key = tuple[int, Span, torch.dtype]
+
+
+class Line:
+    """The buckets of one model part, in the order in which they leave."""
+
+    def __init__(self, buckets: Sequence[tuple[Bucket, Transport]]) -> None:
+        self.buckets = buckets
+        self.by_parameter: dict[nn.Parameter, list[Bucket]] = defaultdict(list)
+        for bucket, _ in buckets:
+            for fill in bucket.fills:
+                self.by_parameter[fill.parameter].append(bucket)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.rounds = 0
+        """How many microbatches, or sums of them, have left in this step."""
+        for bucket, _ in self.buckets:
+            bucket.summed = False
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self.sent = 0
+        for bucket, _ in self.buckets:
+            bucket.reset()
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Note a gradient."""
+        for bucket in self.by_parameter[parameter]:
+            bucket.missing.discard(parameter)
+
+    def ready(self) -> Iterator[tuple[Bucket, Transport]]:
+        """Yield the next buckets in line, as far as they are complete."""
+        while self.sent < len(self.buckets) and not self.buckets[self.sent][0].missing:
+            self.sent += 1
+            yield self.buckets[self.sent - 1]
+
+    def rest(self) -> Iterator[tuple[Bucket, Transport]]:
+        """Yield all that have not left, complete or not, and end the round."""
+        yield from self.buckets[self.sent :]
+        self.rounds += 1
+        self._rewind()
+
+
+class ShardedGradients(LocalGradients):
+    """The gradient sync of ``zero12``, and what brings updated weights back together."""
+
+    config: Zero12Config
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Move every trained parameter into a flat buffer, and cut these into buckets. Collective."""
+        super().attach(parameters, mesh, dtype)
+        trained = [placed for placed in parameters if placed.parameter.requires_grad]
+        self.transports: dict[tuple[int, ...], Transport] = {}
+        flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
+        self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
+        arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
+        buckets: dict[int, list[tuple[Bucket, Transport]]] = defaultdict(list)
+        for (part, span, _), flat in flats:
+            transport = self.transports[mesh.layout.members(mesh.rank, span)]
+            buckets[part] += [(bucket, transport) for bucket in flat.buckets]
+        for part, found in buckets.items():
+            if part != LATE:
+                found.sort(key=lambda each: max(arrival[fill.parameter] for fill in each[0].fills))
+        self.late = Line(buckets.pop(LATE, []))
+        self.lines = [Line(buckets[part]) for part in sorted(buckets)]
+        self.line_of = {p: line for line in (*self.lines, self.late) for p in line.by_parameter}
+        self.gathering: dict[Bucket, Sequence[dist.Work]] = {}
+
+    def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
+        _, span, _ = key
+        sharers, ranks = mesh.group_of(span), mesh.layout.members(mesh.rank, span)
+        if ranks not in self.transports:
+            limit = int(self.config.bucket_mb * 2**20)
+            self.transports[ranks] = choose(sharers, mesh, limit, share=self.config.shared_memory)
+        dtype = self.dtype or members[0].parameter.dtype
+        return Flat(members, sharers, dtype, self.transports[ranks].limit)
+
+    def check(self, mesh: Mesh) -> None:
+        """Any layout will do."""
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """Take a microbatch's gradient; in stage 2 each one goes out at once."""
+        if self.config.stage == 2:
+            assert isinstance(parameter, nn.Parameter)
+            self._completing.add(parameter)
+        super().accumulated(parameter)
+
+    def _widen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add up in the wider dtype, unless the gradient leaves before another one is added to it."""
+        if self.config.stage == 1 or in_use() or parameter in self.late.by_parameter:
+            super()._widen(parameter, gradient)
+
+    def completed(self, parameter: nn.Parameter) -> None:
+        """Send every bucket whose turn has come."""
+        line = self.line_of[parameter]
+        if line is self.late:
+            return
+        line.arrived(parameter)
+        if self.config.overlap:
+            for bucket, transport in line.ready():
+                self._send(bucket, transport)
+
+    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """In stage 2, send what is left of one microbatch's gradients."""
+        if self.config.stage == 2:
+            self._end_round(self._line(parameters))
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """In stage 1, send what is left of the gradients."""
+        if self.config.stage == 1:
+            self._end_round(self._line(parameters))
+
+    def _line(self, parameters: Collection[nn.Parameter]) -> Line:
+        """Return the line of one part's parameters: an empty one if none of them is this part's alone."""
+        lines = (self.line_of.get(parameter, self.late) for parameter in parameters)
+        return next((line for line in lines if line is not self.late), Line([]))
+
+    def _end_round(self, line: Line) -> None:
+        for bucket, transport in line.rest():
+            self._send(bucket, transport)
+
+    def _send(self, bucket: Bucket, transport: Transport) -> None:
+        """Reduce-scatter one bucket, with zeros where no gradient came; free what has left as a whole."""
+        transport.reduce_scatter(bucket, lambda buffer: self._write(bucket, buffer))
+        for fill in bucket.fills:
+            if fill.source.stop == fill.parameter.numel():
+                self.drop(fill.parameter)
+
+    def _write(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        for fill in bucket.fills:
+            local = self._wide.get(fill.parameter, fill.parameter.grad)
+            if local is None:
+                buffer[fill.target] = 0
+            else:
+                buffer[fill.target].copy_(local.reshape(-1)[fill.source])
+
+    def finish(self) -> None:
+        """Send what nobody announced to be complete, then what several stages add to, and wait."""
+        for line in self.lines:
+            if not line.rounds:
+                self._end_round(line)
+        self._end_round(self.late)
+        for transport in self.transports.values():
+            transport.drain()
+        super().finish()
+
+    def zero(self) -> None:
+        """Forget all gradients; after a step that was broken off, also what is on its way."""
+        super().zero()
+        for line in (*self.lines, self.late):
+            line.reset()
+        for transport in self.transports.values():
+            transport.forget()
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return this rank's range of every bucket, cut where parameters begin and end."""
+        return list(self.shards)
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor:
+        """Return the sum in that range, flat."""
+        return self.shards[piece]
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Refuse: no rank has it."""
+        raise NanotrainError("zero12 shares gradients out over ranks: ask for those of pieces()")
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def gather_weights(self) -> None:
+        """All-gather: begin to bring every rank's updated range to all others, first layers first."""
+        for line in (self.late, *self.lines):
+            for bucket, transport in reversed(line.buckets):
+                works = transport.all_gather(bucket)
+                if works:
+                    self.gathering[bucket] = works
+        for transport in self.transports.values():
+            transport.drain()
+        if not self.config.overlap:
+            self.wait(list(self.line_of))
+
+    def wait(self, parameters: Collection[nn.Parameter]) -> None:
+        """Return when ``parameters`` have been gathered."""
+        if not self.gathering:
+            return
+        for parameter in parameters:
+            for bucket in (
+                self.line_of[parameter].by_parameter[parameter] if parameter in self.line_of else ()
+            ):
+                for work in self.gathering.pop(bucket, ()):
+                    work.wait()
+
+
+def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, list[PlacedParameter]]]:
+    """Return what shares a buffer, last parameters first; those that several stages hold come last.
+
+    All ranks that share a buffer out find it among the others in the same place, and its members in the
+    same order: of tied parameters by name, since stages hold them in different places.
+    """
+    found: dict[Key, list[PlacedParameter]] = defaultdict(list)
+    for placed in reversed(parameters):
+        span = placed.placement.sync_span(mesh.layout)
+        late = len(placed.parts) > 1 or bool(span.stages)
+        found[LATE if late else placed.parts[0], span, placed.parameter.dtype].append(placed)
+    late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: (key[1], str(key[2])))
+    for key in late_keys:
+        found[key].sort(key=lambda placed: placed.placement.name)
+    return [(key, found[key]) for key in (*(key for key in found if key[0] != LATE), *late_keys)]

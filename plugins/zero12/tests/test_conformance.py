@@ -1,0 +1,38 @@
+"""zero12 passes the harness in both stages, through every transport there is on CPU."""
+
+from itertools import product
+
+import pytest
+
+from nanotrain_core.testing import Case, conformance
+
+#: Several buckets in a model of 100 kB.
+SMALL = {"bucket_mb": 0.01, "weight_decay": 0.1}
+SOCKETS = {**SMALL, "shared_memory": False}
+ZERO = {"optimizer": {"use": "zero12", **SMALL, "stage": 2}}
+
+
+def case(stage, config, topology, name=""):
+    return Case("optimizer", use="zero12", config={**config, "stage": stage}, topology=topology, name=name)
+
+
+test_conformance = conformance(
+    case(1, SMALL, {"dp": 2}, "stage1"),
+    case(2, SMALL, {"dp": 2}, "stage2"),
+    case(2, {**SOCKETS, "overlap": False}, {"dp": 2}, "sockets"),
+    case(1, {}, {}, "alone"),
+    case(2, {**SMALL, "moment_dtype": "bfloat16"}, {"dp": 2}, "narrow"),
+)
+
+test_exhaustively = pytest.mark.full(
+    conformance(
+        *(
+            case(stage, {**config, "overlap": overlap}, {"dp": dp}, f"{stage}-{name}-{overlap}-{dp}")
+            for (name, config), stage, overlap, dp in product(
+                {"shm": SMALL, "sockets": SOCKETS}.items(), (1, 2), (True, False), (2, 4, 8)
+            )
+        ),
+        Case("precision", use="fp16", topology={"dp": 2}, overrides=ZERO),
+        Case("monitor", use="replicas", topology={"dp": 2}, overrides=ZERO),
+    )
+)
