@@ -22,6 +22,7 @@ from nanotrain_core.boxes import boxes
 from nanotrain_core.layout import Layout
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Piece, PlacedParameter, Placement, Placements, Shape
+from nanotrain_core.stop import Rollback
 
 # --- topology ---------------------------------------------------------------------------------
 
@@ -254,14 +255,6 @@ class Block:
             return cls(name, (), (), tensor)
         return cls(name, placement.global_shape, placement.offset, tensor)
 
-
-@attrs.define(frozen=True, eq=False)
-class StepStats:
-    """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
-
-    grad_norm: torch.Tensor
-    """Global 2-norm before clipping, equal on every rank."""
-    skipped: bool = False
     @classmethod
     def of_piece(cls, prefix: str, tensor: torch.Tensor, piece: Piece) -> Iterator[Block]:
         """Yield the blocks of a tensor shaped as ``piece.weight``: a flat range is a few boxes."""
@@ -276,6 +269,14 @@ class StepStats:
             at = tuple(a + b for a, b in zip(placement.offset, offset, strict=True))
             yield cls(name, placement.global_shape, at, view)
 
+
+@attrs.define(frozen=True, eq=False)
+class StepStats:
+    """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
+
+    grad_norm: torch.Tensor
+    """Global 2-norm before clipping, equal on every rank."""
+    skipped: bool = False
 
 
 class Optimizer(Protocol):
@@ -585,8 +586,25 @@ class EndReport:
     tokens: int
 
 
-#: What a monitor may return from ``on_step`` or ``on_evaluation``.
-Request = Literal["stop"]
+@attrs.define(frozen=True)
+class RollbackReport:
+    """A run went back to a checkpoint."""
+
+    step: int
+    """Where it had come to."""
+    onset: int
+    """The first step that was suspected."""
+    restored: int
+    """The step it goes on from."""
+    skipped: tuple[int, int]
+    """Sequences that will not be seen again: first, and one behind the last, counted from the run's start."""
+    count: int
+    """Rollbacks of this run so far, this one and those before a resume included."""
+    reason: str
+
+
+#: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.
+Request = Literal["stop"] | Rollback
 
 
 class Monitor:
@@ -596,6 +614,10 @@ class Monitor:
     set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text.
     """
 
+    every_step: bool = False
+    """Whether ``on_step`` is called after every step, also of a run that logs only some. Each report costs
+    one small all-reduce."""
+
     def on_start(self, run: RunInfo) -> None: ...
 
     def on_step(self, report: StepReport) -> Request | None: ...
@@ -604,4 +626,13 @@ class Monitor:
 
     def on_checkpoint(self, report: CheckpointReport) -> None: ...
 
+    def on_rollback(self, report: RollbackReport) -> None: ...
+
     def on_end(self, report: EndReport) -> None: ...
+
+    def meta(self) -> dict[str, Any]:
+        """Return what a checkpoint must remember of this monitor, as JSON, the same on every rank."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Take back what :meth:`meta` returned; not called for a checkpoint that knows nothing of it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from nanotrain_core import log, random_state
 from nanotrain_core.compose import Run, compose
@@ -33,6 +34,7 @@ from nanotrain_core.pace import Pace
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.rollback import roll_back
 from nanotrain_core.routing import balance
 from nanotrain_core.saves import Saves
 from nanotrain_core.stop import StopRequest
@@ -135,7 +137,7 @@ class RuntimeEngine:
         self.steps = steps or self.steps
         self.stop.clear()
         self.run.gradients.zero()
-        self._skipped, self._saved = 0, -1
+        self.skipped_in_a_row, self._saved = 0, -1
         self.saves = Saves(self.run.checkpoint if self.folder else None, self.events.checkpoint)
         self._restore()
         self._first = self.step
@@ -153,8 +155,7 @@ class RuntimeEngine:
 
     def _loop(self) -> None:
         run = self.run
-        config = run.optimizer_config.lr_schedule
-        scheduler = lr_scheduler(run.optimizer.inner, config, self.steps, done=self.step)
+        scheduler = self._lr_scheduler()
         if run.evaluation.every and self.step == 0:
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
@@ -163,18 +164,30 @@ class RuntimeEngine:
             scheduler.step()
             self.step += 1
             last = self.step == self.steps
-            if self.step % run.log_every == 0 or last or self.stop.reason:
+            logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
+            if logged or self.events.every_step:
                 self._note("monitors")
-                self._report(losses, counts, stats, lr)
+                self._report(losses, counts, stats, lr, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            if not last and self.saves.due(self.step):
+            due = self.saves.due(self.step)
+            if last or due:
+                self._agree()  # a state that somebody wants to leave is not worth saving
+            if self.stop.rollback_agreed:
+                roll_back(self)
+                scheduler = self._lr_scheduler()
+            elif due and not last:
                 self._save()
             self.saves.advance(wait=False)
         if self._saved != self.step:
             self._save(last=True)
         self.saves.advance(wait=True, last=True)
         self._note("end")
+
+    def _lr_scheduler(self) -> LRScheduler:
+        run = self.run
+        config = run.optimizer_config.lr_schedule
+        return lr_scheduler(run.optimizer.inner, config, self.steps, done=self.step)
 
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
@@ -198,8 +211,8 @@ class RuntimeEngine:
 
     def _give_up_if_diverged(self, stats: StepStats) -> None:
         """A step with an infinite gradient is skipped; a run of them will not get better."""
-        self._skipped = self._skipped + 1 if stats.skipped else 0
-        if self._skipped == MOST_SKIPPED:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+        if self.skipped_in_a_row == MOST_SKIPPED:
             raise Diverged(
                 f"step {self.step + 1}: the gradient norm was {stats.grad_norm.item()} for {MOST_SKIPPED} "
                 "steps in a row, which were skipped: the weights are those from before"
@@ -220,13 +233,13 @@ class RuntimeEngine:
 
     # --- what happens between steps -----------------------------------------------------------
 
-    def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float) -> None:
+    def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float, *, logged: bool) -> None:
         """Tell monitors about the step just done."""
         run, names = self.run, list(self.run.loss_weights)
         nothing = torch.zeros((), device=run.mesh.device)
         sums = self._sum_over_data(torch.stack([losses.get(name, nothing) for name in names]))
         means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
-        seconds = self.pace.seconds_per_step(self.step)
+        seconds = self.pace.seconds_per_step(self.step, restart=logged)
         self.events.step(
             StepReport(
                 step=self.step,
@@ -241,7 +254,8 @@ class RuntimeEngine:
                 skipped=stats.skipped,
                 expert_load=self._expert_load(),
                 bubble=self._bubble(),
-            )
+            ),
+            logged=logged,
         )
 
     def _bubble(self) -> float | None:
@@ -301,17 +315,25 @@ class RuntimeEngine:
         if self.resume is None:
             return
         which = "latest" if self.resume == "auto" else self.resume
-        saved = run.checkpoint.load(which, self._state())
-        if saved is None and self.resume == "auto":
-            return
-        if saved is None:
+        found = self.load(which)
+        if not found and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+
+    def load(self, which: str) -> bool:
+        """Become what a checkpoint says; false if there is none."""
+        run = self.run
+        assert run.checkpoint is not None
+        saved = run.checkpoint.load(which, self._state())
+        if saved is None:
+            return False
         refuse_other_model(saved.meta["model"], run.model_table, free=run.free_model_keys)
         self.step = self._saved = saved.meta["step"]
         run.optimizer.load_meta(saved.meta["optimizer"])
         run.loss_scale.load_meta(saved.meta["loss_scale"])
         run.feed.load_meta(saved.meta["data"])
+        self.events.load_meta(saved.meta.get("monitors", {}))
         random_state.restore(saved.rank_tensors)
+        return True
 
     def _state(self) -> TrainState:
         run = self.run
@@ -323,6 +345,7 @@ class RuntimeEngine:
             "optimizer": run.optimizer.meta(),
             "loss_scale": run.loss_scale.meta(),
             "data": run.feed.meta(),
+            "monitors": self.events.meta(),
         }
         return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     Monitor,
+    RollbackReport,
     RunInfo,
     StepReport,
 )
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.stop import StopRequest
+from nanotrain_core.stop import Rollback, StopRequest
 
 
 class Events:
@@ -31,9 +32,14 @@ class Events:
         """The run is about to take its first step."""
         self._tell("on_start", run)
 
-    def step(self, report: StepReport) -> None:
-        """A step was logged."""
-        self._tell("on_step", report)
+    @property
+    def every_step(self) -> bool:
+        """Whether a monitor must hear of every step."""
+        return any(monitor.every_step for monitor in self.monitors)
+
+    def step(self, report: StepReport, *, logged: bool = True) -> None:
+        """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
+        self._tell("on_step", report, to=[m for m in self.monitors if logged or m.every_step])
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Validation loss was measured."""
@@ -43,15 +49,35 @@ class Events:
         """A checkpoint is complete."""
         self._tell("on_checkpoint", report)
 
+    def rollback(self, report: RollbackReport) -> None:
+        """The run went back to a checkpoint."""
+        self._tell("on_rollback", report)
+
     def end(self, report: EndReport) -> None:
         """The run is over, well or not."""
         self._tell("on_end", report)
 
-    def _tell(self, event: str, *arguments: Any) -> None:
+    # --- what a checkpoint remembers of monitors ------------------------------------------------
+
+    def meta(self) -> dict[str, Any]:
+        """Return the state of every monitor that has any, by its class."""
+        found = {type(monitor).__name__: monitor.meta() for monitor in self.monitors}
+        return {name: meta for name, meta in found.items() if meta}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Give every monitor its state back."""
         for monitor in self.monitors:
+            if type(monitor).__name__ in meta:
+                monitor.load_meta(meta[type(monitor).__name__])
+
+    def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
+        for monitor in self.monitors if to is None else to:
             try:
-                if getattr(monitor, event)(*arguments) == "stop":
+                wish = getattr(monitor, event)(*arguments)
+                if wish == "stop":
                     self.stop.wish("stopped")
+                elif isinstance(wish, Rollback):
+                    self.stop.wish_back(wish)
             except NanotrainError:
                 raise  # said on purpose: the monitor found the run not worth going on
             except Exception:

@@ -20,6 +20,8 @@ class Feed(Protocol):
     bytes_per_token: float | None
     data: Any
     """The data component or loader behind it, for monitors."""
+    skipped: list[tuple[int, int]]
+    """Ranges of sequences, counted from the beginning of the run, that are not trained on."""
 
     def use(self, train: Any, validation: Any) -> None:
         """Take a script's loaders; a recipe's feed has its data already and refuses others."""
@@ -35,6 +37,10 @@ class Feed(Protocol):
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return what each loss term of ``batch`` is averaged over."""
+        ...
+
+    def of_last(self, steps: int) -> tuple[int, int]:
+        """Return which sequences the last ``steps`` steps took: first, and one behind the last."""
         ...
 
     def meta(self) -> dict[str, Any]: ...
@@ -58,7 +64,10 @@ class DataFeed:
         self.batch, self.evaluation, self.shard, self.device = batch, evaluation, shard, device
         self.tokens_per_step = batch.sequences * batch.length
         self.bytes_per_token = data.bytes_per_token
-        self.meta, self.load_meta = data.meta, data.load_meta
+        self.taken = 0
+        """Sequences taken from the data since the beginning of the run, those skipped included."""
+        self.skipped: list[tuple[int, int]] = []
+        """Ranges of these that are not trained on."""
 
     def use(self, train: Any, validation: Any) -> None:
         """Refuse loaders: the recipe names the data.
@@ -71,8 +80,36 @@ class DataFeed:
 
     def microbatches(self) -> list[Batch]:
         """Return this rank's share of the next global batch."""
-        mine = self.data.train_batch(self.batch.sequences, self.shard).to(self.device)
-        return list(mine.split(self.batch.microbatch))
+        while self._is_skipped(self.taken):
+            self._take()
+        return list(self._take().to(self.device).split(self.batch.microbatch))
+
+    def _take(self) -> Batch:
+        self.taken += self.batch.sequences
+        return self.data.train_batch(self.batch.sequences, self.shard)
+
+    def _is_skipped(self, position: int) -> bool:
+        """Say whether any sequence of the batch at ``position`` is in a skipped range."""
+        return any(first < position + self.batch.sequences and position < end for first, end in self.skipped)
+
+    def of_last(self, steps: int) -> tuple[int, int]:
+        """Return which sequences the last ``steps`` steps took, those they skipped among them."""
+        first = self.taken
+        for _ in range(steps):
+            first -= self.batch.sequences
+            while first > 0 and self._is_skipped(first):
+                first -= self.batch.sequences
+        return first, self.taken
+
+    def meta(self) -> dict[str, Any]:
+        """Return the position in the data and what is skipped, as JSON."""
+        return {**self.data.meta(), "taken": self.taken, "skipped": [list(pair) for pair in self.skipped]}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go back to a position."""
+        self.data.load_meta(meta)
+        self.taken = int(meta.get("taken", 0))
+        self.skipped = [(first, end) for first, end in meta.get("skipped", ())]
 
     def validation(self) -> Iterator[Batch]:
         """Yield this rank's microbatches of ``[evaluation] sequences``, rounded up to whole global batches.

@@ -15,8 +15,9 @@ class Pace:
         """Measure from here: what came before was not training."""
         self._began, self._step = time.monotonic(), step
 
-    def seconds_per_step(self, step: int) -> float:
-        """Return the mean since the last call or restart, after ``step`` steps in all."""
+    def seconds_per_step(self, step: int, *, restart: bool = True) -> float:
+        """Return the mean since the last restart, after ``step`` steps in all, and measure from here."""
         seconds = (time.monotonic() - self._began) / max(1, step - self._step)
-        self.restart(step)
+        if restart:
+            self.restart(step)
         return seconds

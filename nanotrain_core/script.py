@@ -219,6 +219,7 @@ class LoaderFeed:
     def __init__(self, accumulate: int, mesh: Mesh) -> None:
         self.accumulate, self.mesh = accumulate, mesh
         self.data: Loader | None = None
+        self.skipped: list[tuple[int, int]] = []
         self.tokens_per_step = 0
 
     def use(self, train: Loader | None, validation: Loader | None) -> None:
@@ -258,6 +259,10 @@ class LoaderFeed:
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
         return {"lm": batch.target_tokens()}
+
+    def of_last(self, steps: int) -> tuple[int, int]:
+        """A script saves nothing, so nothing goes back."""
+        raise NotImplementedError
 
     def meta(self) -> dict[str, Any]:
         """A loader's position is the script's."""

@@ -1,4 +1,4 @@
-"""Stopping a run at a step boundary that all ranks agree on."""
+"""Stopping a run, or taking it back, at a step boundary that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
 
+import attrs
+
 from nanotrain_core.errors import Preempted
 
 StopReason = Literal["stopped", "preempted", "interrupted"]
@@ -17,6 +19,16 @@ StopReason = Literal["stopped", "preempted", "interrupted"]
 REASONS: tuple[StopReason, ...] = ("interrupted", "preempted", "stopped")
 
 SIGNALS: dict[signal.Signals, StopReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted"}
+
+
+@attrs.define(frozen=True)
+class Rollback:
+    """A wish to go back to a checkpoint from before things went wrong, and not to see that data again."""
+
+    onset: int
+    """The first step whose update is suspected: the checkpoint is older, and data from here on is skipped."""
+    reason: str
+    """In words, for the record."""
 
 
 def end_on_sigterm() -> None:
@@ -40,18 +52,27 @@ class StopRequest:
     def clear(self) -> None:
         """Forget earlier wishes: a new call of fit begins."""
         self.reason, self._wished = None, set()
+        self.rollback: Rollback | None = None
+        """This rank's own wish."""
+        self.rollback_agreed = False
+        """Whether any rank wishes to go back, as all ranks know."""
 
     def wish(self, reason: StopReason) -> None:
         """Ask to stop at the next agreement."""
         self._wished.add(reason)
 
+    def wish_back(self, rollback: Rollback | None) -> None:
+        """Ask to go back at the next agreement; None when that is done."""
+        self.rollback, self.rollback_agreed = rollback, False
+
     def flags(self) -> list[float]:
         """Return this rank's wishes as numbers to be summed over all ranks."""
-        return [float(reason in self._wished) for reason in REASONS]
+        return [*(float(reason in self._wished) for reason in REASONS), float(self.rollback is not None)]
 
     def agree(self, summed: Sequence[float]) -> None:
         """Learn what all ranks together wish."""
-        self.reason = next((reason for reason, wishes in zip(REASONS, summed, strict=True) if wishes), None)
+        *stops, self.rollback_agreed = map(bool, summed)
+        self.reason = next((reason for reason, wished in zip(REASONS, stops, strict=True) if wished), None)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ test_conformance = conformance(
     Case("monitor", use="console"),
     Case("monitor", use="jsonl"),
     Case("monitor", use="replicas"),
+    Case("monitor", use="guard"),
     Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
     Case("data", use="synthetic"),
     Case("data", use="text", overrides=TEXT),

@@ -115,7 +115,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``console``, ``jsonl``, ``sample`` and ``replicas``."""
+    """Announce ``console``, ``jsonl``, ``sample``, ``guard`` and ``replicas``."""
     register(
         Component(
             name="console",
@@ -143,10 +143,18 @@ def nanotrain_register_monitor(register: Register) -> None:
     )
     register(
         Component(
+            name="guard",
+            config=configs.GuardConfig,
+            factory=f"{_HERE}.guard:Guard",
+            summary="notices loss spikes and NaN, and goes back to a checkpoint from before them",
+        )
+    )
+    register(
+        Component(
             name="replicas",
             config=configs.ReplicasConfig,
             factory=f"{_HERE}.replicas:Replicas",
-            summary="weights of all replicas, which must agree, and memory of every rank",
+            summary="every bit of the weights that ranks hold alike, and memory of every rank",
         )
     )
 

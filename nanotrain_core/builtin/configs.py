@@ -190,10 +190,29 @@ def check_sample(recipe: Recipe, config: SampleConfig, layout: Layout) -> Iterat
 
 @attrs.define(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``[[monitor]] use = "replicas"``: parameter norms and memory of every rank."""
+    """``[[monitor]] use = "replicas"``: every bit of the weights compared, and memory of every rank."""
 
     every: int = attrs.field(default=1, validator=ge(1))
     """Steps between comparisons."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class GuardConfig:
+    """``[[monitor]] use = "guard"``: notices when training goes wrong, and takes it back."""
+
+    window: int = attrs.field(default=128, validator=ge(8))
+    """Good losses to compare with, the most recent ones."""
+    warmup: int = attrs.field(default=32, validator=ge(4))
+    """Good losses to have seen before any is called a spike."""
+    threshold: float = attrs.field(default=8.0, validator=gt(0.0))
+    """A spike is this many robust standard deviations (1.4826 x MAD, at least 1% of the median) above the
+    median of the window."""
+    patience: int = attrs.field(default=3, validator=ge(1))
+    """Bad steps in a row before the run goes back; fewer recover by themselves."""
+    margin: int = attrs.field(default=1, validator=ge(0))
+    """Steps before the first bad one whose updates are suspected too: a loss shows the update before it."""
+    max_rollbacks: int = attrs.field(default=3, validator=ge(0))
+    """How often the run goes back before it is given up."""
 
 
 @attrs.define(frozen=True, kw_only=True)

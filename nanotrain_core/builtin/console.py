@@ -16,6 +16,7 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     Monitor,
+    RollbackReport,
     RunInfo,
     StepReport,
 )
@@ -75,6 +76,11 @@ class Console(Monitor):
         self._line(
             pairs({"step": report.step, "checkpoint": report.path, "seconds": f"{report.seconds:.2f}"})
         )
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Show where the run went back to."""
+        fields = {"step": report.step, "rollback_to": report.restored, "because": report.reason}
+        self._line(pairs({**fields, "skipped_sequences": "{}-{}".format(*report.skipped)}))
 
     def on_end(self, report: EndReport) -> None:
         """Say how it ended."""

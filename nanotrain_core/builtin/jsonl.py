@@ -15,6 +15,7 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     Monitor,
+    RollbackReport,
     RunInfo,
     StepReport,
 )
@@ -60,6 +61,10 @@ class Jsonl(Monitor):
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Write a checkpoint's place."""
         self._row("checkpoint", attrs.asdict(report))
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Write where the run went back to, and which data it leaves out."""
+        self._row("rollback", attrs.asdict(report))
 
     def on_end(self, report: EndReport) -> None:
         """Write how it ended and close."""
