@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 import attrs
 
 from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.probe import Trace, train
 
 #: Schedules and the stages that each puts on one rank.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "dualpipe_v": 2}
@@ -25,6 +27,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tied": (False, True),
     "microbatch": (1, 2),
     "experts_first": (False, True),
+    "zero": (0, 1, 2),
 }
 
 #: 8 sequences a step leave one to eight microbatches on a rank.
@@ -62,6 +65,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIMIZERS = {
+    "sgd": {"use": "sgd", "lr": 0.1, "clip_norm": 0.5},
+    "adamw": {"use": "adamw", "lr": 0.01, "clip_norm": 0.5},
+}
+
+
 @attrs.define(frozen=True)
 class Composition:
     """One point of the matrix."""
@@ -78,6 +87,8 @@ class Composition:
     microbatch: int
     experts_first: bool
     """Whether the expert wrapper stands before the tensor-parallel one in the recipe."""
+    zero: int
+    """Stage of ``zero12``, which is the optimizer and syncs gradients; 0: ``ddp`` syncs them."""
 
     @property
     def ranks(self) -> int:
@@ -93,6 +104,7 @@ class Composition:
         flags = [name for name in ("sp", "tied", "experts_first") if getattr(self, name)]
         degrees = [f"{dim}{n}" for dim in ("tp", "pp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1]
         schedule = [] if self.schedule == "accumulate" else [self.schedule]
+        flags += [f"zero{self.zero}"] if self.zero else []
         return "-".join([self.model, *degrees, *schedule, *flags, f"mb{self.microbatch}"])
 
     def valid(self) -> bool:
@@ -105,6 +117,13 @@ class Composition:
             and (experts or (self.ep == self.etp == 1 and not self.experts_first))
             and self.ranks % (self.pp * self.ep * self.etp) == 0
         )
+
+    def optimizers(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizers to train with, by the name of what they must equal in one process."""
+        if not self.zero:
+            return OPTIMIZERS
+        sharded = {"use": "zero12", "stage": self.zero, "bucket_mb": 0.002}
+        return {"adamw": {**OPTIMIZERS["adamw"], **sharded}}
 
     def case(self) -> Case:
         """Return it as a case of the harness."""
@@ -120,11 +139,12 @@ class Composition:
             "model": model,
             "data": {"vocab": 32},
             "schedule": {"use": self.schedule},
-            "parallel": [*wrappers, {"use": "ddp"}],
+            "parallel": wrappers if self.zero else [*wrappers, {"use": "ddp"}],
         }
         return Case("topology", use="grid", topology=degrees, overrides=overrides, name=self.id)
 
 
+@cache
 def pairwise() -> list[Composition]:
     """Return few compositions in which every two values of two axes meet that meet in any.
 
@@ -145,3 +165,11 @@ def everything() -> Iterator[Composition]:
         found = Composition(**dict(zip(AXES, row, strict=True)))
         if found.valid():
             yield found
+
+
+def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:
+    """Train with every optimizer, one after the other, on this rank.
+
+    It stands here because every rank imports the module of what it runs.
+    """
+    return {name: train(case, {"optimizer": table}) for name, table in optimizers.items()}

@@ -9,34 +9,23 @@ from random import Random
 
 import attrs
 import pytest
-from compositions import Composition, everything, pairwise
+from compositions import OPTIMIZERS, Composition, everything, pairwise, train_each
 
-from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Trace, train
+from nanotrain_core.testing.probe import Trace
 
 TOLERANCE = 1e-9
 
-OPTIMIZERS = {
-    "sgd": {"use": "sgd", "lr": 0.1, "clip_norm": 0.5},
-    "adamw": {"use": "adamw", "lr": 0.01, "clip_norm": 0.5},
-}
-
 #: Drawn from all the others for the exhaustive tier.
 DRAWN = 120
-
-
-def train_each(case: Case) -> dict[str, Trace]:
-    """Train with every optimizer, one after the other, on this rank."""
-    return {name: train(case, {"optimizer": table}) for name, table in OPTIMIZERS.items()}
 
 
 @cache
 def alone(model: str, layers: int, tied: bool) -> dict[str, Trace]:
     """Train in one process. How the batch is cut must not matter, so one run serves all compositions."""
     any_of_them = next(c for c in everything() if (c.model, c.layers, c.tied) == (model, layers, tied))
-    (traces,) = run_ranks(train_each, 1, any_of_them.case().alone())
+    (traces,) = run_ranks(train_each, 1, any_of_them.case().alone(), OPTIMIZERS)
     return traces
 
 
@@ -46,8 +35,12 @@ def assert_trains_the_same(composition: Composition, *, check_collectives: bool)
     To have torch compare every collective between ranks takes as long as the training again.
     """
     expected = alone(composition.model, composition.layers, composition.tied)
-    ranks = run_ranks(train_each, composition.ranks, composition.case(), check_collectives=check_collectives)
-    for name, want in expected.items():
+    optimizers = composition.optimizers()
+    ranks = run_ranks(
+        train_each, composition.ranks, composition.case(), optimizers, check_collectives=check_collectives
+    )
+    for name in optimizers:
+        want = expected[name]
         traces = [each[name] for each in ranks]
         gradients, weights = (
             whole([getattr(t, part) for t in traces], atol=TOLERANCE) for part in ("gradients", "weights")
