@@ -19,6 +19,7 @@ COMMANDS = {
     "recipes": "list the shipped recipes, or copy one",
     "plugins": "list installed plugins and their components",
     "conformance": "run every check of a component",
+    "chaos": "hurt a run in every way, and see what it cost",
     "convert": "write weights for Hugging Face transformers, or read theirs",
     "schema": "print a JSON Schema of recipes, for editors",
 }

@@ -1,0 +1,69 @@
+"""``nanotrain chaos RECIPE``: hurt a real run in every way of the fault matrix."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from nanotrain_core.cli.common import plugin_arguments, positive, resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    from nanotrain_core.cli.common import add_recipe_options
+
+    add_recipe_options(parser)
+    parser.add_argument("--steps", type=positive, default=24, metavar="N", help="steps of a run; default 24")
+    parser.add_argument(
+        "--every", type=positive, default=6, metavar="N", help="steps between checkpoints; default 6"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=1, metavar="N", help="times to try each row; default 1"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of steps, ranks and bits to hurt")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="ROW", help="a row's number, or a part of its name"
+    )
+    parser.add_argument("--short", action="store_true", help="the few rows that the tests run")
+    parser.add_argument(
+        "--hang-timeout", type=float, default=12.0, metavar="S", help="run.hang_timeout; default 12"
+    )
+    parser.add_argument("--markdown", metavar="FILE", help="also write the table here")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="leave the runs here; default: a folder that is removed"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try the rows, print the table; 1 if any run was not survived."""
+    from rich.console import Console
+
+    from nanotrain_core.testing.chaos.bench import Bench, Settings
+    from nanotrain_core.testing.chaos.rows import NOT_RUN, chosen
+    from nanotrain_core.testing.chaos.table import markdown, table, try_rows
+
+    recipe = resolve(args).recipe
+    settings = Settings(
+        recipe=str(Path(args.recipe).resolve()) if Path(args.recipe).exists() else args.recipe,
+        overrides=tuple(args.set),
+        plugins=tuple(str(Path(path).resolve()) for path in plugin_arguments(args).local),
+        ranks=recipe.run.ranks,
+        steps=args.steps,
+        every=args.every,
+        hang_timeout=args.hang_timeout,
+    )
+    with tempfile.TemporaryDirectory(prefix="nanotrain-chaos-") as scratch:
+        root = Path(args.keep).resolve() if args.keep else Path(scratch)
+        bench = Bench(settings, root)
+        rows = chosen(args.only, short=args.short)
+        tried = try_rows(
+            bench, rows, repeat=args.repeat, seed=args.seed, tell=lambda line: print(line, flush=True)
+        )
+    Console(width=None if sys.stdout.isatty() else 130).print(table(tried))
+    for what, why in NOT_RUN.items():
+        print(f"not run here: {what}: {why}")
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(tried) + "\n", encoding="utf-8")
+    return 0 if all(row.survived == len(row.outcomes) for row in tried) else 1

@@ -1,0 +1,227 @@
+"""The ``chaos`` monitor: keeps the ledger of a run, and does it harm where the harness asks for it.
+
+What to do stands in the environment, as JSON: training code knows nothing of it. The monitor is the
+last of the run, so that after its ``on_step`` nothing comes but evaluation and checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+
+#: Where the harness writes what to do.
+VARIABLE = "NANOTRAIN_CHAOS"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Order:
+    """What the harness wants: where to keep the ledger, and one fault."""
+
+    ledger: str
+    launch: int = 0
+    """How often the harness has started the run before."""
+    act: str = ""
+    """Empty: keep the ledger only."""
+    at: str = "step"
+    """``start``, ``data``, ``step``, ``evaluation`` or ``save``."""
+    step: int = 0
+    rank: int = 0
+    """Who is hurt; -1 for all."""
+    last: int = 0
+    """Last step to act at, for acts that go on; 0 is the same as ``step``."""
+    amount: float = 0.0
+    """Seconds, a factor, or the number of the write to act at."""
+
+    def text(self) -> str:
+        return json.dumps(attrs.asdict(self))
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ChaosConfig:
+    """``[[monitor]] use = "chaos"``: no keys."""
+
+
+@hookimpl
+def nanotrain_register_monitor(register: Any) -> None:
+    """Announce ``chaos``."""
+    register(
+        Component(
+            name="chaos", config=ChaosConfig, factory=f"{__name__}:build", summary="harms a run to test it"
+        )
+    )
+
+
+def build(config: ChaosConfig) -> Any:
+    """Return the monitor. Only from here on is torch imported."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from nanotrain_core.contracts import Monitor, RollbackReport
+    from nanotrain_core.testing.chaos.marks import row_marks, weight_marks
+    from nanotrain_core.testing.disaster import WRITES, _limit_files, kill_at
+
+    class Chaos(Monitor):
+        every_step = True
+
+        def __init__(self) -> None:
+            self.order = Order(**json.loads(os.environ[VARIABLE]))
+            self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            self.struck = self.furthest = 0
+
+        # --- the ledger -----------------------------------------------------------------------
+
+        def write(self, event: str, **fields: Any) -> None:
+            row = {"event": event, "launch": self.order.launch, "attempt": self.attempt, "time": time.time()}
+            self.file.write(json.dumps({**row, "rank": self.run.rank, **fields}) + "\n")
+            self.file.flush()
+
+        def on_start(self, run: Any) -> None:
+            self.run, self.step, self.held_out = run, run.first_step, False
+            self.file = open(Path(self.order.ledger, f"rank-{run.rank}.jsonl"), "a")  # noqa: SIM115
+            self.write("start", first_step=run.first_step, ranks=run.world_size)
+            self.train_batch, self.validation_batch = run.data.train_batch, run.data.validation_batch
+            run.data.train_batch, run.data.validation_batch = self.batch, self.held_out_batch
+            for placed in run.placed:
+                placed.parameter.register_hook(self.gradient)
+            register_optimizer_step_pre_hook(self.before_update)
+            self.maybe("start")
+
+        def batch(self, *arguments: Any) -> Any:
+            self.maybe("data")
+            batch = self.train_batch(*arguments)
+            self.write("batch", step=self.step + 1, rows=row_marks(batch.tokens))
+            return batch
+
+        def held_out_batch(self, *arguments: Any) -> Any:
+            self.maybe("evaluation")
+            return self.validation_batch(*arguments)
+
+        def on_step(self, report: Any) -> None:
+            self.step, self.furthest = report.step, max(self.furthest, report.step)
+            self.write("step", step=report.step, loss=float(report.loss).hex(), skipped=report.skipped)
+            self.maybe("step")
+            if self.order.act.startswith("write:") and self.due("step"):
+                self.arm()
+
+        def on_checkpoint(self, report: Any) -> None:
+            self.write("checkpoint", step=report.step)
+
+        def on_rollback(self, report: RollbackReport) -> None:
+            self.step = report.restored
+            self.write("rollback", **attrs.asdict(report))
+
+        def on_end(self, report: Any) -> None:
+            self.write("end", step=report.step, reason=report.reason, weights=weight_marks(self.run.placed))
+
+        # --- faults ---------------------------------------------------------------------------
+
+        def due(self, at: str) -> bool:
+            order = self.order
+            now = self.step + (at == "data")
+            mine = order.rank in (-1, self.run.rank) and self.attempt == 0
+            return mine and order.step <= now <= max(order.last, order.step)
+
+        def maybe(self, at: str) -> None:
+            act = getattr(self, f"do_{self.order.act}", None)
+            if act is not None and self.order.at == at and self.due(at) and self.struck <= self.span():
+                self.struck += 1
+                self.write("fault")
+                act()
+
+        def span(self) -> int:
+            return max(self.order.last, self.order.step) - self.order.step
+
+        def do_kill(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def do_stop(self) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def do_sleep(self) -> None:
+            time.sleep(self.order.amount)
+
+        def do_terminate(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def do_fail(self) -> None:
+            raise RuntimeError("chaos: this rank fails")
+
+        def do_flip(self) -> None:
+            placed = self.run.placed[len(self.run.placed) // 2]
+            bits = placed.parameter.data.view(-1).view(torch.uint8)
+            bits[len(bits) // 2] ^= 1
+
+        def do_full(self) -> None:
+            """No file can grow beyond ``amount`` bytes from now on; after the last step it can again."""
+            import resource
+
+            if self.step < self.order.last:
+                _limit_files(int(self.order.amount))
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        def do_vanish(self) -> None:
+            import shutil
+
+            shutil.rmtree(self.run.folder / "checkpoints", ignore_errors=True)
+
+        def gradient(self, gradient: Any) -> Any:
+            """Make a gradient not a number."""
+            return gradient * float("nan") if self.strikes("nan") else None
+
+        def before_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
+            """Multiply one step's learning rate; the scheduler sets the next one's."""
+            if self.strikes("rate"):
+                for group in optimizer.param_groups:
+                    group["lr"] *= self.order.amount
+
+        def strikes(self, act: str) -> bool:
+            """Say whether to harm the step that is being computed: once, unless ``amount`` is negative."""
+            if self.order.act != act or not self.due("data"):
+                return False
+            if self.step + 1 <= self.furthest and self.order.amount >= 0:
+                return False  # the run went back and comes here again
+            if not self.struck:
+                self.write("fault")
+            self.struck += 1
+            return True
+
+        def arm(self) -> None:
+            """Act at the n-th call that writes, from here on: this step saves a checkpoint."""
+            number = int(self.order.amount)
+            self.write("fault")
+            if self.order.act == "write:kill":
+                kill_at(number)
+                return
+            seen = 0
+
+            def watch(frame: Any, event: str, function: Any) -> None:
+                nonlocal seen
+                if event == "c_call" and getattr(function, "__name__", "") in WRITES:
+                    seen += 1
+                    if seen == number:
+                        sys.setprofile(None)
+                        time.sleep(1.0)  # the harness sends its signal meanwhile
+
+            sys.setprofile(watch)
+
+    return Chaos()
+
+
+def read_ledger(folder: Path) -> list[Mapping[str, Any]]:
+    """Return what all ranks wrote, in the order of time."""
+    rows = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        rows += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return sorted(rows, key=lambda row: row["time"])
