@@ -1,0 +1,45 @@
+"""Checkpoints that every rank writes a share of, and any layout reads: safetensors, JSON and SHA-256.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from typing import Literal
+
+import attrs
+from attrs.validators import ge
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ShardedConfig:
+    """``[checkpoint] use = "sharded_v2"``."""
+
+    every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between checkpoints; 0 leaves the moment to `every_minutes` and the end of the run."""
+    every_minutes: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Minutes between checkpoints, by rank 0's clock; 0 leaves it to `every`."""
+    keep: int = attrs.field(default=2, validator=ge(1))
+    """Newest checkpoints to keep. The newest verified one and those the run was restored from stay, too."""
+    asynchronous: bool = True
+    """Train on while files are written, at the price of a copy of this rank's share in host memory."""
+    verify: Literal["full", "size", "none"] = "full"
+    """Before a load: compare every file's SHA-256, or sizes alone, or nothing."""
+
+
+@hookimpl
+def nanotrain_register_checkpoint(register: Register) -> None:
+    """Announce ``sharded_v2``."""
+    register(
+        Component(
+            name="sharded_v2",
+            config=ShardedConfig,
+            factory="nanotrain_sharded_ckpt_v2.checkpoint:ShardedCheckpoint",
+            summary="a share from every rank, hashed, written while training goes on, read on any layout",
+            weights="nanotrain_sharded_ckpt_v2.weights:open_weights",
+        )
+    )

@@ -1,0 +1,88 @@
+"""Live tensors as what is written: holdings for the plan, bytes for a shard, copies that do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nanotrain_core.contracts import Block
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2 import shard
+from nanotrain_sharded_ckpt_v2.dtypes import CODES
+from nanotrain_sharded_ckpt_v2.manifest import File, key
+from nanotrain_sharded_ckpt_v2.plan import Holding
+from nanotrain_sharded_ckpt_v2.shard import Form
+
+Tensors = dict[str, torch.Tensor]
+
+
+def holding(block: Block) -> Holding:
+    """Describe a block without its numbers.
+
+    Raises:
+        CheckpointError: safetensors has no such dtype.
+    """
+    shape = tuple(block.tensor.shape)
+    return block.name, code(block.name, block.tensor), tuple(block.global_shape), tuple(block.offset), shape
+
+
+def code(name: str, tensor: torch.Tensor) -> str:
+    """Return what safetensors calls a tensor's dtype."""
+    found = CODES.get(str(tensor.dtype))
+    if found is None:
+        raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be saved; known: {', '.join(CODES)}")
+    return found
+
+
+def chosen(blocks: Sequence[Block], positions: Iterable[int]) -> Tensors:
+    """Return the blocks that this rank writes, by their key in the shard."""
+    mine = (blocks[position] for position in positions)
+    return {key(block.name, tuple(block.offset)): block.tensor.detach() for block in mine}
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
+    """Write tensors to a new file, wide dtypes first, and flush it to the disk."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    forms = {name: Form(code(name, tensor), tuple(tensor.shape)) for name, tensor in ordered}
+    return shard.write(path, forms, parts(tensor for _, tensor in ordered))
+
+
+def parts(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors, one on the host at a time."""
+    for tensor in tensors:
+        if tensor.numel():
+            yield memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class Copies:
+    """Room on the host for a copy of what this rank writes, kept from save to save.
+
+    Memory that was never touched costs more to copy into than to copy: only the first save pays it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Tensors = {}
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Return copies of ``tensors``, which may change as soon as this returns. Earlier copies are gone."""
+        if not self._fit(tensors):
+            self._kept = {}  # before the new ones are made
+            self._kept = {name: _room(tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            self._kept[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return self._kept
+
+    def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Say whether the room there is has the names, shapes and dtypes of ``tensors``."""
+        return self._kept.keys() == tensors.keys() and all(
+            (kept.shape, kept.dtype) == (tensors[name].shape, tensors[name].dtype)
+            for name, kept in self._kept.items()
+        )
+
+
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,0 +1,349 @@
+"""The ``sharded_v2`` checkpoint: how ranks save and load together.
+
+A save, in the order it happens:
+
+1. All ranks agree who writes which box: once, as long as blocks stay the same.
+2. Rank 0 makes ``.tmp-<step>-<id>`` and says so.
+3. Each rank writes its share there, hashes it on the way and flushes it to the disk: in a thread, from a
+   copy, while training goes on.
+4. At a step boundary, once all are done, each tells its files' sizes and hashes, or what went wrong: then
+   the folder is removed and the save has failed on every rank.
+5. Rank 0 writes the manifest and renames the folder: from then on there is a checkpoint.
+
+A load verifies first, files striped over ranks, plans what to read, and looks into every file it will
+read. Only when all ranks found everything in order is the first live number replaced.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import structlog
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+import nanotrain_core
+from nanotrain_core.contracts import Block, CheckpointReport, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.mesh import Mesh
+from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
+from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
+from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
+from nanotrain_sharded_ckpt_v2.read import Reading, misfits
+from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
+
+
+@attrs.define(eq=False)
+class Flight:
+    """A save that was begun."""
+
+    step: int
+    scratch: Path
+    state: TrainState
+    began: float
+    blocked: float = 0.0
+    thread: threading.Thread | None = None
+    files: dict[str, File] = attrs.field(factory=dict)
+    """What this rank has written."""
+    error: str = ""
+
+
+@attrs.define(frozen=True)
+class Agreed:
+    """Who writes what, for blocks that look like these."""
+
+    holdings: Sequence[Holding]
+    mine: Sequence[int]
+    tensors: dict[str, Tensor]
+    """Of all ranks; on rank 0 alone."""
+
+
+class ShardedCheckpoint:
+    """See :class:`~nanotrain_core.contracts.Checkpoint`."""
+
+    def __init__(self, config: ShardedConfig) -> None:
+        self.config = config
+        self.log = structlog.get_logger("nanotrain.checkpoint")
+        self._flight: Flight | None = None
+        self._agreed: Agreed | None = None
+        self._copies = blocks.Copies()
+
+    def open(self, folder: Path, mesh: Mesh) -> None:
+        """Use ``folder``, made on the first save; clear away what a killed save left."""
+        self.folder, self.mesh = folder, mesh
+        self._last_save = time.monotonic()
+        self._verified: set[int] = set()
+        self._restored: set[int] = set()
+        self._flight = self._agreed = None
+        if mesh.rank == 0 and folder.is_dir():
+            folders.clear_leftovers(folder)
+
+    def due(self, step: int) -> bool:
+        """Save every ``every`` steps, and when ``every_minutes`` have gone by on rank 0."""
+        if self.config.every and step % self.config.every == 0:
+            return True
+        if not self.config.every_minutes:
+            return False
+        late = time.monotonic() - self._last_save >= 60 * self.config.every_minutes
+        return self._any(late and self.mesh.rank == 0)
+
+    def _any(self, mine: bool) -> bool:
+        """All-reduce: say whether it is so on any rank."""
+        flag = torch.tensor([float(mine)], device=self.mesh.device)
+        self.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, oldest first."""
+        return folders.steps(self.folder)
+
+    def verify(self, step: int) -> Sequence[str]:
+        """Read all of the checkpoint of ``step``, and return what is wrong with it."""
+        return folders.damage(folders.step_folder(self.folder, step), full=True)
+
+    # --- save ---------------------------------------------------------------------------------
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Agree on the shares and begin to write this rank's."""
+        assert self._flight is None, "a save is on its way: advance(wait=True) first"
+        began = self._last_save = time.monotonic()
+        self._forget_old()
+        agreed = self._agree(state.blocks)
+        flight = Flight(step, self._make_scratch(step), state, began)
+        mine = blocks.chosen(state.blocks, agreed.mine)
+        if self.config.asynchronous:
+            copies = self._copies.take(mine)
+            flight.thread = threading.Thread(target=self._write, args=(flight, copies), daemon=True)
+            flight.thread.start()
+        else:
+            self._write(flight, mine)
+        flight.blocked = time.monotonic() - began
+        self._flight = flight
+
+    def _agree(self, wanted: Sequence[Block]) -> Agreed:
+        """Gather and scatter: share the boxes out, unless all ranks hold what they held the last time."""
+        problem, holdings = "", []
+        try:
+            holdings = [blocks.holding(block) for block in wanted]
+        except CheckpointError as error:
+            problem = str(error)
+        agree(problem, self.mesh)
+        if self._agreed is not None and not self._any(holdings != self._agreed.holdings):
+            return self._agreed
+        self._agreed = None
+        everyone = to_first(holdings, self.mesh)
+        shares: list[Sequence[int]] = []
+        tensors: dict[str, Tensor] = {}
+        if everyone:
+            try:
+                plan = make_plan(everyone)
+                shares, tensors = list(plan.mine), dict(plan.tensors)
+            except CheckpointError as error:
+                problem = str(error)
+        agree(problem, self.mesh)
+        self._agreed = Agreed(holdings, share_from_first(shares, self.mesh), tensors)
+        return self._agreed
+
+    def _make_scratch(self, step: int) -> Path:
+        problem, scratch = "", None
+        if self.mesh.rank == 0:
+            try:
+                scratch = folders.make_scratch(self.folder, step)
+            except OSError as error:
+                problem = f"{self.folder} cannot be written: {error.strerror or error}"
+        agree(problem, self.mesh)
+        path: Path = from_first(scratch, self.mesh)
+        return path
+
+    def _write(self, flight: Flight, tensors: blocks.Tensors) -> None:
+        """Write this rank's files. Runs in a thread: it must not talk to other ranks."""
+        rank = self.mesh.rank
+        shares = {shard_name(rank): tensors, streams_name(rank): flight.state.rank_tensors}
+        name = ""
+        try:
+            for name, share in shares.items():
+                if share:
+                    flight.files[name] = blocks.write(flight.scratch / name, share)
+        except Exception as error:
+            flight.error = f"{name} of step {flight.step} could not be written to {self.folder}: {error}"
+
+    def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
+        """Publish the save on its way, if every rank has written its share."""
+        flight = self._flight
+        if flight is None:
+            return ()
+        began = time.monotonic()
+        if wait and flight.thread:
+            flight.thread.join()
+        busy = flight.thread is not None and flight.thread.is_alive()
+        if not wait and self._any(busy):
+            flight.blocked += time.monotonic() - began
+            return ()
+        self._flight = None
+        path = self._publish(flight)
+        self._verified.add(flight.step)
+        now = time.monotonic()
+        return [CheckpointReport(flight.step, path, now - flight.began, flight.blocked + now - began)]
+
+    def _publish(self, flight: Flight) -> Path:
+        """Put the checkpoint in place, or remove what there is of it."""
+        everyone = to_first(flight.files, self.mesh)
+        try:
+            agree(flight.error, self.mesh)
+            problem = ""
+            try:
+                if everyone:
+                    files = {name: file for files in everyone for name, file in files.items()}
+                    text = manifest.write(self._manifest(flight, files))
+                    folders.publish(flight.scratch, text, flight.step)
+            except OSError as error:
+                problem = f"step {flight.step} could not be put in place in {self.folder}: {error}"
+            agree(problem, self.mesh)
+        except CheckpointError:
+            if self.mesh.rank == 0:
+                shutil.rmtree(flight.scratch, ignore_errors=True)
+            raise
+        return folders.step_folder(self.folder, flight.step)
+
+    def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
+        assert self._agreed is not None
+        earlier = [step for step in self.steps() if step < flight.step]
+        previous = folders.seal(folders.step_folder(self.folder, earlier[-1])) if earlier else None
+        core, torch_version = nanotrain_core.__version__, str(torch.__version__)
+        return Manifest(
+            step=flight.step,
+            versions={
+                "nanotrain-core": core,
+                "torch": torch_version,
+                "nanotrain-sharded-ckpt-v2": __version__,
+            },
+            world_size=self.mesh.world_size,
+            layout=self._layout(),
+            previous=previous,
+            meta=flight.state.meta,
+            tensors=self._agreed.tensors,
+            files=dict(sorted(files.items())),
+        )
+
+    def _layout(self) -> dict[str, dict[str, int]]:
+        views = self.mesh.layout.views.items()
+        return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in views}
+
+    def _forget_old(self) -> None:
+        """Delete what retention does not keep. A checkpoint that cannot be deleted is no reason to stop."""
+        for step in (
+            folders.expendable(self.folder, self.config.keep, self._restored, self._verified)
+            if self.mesh.rank == 0
+            else ()
+        ):
+            try:
+                folders.delete(self.folder, step)
+            except OSError as error:
+                self.log.warning("an old checkpoint could not be deleted", step=step, problem=str(error))
+
+    # --- load ---------------------------------------------------------------------------------
+
+    def load(self, which: str, state: TrainState) -> TrainState | None:
+        """Verify, plan, look, then fill the blocks."""
+        found = self._newest_whole() if which == "latest" else self._named(which)
+        if found is None:
+            return None
+        path, saved = found
+        problems = misfits(saved, state.blocks)
+        more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
+        agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else "", self.mesh)
+        streams = self._fill(path, saved, state.blocks)
+        if self.mesh.rank == 0 and path.parent == self.folder:
+            folders.set_aside(self.folder, [step for step in self.steps() if step > saved.step])
+        self._restored.add(saved.step)
+        if self.config.verify == "full":
+            self._verified.add(saved.step)
+        return TrainState(state.blocks, saved.meta, streams)
+
+    def _fill(self, path: Path, saved: Manifest, wanted: Sequence[Block]) -> dict[str, torch.Tensor]:
+        """Fill blocks and return this rank's streams, or fail on every rank."""
+        problem, streams = "", dict[str, torch.Tensor]()
+        try:
+            reading = Reading(path, saved, wanted)
+            streams = self._streams(path, saved)
+        except CheckpointError as error:
+            problem = str(error)
+        agree(problem, self.mesh)
+        try:
+            reading.fill()
+        except CheckpointError as error:
+            problem = str(error)
+        agree(problem, self.mesh)
+        return streams
+
+    def _streams(self, path: Path, saved: Manifest) -> dict[str, torch.Tensor]:
+        """Return this rank's streams if the layout is the same: elsewhere they mean nothing."""
+        name = streams_name(self.mesh.rank)
+        if saved.layout != self._layout() or name not in saved.files:
+            return {}
+        shard.read_header(path / name)
+        try:
+            return load_file(path / name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error}") from None
+
+    def _named(self, which: str) -> tuple[Path, Manifest]:
+        """Return exactly the checkpoint asked for."""
+        path = folders.step_folder(self.folder, int(which)) if which.isdecimal() else Path(which)
+        problem = ""
+        if self.mesh.rank == 0 and not (path / manifest.NAME).is_file():
+            known = ", ".join(map(str, self.steps())) or "none"
+            problem = f"no checkpoint at {path}; steps saved in {self.folder}: {known}"
+        agree(problem, self.mesh)
+        saved, problems = self._examine(path)
+        if saved is None:
+            raise CheckpointError("; ".join(problems))
+        return path, saved
+
+    def _newest_whole(self) -> tuple[Path, Manifest] | None:
+        """Return the newest checkpoint that is whole, and set damaged newer ones aside."""
+        problems: Sequence[str] = ()
+        there: list[int] = from_first(self.steps(), self.mesh)
+        for step in reversed(there):
+            path = folders.step_folder(self.folder, step)
+            saved, problems = self._examine(path)
+            if saved is not None:
+                return path, saved
+            if self.mesh.rank == 0:
+                now = folders.quarantine(self.folder, step)
+                text = "; ".join(problems)
+                self.log.warning("a damaged checkpoint was set aside", problem=text, now=str(now))
+        if problems:
+            raise CheckpointError(f"no checkpoint in {self.folder} is whole: {problems[0]}")
+        return None
+
+    def _examine(self, path: Path) -> tuple[Manifest | None, Sequence[str]]:
+        """Return the manifest if all is well, else None and what is not: the same on every rank.
+
+        Rank 0 reads the manifest for all; each rank looks at its share of the files.
+        """
+        text, problem = "", ""
+        if self.mesh.rank == 0:
+            try:
+                text = manifest.read_text(path)
+                folders.check_folder(path, manifest.parse(text, path))
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        text, problem = from_first((text, problem), self.mesh)
+        if problem:
+            return None, [problem]
+        saved = manifest.parse(text, path)
+        mine = list(saved.files.items())[self.mesh.rank :: self.mesh.world_size]
+        full = self.config.verify == "full"
+        files = mine if self.config.verify != "none" else []
+        found = [shard.damage(path, name, file, full=full) for name, file in files]
+        everyone = self.mesh.gather([problem for problem in found if problem])
+        problems = [problem for said in everyone for problem in said]
+        return (None if problems else saved), problems

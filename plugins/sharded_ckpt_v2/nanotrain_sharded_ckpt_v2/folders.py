@@ -1,0 +1,200 @@
+"""The folder of a run's checkpoints: what is in it, what may go, what is moved out of the way. Torch-free.
+
+``step-00001200/`` is a checkpoint, ``.tmp-...`` one that is being written, ``.corrupt-...`` a damaged one,
+``superseded-.../`` holds those of a branch that was left, ``latest`` names the newest, for people and
+scripts: nothing here reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.files import remove_leftovers, write_text_atomically
+from nanotrain_sharded_ckpt_v2 import manifest, shard
+
+_STEP = re.compile(r"step-(\d{8,})")
+LATEST = "latest"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint's folder, None if it is not called like one."""
+    found = _STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, oldest first."""
+    found = (step_of(path) for path in folder.glob("step-*") if (path / manifest.NAME).is_file())
+    return sorted(step for step in found if step is not None)
+
+
+# --- a checkpoint appears -------------------------------------------------------------------------
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what saves that were killed left. Nobody may be saving."""
+    for pattern in (".tmp-*", ".old-*"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
+    remove_leftovers(folder)
+
+
+def make_scratch(folder: Path, step: int) -> Path:
+    """Make the folder that a checkpoint is written in."""
+    scratch = folder / f".tmp-{step:08d}-{uuid4().hex}"
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def publish(scratch: Path, text: str, step: int) -> Path:
+    """Complete a checkpoint with its manifest, and put it in place by one rename.
+
+    Files, manifest, folder and parent are flushed to the disk in this order: after a power cut there is
+    the whole checkpoint or none.
+    """
+    write_text_atomically(scratch / manifest.NAME, text)
+    folder = scratch.parent
+    target = step_folder(folder, step)
+    if target.exists():  # of a branch that was left
+        set_aside(folder, [step])
+    scratch.rename(target)
+    flush(folder)
+    with suppress(OSError):  # the checkpoint is in place
+        write_text_atomically(folder / LATEST, f"{target.name}\n")
+    return target
+
+
+def flush(folder: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- a checkpoint goes ----------------------------------------------------------------------------
+
+
+def quarantine(folder: Path, step: int) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again; return its new path."""
+    stem = f".corrupt-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
+    target = _free(folder, stem)
+    step_folder(folder, step).rename(target)
+    return target
+
+
+def set_aside(folder: Path, unwanted: Collection[int]) -> None:
+    """Move checkpoints into ``superseded-<time>/``: they belong to a branch that the run leaves."""
+    if unwanted:
+        aside = _free(folder, time.strftime("superseded-%Y%m%d-%H%M%S"))
+        aside.mkdir()
+        for step in unwanted:
+            old = step_folder(folder, step)
+            old.rename(aside / old.name)
+
+
+def _free(folder: Path, stem: str) -> Path:
+    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
+
+
+def expendable(folder: Path, keep: int, protected: Collection[int], verified: Collection[int]) -> list[int]:
+    """Return the steps that retention may delete: all but ``keep`` newest sound ones.
+
+    Kept for certain are those ``protected`` and the newest ``verified`` one. While none was verified,
+    nothing goes. Sound is what has a good manifest and files of the right size.
+    """
+    there = steps(folder)
+    known = [step for step in there if step in verified]
+    if not known:
+        return []
+    sound = [step for step in there if step in verified or not damage(step_folder(folder, step), full=False)]
+    stay = {*sound[-keep:], known[-1], *protected}
+    oldest = min(sound[-keep:])
+    return [step for step in there if step < oldest and step not in stay]
+
+
+def delete(folder: Path, step: int) -> None:
+    """Delete a checkpoint; one that is half deleted is not taken for one."""
+    gone = folder / f".old-{step:08d}-{uuid4().hex}"
+    step_folder(folder, step).rename(gone)
+    shutil.rmtree(gone)
+
+
+# --- is it whole ----------------------------------------------------------------------------------
+
+
+def damage(path: Path, *, full: bool) -> list[str]:
+    """Return what is wrong with a checkpoint: empty if it is whole."""
+    try:
+        found = open_manifest(path)
+    except CheckpointError as problem:
+        return [str(problem)]
+    files = (shard.damage(path, name, file, full=full) for name, file in found.files.items())
+    problems = [problem for problem in files if problem]
+    return problems or [problem for problem in _misfits(path, found) if problem]
+
+
+def open_manifest(path: Path) -> manifest.Manifest:
+    """Return the checked manifest of a checkpoint whose folder has its name and nothing else in it.
+
+    Raises:
+        CheckpointError: it is damaged, or the folder is not what it says.
+    """
+    found = manifest.read(path)
+    check_folder(path, found)
+    return found
+
+
+def check_folder(path: Path, found: manifest.Manifest) -> None:
+    """Compare a folder's name and entries with its manifest.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link")
+    if step_of(path) not in (None, found.step):
+        raise CheckpointError(f"{path} has the checkpoint of step {found.step}")
+    known = {manifest.NAME, *found.files}
+    extra = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    if extra:
+        raise CheckpointError(f"{path} holds {extra[0]!r}, which its manifest does not name")
+
+
+def _misfits(path: Path, found: manifest.Manifest) -> Iterator[str]:
+    for name, forms in forms_of(found).items():
+        yield shard.misfit(path / name, forms)
+
+
+def forms_of(found: manifest.Manifest) -> dict[str, dict[str, shard.Form]]:
+    """Return, for every shard, the tensors that the manifest says it has."""
+    forms: dict[str, dict[str, shard.Form]] = {}
+    for name, tensor in found.tensors.items():
+        for number, offset, shape in tensor.chunks:
+            entries = forms.setdefault(manifest.shard_name(number), {})
+            entries[manifest.key(name, offset)] = shard.Form(tensor.dtype, shape)
+    return forms
+
+
+def seal(path: Path) -> str | None:
+    """Return the SHA-256 of a checkpoint's manifest, None if it is damaged."""
+    try:
+        return manifest.seal_of(manifest.read_text(path))
+    except (CheckpointError, ValueError):
+        return None

@@ -1,0 +1,223 @@
+"""``MANIFEST.json``: all that a checkpoint says of itself, and the proof of every file. Torch-free.
+
+Its last line is the SHA-256 of what stands before it, the other files' are in ``files``. There is no time
+and no host in it: the same state gives the same bytes. Everything read is checked before it is used, as if
+a stranger had written it: names stay inside the folder, numbers are numbers, tensors are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core.boxes import Shape
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2.cover import uncovered
+from nanotrain_sharded_ckpt_v2.dtypes import BYTES
+from nanotrain_sharded_ckpt_v2.plan import Tensor
+
+NAME = "MANIFEST.json"
+FORMAT, VERSION = "nanotrain-sharded", 2
+#: Largest manifest that is read. 671B parameters on 2048 ranks take 30 MB.
+LARGEST = 512 * 2**20
+
+_SEAL = ',\n"sha256": "'
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def shard_name(number: int) -> str:
+    """Return the file of one rank's share of the tensors."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def streams_name(rank: int) -> str:
+    """Return the file of one rank's random-number streams."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def key(name: str, offset: Shape) -> str:
+    """Return what a box is called in its shard: ``layers.0.attn.q.weight@0,128``."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+@attrs.define(frozen=True)
+class File:
+    """One file beside the manifest."""
+
+    bytes: int
+    sha256: str
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    versions: Mapping[str, str]
+    """Of the core, torch and this plugin, that wrote it."""
+    world_size: int
+    layout: Mapping[str, Mapping[str, int]]
+    """View -> dimension -> size."""
+    previous: str | None
+    """SHA-256 of the checkpoint before it in the folder: what it follows."""
+    meta: Mapping[str, Any]
+    """The run's own JSON."""
+    tensors: Mapping[str, Tensor]
+    files: Mapping[str, File]
+
+
+def write(manifest: Manifest) -> str:
+    """Return the manifest as text, one line for each tensor and file, sealed."""
+    items = {"format": FORMAT, "version": VERSION} | {
+        name: getattr(manifest, name)
+        for name in ("step", "versions", "world_size", "layout", "previous", "meta")
+    }
+    lines = [f'"{name}": {_dump(value)}' for name, value in items.items()]
+    lines.append('"tensors": ' + _lines({n: _tensor(t) for n, t in manifest.tensors.items()}))
+    files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in manifest.files.items()}
+    lines.append('"files": ' + _lines(files))
+    body = "{\n" + ",\n".join(lines)
+    return f'{body}{_SEAL}{sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"{_dump(name)}: {_dump(value)}" for name, value in table.items()) + "\n}"
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "chunks": tensor.chunks}
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def seal_of(text: str) -> str:
+    """Return the SHA-256 in the last line.
+
+    Raises:
+        ValueError: there is none, or it is not that of the rest.
+    """
+    body, found, tail = text.rpartition(_SEAL)
+    if not found or not _HASH.fullmatch(tail[:64]) or tail[64:] != '"\n}\n':
+        raise ValueError("its last line, with its SHA-256, is missing: it is not complete")
+    if sha256(body.encode()).hexdigest() != tail[:64]:
+        raise ValueError("its bytes do not match its SHA-256")
+    return tail[:64]
+
+
+def read_text(folder: Path) -> str:
+    """Return the text of the manifest in ``folder``.
+
+    Raises:
+        CheckpointError: it is no plain file, or too large.
+    """
+    path = folder / NAME
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing, or is no plain file")
+        if path.stat().st_size > LARGEST:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; at most {LARGEST} are read")
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CheckpointError(f"{path} is damaged: {problem}") from None
+
+
+def parse(text: str, folder: Path) -> Manifest:
+    """Return the manifest of ``folder``, every part of it checked.
+
+    Raises:
+        CheckpointError: it is damaged, of another version, or says something impossible.
+    """
+    try:
+        seal_of(text)
+        return _parse(json.loads(text))
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        said = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
+        raise CheckpointError(f"{folder / NAME} is damaged: {said}") from None
+
+
+def read(folder: Path) -> Manifest:
+    """Read and check the manifest of ``folder``."""
+    return parse(read_text(folder), folder)
+
+
+def _parse(table: Any) -> Manifest:
+    if table["format"] != FORMAT or table["version"] != VERSION:
+        raise ValueError(
+            f"it is of format {table['format']!r}, version {table['version']!r}; "
+            f"expected {FORMAT!r}, version {VERSION}"
+        )
+    files = {_file_name(name): _file(name, entry) for name, entry in _table(table["files"], "files").items()}
+    tensors = {
+        name: _read_tensor(name, entry, files) for name, entry in _table(table["tensors"], "tensors").items()
+    }
+    return Manifest(
+        step=_count(table["step"], "step"),
+        versions=_table(table["versions"], "versions"),
+        world_size=_count(table["world_size"], "world_size"),
+        layout=_table(table["layout"], "layout"),
+        previous=table["previous"],
+        meta=_table(table["meta"], "meta"),
+        tensors=tensors,
+        files=files,
+    )
+
+
+def _table(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no table")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{what} is {value!r}, expected a number of 0 or more")
+    return value
+
+
+def _file_name(name: str) -> str:
+    if not _FILE.fullmatch(name) or not name.endswith(".safetensors"):
+        raise ValueError(f"it names the file {name!r}; expected a plain name that ends with .safetensors")
+    return name
+
+
+def _file(name: str, entry: Any) -> File:
+    found = File(_count(entry["bytes"], f"bytes of {name}"), entry["sha256"])
+    if not isinstance(found.sha256, str) or not _HASH.fullmatch(found.sha256):
+        raise ValueError(f"sha256 of {name} is {found.sha256!r}")
+    return found
+
+
+def _shape(value: Any, what: str) -> Shape:
+    if not isinstance(value, list):
+        raise ValueError(f"{what} is {value!r}, expected a list of numbers")
+    return tuple(_count(number, what) for number in value)
+
+
+def _read_tensor(name: str, entry: Any, files: Mapping[str, File]) -> Tensor:
+    if entry["dtype"] not in BYTES:
+        raise ValueError(f"{name} is stored as {entry['dtype']!r}; known are {', '.join(BYTES)}")
+    shape = _shape(entry["shape"], f"shape of {name}")
+    chunks = [_chunk(name, chunk, files) for chunk in entry["chunks"]]
+    problem = uncovered(shape, [(offset, size) for _, offset, size in chunks])
+    if problem:
+        raise ValueError(f"{name} is not complete: {problem}")
+    return Tensor(entry["dtype"], shape, chunks)
+
+
+def _chunk(name: str, chunk: Sequence[Any], files: Mapping[str, File]) -> tuple[int, Shape, Shape]:
+    shard, offset, size = chunk
+    if shard_name(_count(shard, f"shard of {name}")) not in files:
+        raise ValueError(f"a block of {name} is in {shard_name(shard)}, which is not among its files")
+    return shard, _shape(offset, f"offset of {name}"), _shape(size, f"block of {name}")

@@ -1,0 +1,100 @@
+"""Who writes what: each box once, by the least loaded of the ranks that hold it. Torch-free.
+
+torch's ``DefaultSavePlanner`` finds the same division, but for a large run its plans are the work: 820,000
+boxes of 2048 ranks took 19 s to unpickle and 11 s to plan on the machine this was written on, as plain
+tuples a tenth of it. Its check of the result also leaves out whether a tensor is complete when there is
+one rank, and whether ranks agree on a dtype. Reading, where boxes meet other boxes, is torch's planner's:
+see :mod:`~nanotrain_sharded_ckpt_v2.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import attrs
+
+from nanotrain_core.boxes import Shape
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2.cover import uncovered
+from nanotrain_sharded_ckpt_v2.dtypes import BYTES
+
+#: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
+Holding = tuple[str, str, Shape, Shape, Shape]
+
+
+@attrs.define(frozen=True)
+class Tensor:
+    """One tensor of the run, and where its boxes are."""
+
+    dtype: str
+    """As safetensors calls it."""
+    shape: Shape
+    chunks: Sequence[tuple[int, Shape, Shape]]
+    """Number of the shard, offset, shape; in this order."""
+
+
+@attrs.define(frozen=True)
+class Plan:
+    """Which boxes each rank writes."""
+
+    mine: Sequence[Sequence[int]]
+    """For each rank the positions in its list of holdings that it writes."""
+    tensors: Mapping[str, Tensor]
+    """By name, sorted."""
+
+
+def make_plan(holdings: Sequence[Sequence[Holding]]) -> Plan:
+    """Share the boxes of all ranks out among those that hold them.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its boxes leave a hole or overlap.
+    """
+    holders: dict[tuple[str, Shape, Shape], list[tuple[int, int]]] = {}
+    forms: dict[str, tuple[str, Shape, int]] = {}
+    for rank, held in enumerate(holdings):
+        for position, (name, dtype, whole, offset, shape) in enumerate(held):
+            known = forms.setdefault(name, (dtype, whole, rank))
+            if known[:2] != (dtype, whole):
+                raise CheckpointError(
+                    f"{name} is {dtype} {whole} on rank {rank} and {known[0]} {known[1]} on rank {known[2]}"
+                )
+            holders.setdefault((name, offset, shape), []).append((rank, position))
+    mine = _share_out(holders, forms, len(holdings))
+    return Plan([sorted(positions) for positions, _ in mine], _tensors(mine, forms))
+
+
+_Share = tuple[list[int], list[tuple[str, Shape, Shape]]]
+
+
+def _share_out(
+    holders: Mapping[tuple[str, Shape, Shape], list[tuple[int, int]]],
+    forms: Mapping[str, tuple[str, Shape, int]],
+    ranks: int,
+) -> list[_Share]:
+    """Give boxes that one rank holds to it, then the others, largest first, to who has least so far."""
+    load, shares = [0] * ranks, [_Share(([], [])) for _ in range(ranks)]
+    sizes = {box: BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
+    for box, choices in sorted(
+        holders.items(), key=lambda item: (len(item[1]) > 1, -sizes[item[0]], item[0])
+    ):
+        rank, position = min(choices, key=lambda choice: (load[choice[0]], choice[0]))
+        load[rank] += sizes[box]
+        shares[rank][0].append(position)
+        shares[rank][1].append(box)
+    return shares
+
+
+def _tensors(shares: Sequence[_Share], forms: Mapping[str, tuple[str, Shape, int]]) -> dict[str, Tensor]:
+    chunks: dict[str, list[tuple[int, Shape, Shape]]] = {name: [] for name in sorted(forms)}
+    for rank, (_, boxes) in enumerate(shares):
+        for name, offset, shape in boxes:
+            chunks[name].append((rank, offset, shape))
+    found = {}
+    for name, parts in chunks.items():
+        dtype, shape, _ = forms[name]
+        problem = uncovered(shape, [(offset, size) for _, offset, size in parts])
+        if problem:
+            raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
+        found[name] = Tensor(dtype, shape, sorted(parts, key=lambda part: part[1]))
+    return found

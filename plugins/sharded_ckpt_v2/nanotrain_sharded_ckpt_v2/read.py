@@ -1,0 +1,141 @@
+"""Blocks filled from shards that were cut in any other way, with torch's planner.
+
+Each wanted tensor is shown to ``DefaultLoadPlanner`` as :class:`Wanted`, its boxes on this rank; the
+planner finds which part of which saved box goes where. Nothing of torch's storage or metadata files is
+used: they are pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from nanotrain_core.contracts import Block
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2 import shard
+from nanotrain_sharded_ckpt_v2.blocks import code
+from nanotrain_sharded_ckpt_v2.dtypes import TORCH
+from nanotrain_sharded_ckpt_v2.folders import forms_of
+from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
+from nanotrain_sharded_ckpt_v2.plan import Tensor
+
+
+class Wanted:
+    """One tensor's blocks on this rank, as a planner asks for them."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = blocks
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return torch.Size(self.blocks[0].global_shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the boxes to fill."""
+        return [_chunk(tuple(block.offset), tuple(block.tensor.shape)) for block in self.blocks]
+
+
+def _chunk(offset: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+
+
+def _metadata(tensor: Tensor) -> TensorStorageMetadata:
+    chunks = [_chunk(offset, shape) for _, offset, shape in tensor.chunks]
+    properties = TensorProperties(dtype=getattr(torch, TORCH[tensor.dtype]))
+    return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+
+
+def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
+    """Return why what was saved does not fit ``blocks``: a name, shape or dtype, or tensors nobody wants."""
+    problems = [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
+    kinds = {block.name.rpartition("/")[0] for block in blocks}
+    found = {name.rpartition("/")[0] for name in manifest.tensors}
+    extra = (f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(found - kinds))
+    return [*problems, *extra]
+
+
+def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:
+    if saved is None:
+        yield f"it has no tensor {block.name}"
+    elif saved.shape != tuple(block.global_shape):
+        yield f"{block.name} has shape {saved.shape}, expected {tuple(block.global_shape)}"
+    elif saved.dtype != code(block.name, block.tensor):
+        yield f"{block.name} is stored as {saved.dtype}, expected {code(block.name, block.tensor)}"
+
+
+class Reading:
+    """What one rank is to read: planned and looked up in the files before anything live is touched."""
+
+    def __init__(self, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
+        """Plan the reads.
+
+        Raises:
+            CheckpointError: a file that would be read is not what the manifest says.
+        """
+        self.folder, self.manifest = folder, manifest
+        self.wanted: dict[str, Wanted] = {}
+        for block in blocks:
+            self.wanted.setdefault(block.name, Wanted([]))
+            self.wanted[block.name].blocks = [*self.wanted[block.name].blocks, block]
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata = Metadata({name: _metadata(manifest.tensors[name]) for name in self.wanted})
+        planner.set_up_planner({}, metadata)
+        planner.state_dict = dict(self.wanted)  # set_up_planner replaces what is no tensor by None
+        self.items: dict[str, list[ReadItem]] = {}
+        for item in planner.create_local_plan().items:
+            number = manifest.tensors[item.storage_index.fqn].chunks[_index(item)][0]
+            self.items.setdefault(shard_name(number), []).append(item)
+        self._look()
+
+    def _look(self) -> None:
+        forms = forms_of(self.manifest)
+        for name in self.items:
+            problem = shard.misfit(self.folder / name, forms[name])
+            if problem:
+                raise CheckpointError(problem)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy from the files into the live tensors, one file after the other.
+
+        Raises:
+            CheckpointError: a file went away meanwhile.
+        """
+        for name, items in sorted(self.items.items()):
+            try:
+                with safe_open(self.folder / name, framework="pt") as file:
+                    for item in items:
+                        self._copy(file, item)
+            except (OSError, SafetensorError) as problem:
+                raise CheckpointError(f"{self.folder / name} cannot be read: {problem}") from None
+
+    def _copy(self, file: safe_open, item: ReadItem) -> None:
+        target = self.wanted[item.dest_index.fqn].blocks[item.dest_index.index or 0].tensor
+        _, offset, _ = self.manifest.tensors[item.storage_index.fqn].chunks[_index(item)]
+        box = key(item.storage_index.fqn, offset)
+        if not target.shape:
+            target.copy_(file.get_tensor(box))
+            return
+        there = _slices(item.storage_offsets, item.lengths)
+        target[_slices(item.dest_offsets, item.lengths)].copy_(file.get_slice(box)[there])
+
+
+def _index(item: ReadItem) -> int:
+    """Return which of its tensor's boxes an item reads from."""
+    assert item.storage_index.index is not None
+    return item.storage_index.index
+
+
+def _slices(offset: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, lengths, strict=True))

@@ -1,0 +1,156 @@
+"""Safetensors files: hashed as they are written, looked at before they are trusted. Torch-free.
+
+A file is written to its end and flushed to the disk before it counts. The hash is computed in a second
+thread, beside the writing: each takes about as long.
+
+Source of the format: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import file_digest, sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core.boxes import Shape
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2.dtypes import BYTES
+from nanotrain_sharded_ckpt_v2.manifest import File
+
+#: Bytes written and hashed at once; smaller pieces are put together first.
+PIECE = 16 * 2**20
+#: Largest header that is read, as in safetensors itself.
+LARGEST_HEADER = 100 * 2**20
+
+
+@attrs.define(frozen=True)
+class Form:
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return BYTES[self.dtype] * prod(self.shape)
+
+
+def write(path: Path, forms: Mapping[str, Form], parts: Iterable[memoryview]) -> File:
+    """Write a new file and flush it to the disk.
+
+    Args:
+        path: must not exist.
+        forms: of all tensors, in the order of the file: wide dtypes first, so that each is aligned.
+        parts: their bytes, in the same order, in pieces of any length.
+    """
+    size, digest = 0, sha256()
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for piece in _pieces(header(forms), parts):
+            hashed = hasher.submit(digest.update, piece)
+            _write_all(file, piece)
+            hashed.result()
+            size += len(piece)
+        os.fsync(file.fileno())
+    return File(size, digest.hexdigest())
+
+
+def _write_all(file: Any, piece: memoryview) -> None:
+    """Write everything: without a buffer, one call may write less."""
+    while piece:
+        piece = piece[file.write(piece) :]
+
+
+def header(forms: Mapping[str, Form]) -> bytes:
+    """Return eight bytes that say how long the header is, and the header as JSON."""
+    table: dict[str, Any] = {}
+    end = 0
+    for name, form in forms.items():
+        begin, end = end, end + form.nbytes
+        table[name] = {"dtype": form.dtype, "shape": form.shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in pieces of :data:`PIECE`, or what is left."""
+    small = bytearray(first)
+    for part in parts:
+        if len(small) + len(part) <= PIECE:
+            small += part
+            continue
+        yield memoryview(small)
+        small = bytearray()
+        for begin in range(0, len(part), PIECE):
+            yield part[begin : begin + PIECE]
+    if small:
+        yield memoryview(small)
+
+
+# --- looking at files -----------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> dict[str, Form]:
+    """Return what the header of a file says.
+
+    Raises:
+        CheckpointError: it is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > LARGEST_HEADER:
+                raise ValueError(f"its header claims {length} bytes; at most {LARGEST_HEADER} are read")
+            table = json.loads(file.read(length))
+        table.pop("__metadata__", None)
+        return {name: Form(entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise CheckpointError(f"{path} is no safetensors file: {problem}") from None
+
+
+def damage(folder: Path, name: str, file: File, *, full: bool) -> str:
+    """Return what is wrong with a file that a manifest lists: empty if nothing is.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the file.
+        file: what the manifest says of it.
+        full: compare its SHA-256, which reads it all; otherwise its size.
+    """
+    path = folder / name
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{path} is missing, or is no plain file"
+        if path.stat().st_size != file.bytes:
+            return f"{path} has {path.stat().st_size} bytes, {file.bytes} were written"
+        if full:
+            with path.open("rb") as opened:
+                if file_digest(opened, "sha256").hexdigest() != file.sha256:
+                    return f"{path} is damaged: its bytes do not match its SHA-256"
+    except OSError as problem:
+        return f"{path} cannot be read: {problem.strerror or problem}"
+    return ""
+
+
+def misfit(path: Path, expected: Mapping[str, Form]) -> str:
+    """Return how the header of a shard differs from what the manifest says: empty if it does not."""
+    try:
+        found = read_header(path)
+    except CheckpointError as problem:
+        return str(problem)
+    for name, form in expected.items():
+        if found.get(name) != form:
+            return f"{path}: {name} is {_said(found.get(name))} there, {_said(form)} in the manifest"
+    extra: Sequence[str] = sorted(found.keys() - expected.keys())
+    return f"{path} holds {extra[0]}, which is not in the manifest" if extra else ""
+
+
+def _said(form: Form | None) -> str:
+    return f"{form.dtype} {form.shape}" if form else "missing"

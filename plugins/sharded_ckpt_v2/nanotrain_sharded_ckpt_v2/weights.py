@@ -1,0 +1,68 @@
+"""The weights of a checkpoint alone, for ``--weights`` and ``nanotrain convert``, a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanotrain_core.boxes import Shape
+from nanotrain_core.contracts import SavedWeights
+from nanotrain_core.errors import CheckpointError
+from nanotrain_sharded_ckpt_v2 import folders, manifest
+from nanotrain_sharded_ckpt_v2.dtypes import TORCH
+from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
+
+
+def open_weights(path: Path) -> SavedWeights | None:
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it is of another format."""
+    for folder in (path, path / "checkpoints"):
+        steps = folders.steps(folder) if folder.is_dir() else []
+        path = folders.step_folder(folder, steps[-1]) if steps else path
+    if not (path / manifest.NAME).is_file():
+        return None
+    found = folders.open_manifest(path)
+    if "model" not in found.meta:
+        raise CheckpointError(f"{path / manifest.NAME} does not say of which model its weights are")
+    return SavedWeights(found.meta["model"], ShardedWeights(path, found))
+
+
+class ShardedWeights:
+    """See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, path: Path, found: Manifest) -> None:
+        self.path, self.manifest = path, found
+        own = {name: tensor for name, tensor in found.tensors.items() if "/" not in name}
+        self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in own.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: getattr(torch, TORCH[tensor.dtype]) for name, tensor in own.items()
+        }
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Put one block together from the boxes that reach into it."""
+        begin = tuple(part.start for part in index)
+        shape = tuple(part.stop - part.start for part in index)
+        block = torch.empty(shape, dtype=self.dtypes[name])
+        for number, offset, size in self.manifest.tensors[name].chunks:
+            common = [
+                (max(b, o), min(b + n, o + m)) for b, n, o, m in zip(begin, shape, offset, size, strict=True)
+            ]
+            if all(first < last for first, last in common):
+                here = tuple(slice(i - b, j - b) for (i, j), b in zip(common, begin, strict=True))
+                there = tuple(slice(i - o, j - o) for (i, j), o in zip(common, offset, strict=True))
+                block[here] = self._box(shard_name(number), key(name, offset), there)
+        return block
+
+    def _box(self, file: str, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            with safe_open(self.path / file, framework="pt") as opened:
+                found: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+                return found
+        except (OSError, SafetensorError) as problem:
+            raise CheckpointError(f"{self.path / file} cannot be read: {problem}") from None
+
+    def damage(self) -> Sequence[str]:
+        """Compare all files with their SHA-256."""
+        return folders.damage(self.path, full=True)

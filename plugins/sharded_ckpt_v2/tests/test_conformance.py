@@ -1,0 +1,11 @@
+"""``sharded_v2`` passes the harness: alone, over data ranks, and written at once instead of in a thread."""
+
+from nanotrain_core.testing import Case, conformance
+
+SUMMED = {"parallel": [{"use": "summed"}]}
+
+test_conformance = conformance(
+    Case("checkpoint", use="sharded_v2"),
+    Case("checkpoint", use="sharded_v2", topology={"dp": 2}, overrides=SUMMED),
+    Case("checkpoint", use="sharded_v2", config={"asynchronous": False}, name="at_once"),
+)
