@@ -36,7 +36,11 @@ class Role(Enum):
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
     """As COLUMN."""
     NORM = "normalisation over the width, with an element-wise weight"
-    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and perhaps ``.bias`` [D]."""
+    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and perhaps ``.bias`` [D]. So is a scale."""
+    INNER = (
+        "between COLUMN and ROW, but not split, as a norm of each query head: each rank applies it to its own"
+    )
+    """Called as its model likes. Whole on every rank, and each rank's gradient of it is partial."""
     HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
     """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
     logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""

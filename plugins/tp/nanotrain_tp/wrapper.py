@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.extents import divisors_near, either, multiples_near
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placements
@@ -38,11 +39,14 @@ class TensorParallel:
 
         Raises:
             SplitError: heads, feed-forward width or vocabulary do not divide by the number of ranks.
+            NanotrainError: sequences stay whole, and nobody says whether some gradients are partial.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
         ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
         boundary = Boundary(ranks, sequence_parallel=self.config.sequence_parallel)
+        if not self.config.sequence_parallel:
+            refuse_unknown(part)
         for name, module, tag in list(tagged(part)):
             split(name, module, tag, placements, ranks)
             hook(module, tag, boundary)
@@ -50,12 +54,12 @@ class TensorParallel:
         return part
 
     def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
-        """Note which gradients are partial because a rank saw a share of the tokens."""
-        routers, experts = (set(parameters_of(part, role)) for role in (Role.ROUTER, Role.EXPERTS))
-        shared_out = (
-            {name for name, _ in part.named_parameters()} if self.config.sequence_parallel else experts
-        )
-        for name in shared_out - routers:
+        """Note which gradients are partial because a rank saw a share of the tokens, or of the heads."""
+        routers = set(parameters_of(part, Role.ROUTER))
+        partial = {*parameters_of(part, Role.EXPERTS), *parameters_of(part, Role.INNER)}
+        if self.config.sequence_parallel:
+            partial = {name for name, _ in part.named_parameters()}
+        for name in partial - routers:
             placement = placements[name]
             if "tp" in placement.same:  # else it is split, or another wrapper placed it in another view
                 placements[name] = placement.sum_over("tp")
@@ -67,6 +71,26 @@ def parameters_of(part: nn.Module, role: Role) -> Iterator[str]:
         if tag.role is role:
             for key, _ in module.named_parameters():
                 yield f"{name}.{key}"
+
+
+def refuse_unknown(part: nn.Module) -> None:
+    """Refuse parameters below ``part`` without a role: between COLUMN and ROW their gradients are partial.
+
+    With sequence parallelism they are partial everywhere.
+    """
+    known = {
+        f"{name}.{key}"
+        for name, module, tag in tagged(part)
+        if tag.role is not Role.BLOCK
+        for key, _ in module.named_parameters()
+    }
+    for name, parameter in part.named_parameters():
+        if "." in name and name not in known and parameter.requires_grad:
+            raise NanotrainError(
+                f"{name} has no role: where sequences stay whole, tp cannot tell whether each rank's "
+                "gradient of it is partial. Tag its module Role.INNER if it lies between COLUMN and ROW, "
+                "else Role.NORM; or set sequence_parallel"
+            )
 
 
 def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
