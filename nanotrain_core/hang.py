@@ -25,9 +25,11 @@ import attrs
 #: How many times longer the start, the first step and a checkpoint may take than other steps.
 PATIENCE = 5
 #: Seconds that ranks get to end by themselves after another has gone.
-LEFT_BEHIND = 10.0
+LEFT_BEHIND = 3.0
 #: Seconds between two looks.
 INTERVAL = 0.5
+#: In the path of code in which ranks wait for each other.
+WAITING = (os.path.join("torch", "distributed"), "host_barrier")
 
 
 @attrs.define(frozen=True)
@@ -64,7 +66,7 @@ class Stuck:
         """Whether it waits for other ranks."""
         path, _, rest = self.where.partition(":")
         line = linecache.getline(path, int(rest.partition(" ")[0])) if rest else ""
-        return os.path.join("torch", "distributed") in path or ".wait(" in line or "dist." in line
+        return any(part in path for part in WAITING) or ".wait(" in line or "dist." in line
 
     def describe(self) -> str:
         """Return one line on where it is."""

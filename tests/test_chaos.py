@@ -1,0 +1,97 @@
+"""The short form of the fault matrix, and what its judge makes of a ledger."""
+
+import json
+from random import Random
+
+import pytest
+from test_run import SMALL
+
+from nanotrain_core.testing.chaos.bench import Bench, Settings, Trial
+from nanotrain_core.testing.chaos.rows import ROWS, Outcome, Row, chosen, judge
+
+RECIPE = SMALL.replace("width = 16", "width = 64").replace("sequences = 4", "sequences = 8", 1)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """A bench whose undisturbed run is made once."""
+    root = tmp_path_factory.mktemp("chaos")
+    (root / "small.toml").write_text(RECIPE)
+    settings = Settings(recipe=str(root / "small.toml"), steps=16, every=4, hang_timeout=6.0)
+    return Bench(settings, root / "runs")
+
+
+@pytest.mark.parametrize("row", chosen((), short=True), ids=lambda row: row.__name__)
+def test_is_survived(bench, row):
+    outcome = row().run(bench, row.__name__, Random(1))
+    assert outcome.problems == []
+    assert (outcome.false_successes, outcome.replay_mismatches) == (0, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.short], ids=lambda row: row.__name__)
+def test_is_survived_too(bench, row):
+    assert row().run(bench, row.__name__, Random(1)).problems == []
+
+
+# --- the judge --------------------------------------------------------------------------------------
+
+
+class Nothing(Row):
+    number, name = "0", "nothing"
+
+    def hurt(self, trial, random):
+        return iter(())
+
+
+def ledger(trial, rows):
+    """Write a ledger as rank 0 would: rows of (event, step, more) of launches and attempts in order."""
+    lines = []
+    for time, (launch, attempt, event, fields) in enumerate(rows):
+        where = {"launch": launch, "attempt": attempt, "time": time, "rank": 0}
+        lines.append(json.dumps({"event": event, **where, **fields}))
+    (trial.ledger / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def steps(launch, attempt, first, last, *, loss="0x1p+0", rows=None):
+    yield launch, attempt, "start", {"first_step": first - 1}
+    for step in range(first, last + 1):
+        yield launch, attempt, "batch", {"step": step, "rows": rows or [f"row {step}"]}
+        yield launch, attempt, "step", {"step": step, "loss": loss, "skipped": False}
+
+
+END = {"reason": "done", "weights": "aa"}
+
+
+def judged(tmp_path, rows):
+    """Judge a ledger against an undisturbed run of 6 steps."""
+    bench = Bench(Settings(recipe="none", steps=6, every=2), tmp_path)
+    whole = Trial(bench, "baseline")
+    ledger(whole, [*steps(0, 0, 1, 6), (0, 0, "end", END)])
+    bench.__dict__["baseline"] = whole
+    trial = Trial(bench, "trial")
+    ledger(trial, rows)
+    outcome = Outcome([])
+    judge(Nothing(), trial, outcome)
+    return outcome
+
+
+def test_a_restart_that_repeats_two_steps_is_survived(tmp_path):
+    rows = [*steps(0, 0, 1, 4), *steps(0, 1, 3, 6), (0, 1, "end", END)]
+    outcome = judged(tmp_path, rows)
+    assert (outcome.problems, outcome.steps_lost) == ([], 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([*steps(0, 0, 1, 4), *steps(0, 1, 1, 6), (0, 1, "end", END)], "4 steps were lost, at most 2"),
+        ([*steps(0, 0, 1, 6), (0, 0, "end", {**END, "weights": "bb"})], "the final weights are not those"),
+        ([*steps(0, 0, 1, 4), *steps(0, 1, 3, 6, loss="0x1p+1"), (0, 1, "end", END)], "4 steps had another"),
+        ([*steps(0, 0, 1, 4), *steps(0, 1, 3, 6, rows=["row 1"]), (0, 1, "end", END)], "4 steps saw other"),
+        ([*steps(0, 0, 1, 4), *steps(0, 1, 6, 6), (0, 1, "end", END)], "1 steps saw other"),
+        ([*steps(0, 0, 1, 6)], "the final weights are not those"),
+    ],
+)
+def test_what_a_run_lost_is_counted(tmp_path, rows, problem):
+    assert any(problem in text for text in judged(tmp_path, rows).problems)
