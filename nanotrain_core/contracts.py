@@ -302,6 +302,9 @@ class Optimizer(Protocol):
         """
         ...
 
+    # An optimizer may also have ``wait(parameters)``: its step then returns while updated weights travel,
+    # and the core waits for those of a module before that is called: see nanotrain_core.fences.
+
     def blocks(self) -> Iterable[Block]:
         """Yield every state tensor, masters included."""
         ...
@@ -617,6 +620,10 @@ class Monitor:
     every_step: bool = False
     """Whether ``on_step`` is called after every step, also of a run that logs only some. Each report costs
     one small all-reduce."""
+
+    reads_weights: bool = True
+    """Whether it may look at parameters: before it is told of an event, weights still on their way are waited
+    for. One that does not lets them travel on; ``RunInfo.logits`` waits by itself."""
 
     def on_start(self, run: RunInfo) -> None: ...
 

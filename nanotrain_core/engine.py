@@ -27,6 +27,7 @@ from nanotrain_core.contracts import (
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
+from nanotrain_core.fences import fence
 from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.model_table import refuse_other_model
@@ -113,7 +114,11 @@ class RuntimeEngine:
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners)
         self.stop = StopRequest()
-        self.events = Events(run.monitors, self.stop, strict=run.strict_monitors)
+        self.weights_ready = fence(run.stages.values(), run.optimizer)
+        """Waits for weights that the optimizer's last step left on their way."""
+        self.events = Events(
+            run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
+        )
         self.pace = Pace()
         self.progress = Progress()
 
@@ -149,6 +154,7 @@ class RuntimeEngine:
         except BaseException:
             self.events.end(self._end("failed"))
             raise
+        self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
         return report
@@ -337,6 +343,7 @@ class RuntimeEngine:
 
     def _state(self) -> TrainState:
         run = self.run
+        self.weights_ready()
         weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
         meta = {
             "step": self.step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,17 @@ from nanotrain_core.stop import Rollback, StopRequest
 class Events:
     """Calls every monitor in the recipe's order."""
 
-    def __init__(self, monitors: Sequence[Monitor], stop: StopRequest, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        monitors: Sequence[Monitor],
+        stop: StopRequest,
+        *,
+        strict: bool = False,
+        weights_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``weights_ready`` waits for weights on their way, for monitors that read them."""
         self.monitors, self.stop, self.strict = monitors, stop, strict
+        self.weights_ready = weights_ready
         self.log = structlog.get_logger("nanotrain.monitor")
 
     def start(self, run: RunInfo) -> None:
@@ -72,6 +81,8 @@ class Events:
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
         for monitor in self.monitors if to is None else to:
+            if monitor.reads_weights:
+                self.weights_ready()
             try:
                 wish = getattr(monitor, event)(*arguments)
                 if wish == "stop":

@@ -23,7 +23,7 @@ LEVELS = (
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
         "mechanisms",
-        "agreement conform environment events executor feed folder foreign_weights gradients handover "
+        "agreement conform environment events executor feed fences folder foreign_weights gradients handover "
         "initialise lr_schedule saves model_table",
     ),
     ("recipe and registry", "discovery registry recipe recipe.* open_weights convert"),

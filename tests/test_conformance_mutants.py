@@ -28,6 +28,10 @@ FAULTS = [
         {"groups_divide_the_world", "groups_are_real"},
     ),
     (Case("model", use="mean_loss", config=MODEL, plugins=TWINS), {"loss_is_a_sum"}),
+    (
+        Case("model", use="reads_ahead", config=MODEL, plugins=TWINS),
+        {"weights_may_arrive_at_the_last_moment"},
+    ),
     (Case("parallel", use="summed", topology={"dp": 2}), set()),
     (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),
     (

@@ -28,6 +28,8 @@ COLUMNS = {"step": 13, "loss": 8, "grad_norm": 9, "lr": 8, "tokens/s": 9, "ms/st
 class Console(Monitor):
     """One live line on a terminal, plain ``key=value`` lines in a file or a pipe."""
 
+    reads_weights = False
+
     def __init__(self, config: ConsoleConfig) -> None:
         self.config = config
         self.live: Live | None = None

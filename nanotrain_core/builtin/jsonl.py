@@ -28,6 +28,8 @@ class Jsonl(Monitor):
     appends: where a step stands twice, the later row counts.
     """
 
+    reads_weights = False
+
     def __init__(self, config: JsonlConfig) -> None:
         del config  # it has no keys
         self.file: IO[str] | None = None

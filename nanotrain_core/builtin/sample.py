@@ -11,6 +11,8 @@ from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
 class Sample(Monitor):
     """Continues a prompt on rank 0. Draws from its own stream, so the run's numbers stay as they are."""
 
+    reads_weights = False
+
     def __init__(self, config: SampleConfig) -> None:
         self.config = config
 

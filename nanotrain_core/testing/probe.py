@@ -175,7 +175,9 @@ def copies(blocks: Iterable[Block]) -> list[Block]:
 
 
 def weights(run: Run) -> list[Block]:
-    """Return copies of this rank's parameters."""
+    """Return copies of this rank's parameters, once they have all arrived."""
+    if hasattr(run.optimizer, "wait"):
+        run.optimizer.wait([p.parameter for p in run.placed])
     return copies(Block.of("", p.parameter, p.placement) for p in run.placed)
 
 

@@ -12,6 +12,7 @@ from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import Initializer, Model
 from nanotrain_core.extents import extents_of
+from nanotrain_core.fences import fence
 from nanotrain_core.initialise import materialise
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.placement import place
@@ -19,6 +20,7 @@ from nanotrain_core.roles import Role, Tag, tag_of, tagged
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
+from nanotrain_core.testing.late_weights import LateWeights
 
 ONE_RANK = Layout({"dense": View(("dp",), (1,))})
 Losses = dict[str, float]
@@ -182,6 +184,24 @@ def loss_is_a_sum(case: Case) -> None:
     for name in model.loss_weights:
         added = sum(model.loss_counts(half)[name].item() for half in batch.split(1))
         assert added == counts[name] > 0, f"{name}: microbatches count {added}, the batch {counts[name]}"
+
+
+@check("model", since="0.1")
+def weights_may_arrive_at_the_last_moment(case: Case) -> None:
+    """Parameters of a tagged module are read when it is called and not before: an optimizer may be late.
+
+    Those of an embedding, and of what has no tag, may be read from the beginning of the part on.
+    """
+    batch = batch_of(case)
+    for cuts in ((), *((cut,) for cut in range(1, model_of(case).layers))):
+        parts = parts_of(case, *cuts)
+        expected = {name: loss.item() for name, loss in run_parts(parts, batch).items()}
+        late = LateWeights(parts)
+        fence(parts, late)
+        for _ in range(2):
+            late.send()
+            got = {name: loss.item() for name, loss in run_parts(parts, batch).items()}
+            assert got == expected, f"losses {got} with late weights, {expected} otherwise; cut at {cuts}"
 
 
 @check("model", since="0.1")

@@ -1,0 +1,28 @@
+"""An optimizer whose updated weights arrive just before somebody waits for them, and are nan until then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+
+
+class LateWeights:
+    """Offers ``wait``, as an optimizer that overlaps communication with the next forward does."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self.parameters = {p for part in parts for p in part.parameters() if p.requires_grad}
+        self.travelling: dict[nn.Parameter, torch.Tensor] = {}
+
+    def send(self) -> None:
+        """Put every weight on its way."""
+        for parameter in self.parameters:
+            self.travelling[parameter] = parameter.detach().clone()
+            parameter.data.fill_(torch.nan)
+
+    def wait(self, parameters: Collection[nn.Parameter]) -> None:
+        """Have ``parameters`` arrive."""
+        for parameter in parameters:
+            if parameter in self.travelling:
+                parameter.data.copy_(self.travelling.pop(parameter))
