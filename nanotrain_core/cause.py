@@ -37,6 +37,8 @@ class Cause:
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
     """Return the first cause: a hang, a mistake, a crash, a death; an echo of these only if alone.
 
+    Ranks that are left get SIGTERM, and may say so: that counts only if nobody knows better.
+
     Args:
         scratch: where ranks left what they met.
         codes: how the processes of ranks ended.
@@ -46,10 +48,14 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         return Cause(hang, Exit.HUNG)
     reports = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
     reports.sort(key=lambda report: (report["trace"] is not None, report["echo"], report["time"]))
-    first = reports[0] if reports else None
+    killed = sorted(rank for rank, code in codes.items() if code < 0)
+    stopped = [report for report in reports if report["code"] == Exit.PREEMPTED]
+    others = [report for report in reports if report["code"] != Exit.PREEMPTED]
+    if stopped and not killed and all(report["echo"] for report in others):
+        others = stopped
+    first = others[0] if others else None
     if first and first["trace"] is None:
         return Cause(first["text"], first["code"], mistake=True)
-    killed = sorted(rank for rank, code in codes.items() if code < 0)
     if killed and (not first or first["echo"]):
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)

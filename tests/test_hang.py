@@ -1,5 +1,6 @@
 """Who is named when a run makes no progress, and that it goes on after a restart."""
 
+import json
 import os
 import re
 import time
@@ -8,6 +9,7 @@ import pytest
 from command import nanotrain
 from test_run import SMALL, metrics
 
+from nanotrain_core.cause import first_cause
 from nanotrain_core.errors import Exit
 from nanotrain_core.hang import Beat, Stuck, culprits
 from nanotrain_core.progress import Progress
@@ -120,3 +122,30 @@ def test_a_rank_that_nobody_watches_ends_itself_with_its_stacks(tmp_path):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == Exit.HUNG
     assert "in test_a_rank_that_nobody_watches" in (tmp_path / "stacks/rank-0.txt").read_text()
+
+
+def leave(scratch, rank, *, code=1, echo=False, trace="Traceback\n", text="boom", time=0.0):
+    report = {"rank": rank, "time": time, "text": text, "echo": echo, "trace": trace, "code": code}
+    (scratch / f"failure-{rank}.json").write_text(json.dumps(report))
+
+
+ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
+
+
+@pytest.mark.parametrize(
+    ("reports", "codes", "said", "code"),
+    [
+        ({0: ENDED}, {1: -9}, "rank 1 was killed by SIGKILL", Exit.FAILED),
+        ({0: ENDED, 1: {"time": 1.0}}, {1: 1}, "rank 1 failed: boom", Exit.FAILED),
+        ({0: ENDED, 1: {"echo": True}}, {0: 75}, "stopped by SIGTERM", Exit.PREEMPTED),
+        ({0: {"echo": True}}, {1: -11}, "rank 1 was killed by SIGSEGV", Exit.FAILED),
+        ({0: {}, 1: {"trace": None, "code": 3, "text": "gone"}}, {0: 1}, "gone", Exit.DIVERGED),
+        ({}, {2: 4}, "rank 2 ended with exit code 4", Exit.FAILED),
+    ],
+)
+def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports, codes, said, code):
+    for rank, report in reports.items():
+        leave(tmp_path, rank, **report)
+    cause = first_cause(tmp_path, codes, None)
+    assert (cause.text, cause.code) == (said, code)
+    assert first_cause(tmp_path, codes, "rank 1 hung").code == Exit.HUNG

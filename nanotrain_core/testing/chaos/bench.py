@@ -211,11 +211,23 @@ class Trial:
         """Return when and where the fault struck."""
         return self.rows("fault")
 
+    def trained(self) -> list[Mapping[str, Any]]:
+        """Return the batches that were trained on: of those read for a step, the last; others are skipped."""
+        last: dict[tuple[int, int, int], Mapping[str, Any]] = {}
+        found = []
+        for row in self.rows("batch", "step"):
+            life = (row["launch"], row["attempt"], row["rank"])
+            if row["event"] == "batch":
+                last[life] = row
+            elif life in last:
+                found.append(last.pop(life))
+        return found
+
     def committed(self) -> dict[int, frozenset[str]]:
         """Return the sequences of each step that counts: of the last launch and attempt that took it."""
         latest: dict[int, tuple[int, int]] = {}
         seen: dict[tuple[int, tuple[int, int]], set[str]] = {}
-        for row in self.rows("batch"):
+        for row in self.trained():
             life = (row["launch"], row["attempt"])
             latest[row["step"]] = max(latest.get(row["step"], life), life)
             seen.setdefault((row["step"], life), set()).update(row["rows"])

@@ -463,7 +463,7 @@ class RollsBack(Row):
             *(trial.bench.baseline.committed()[s] for s in range(back["onset"], back["step"] + 1))
         )
         after = [
-            row for row in trial.rows("batch") if row["time"] > back["time"] and row["step"] >= back["onset"]
+            row for row in trial.trained() if row["time"] > back["time"] and row["step"] >= back["onset"]
         ]
         taken = {mark for row in after for mark in row["rows"]}
         if left_out & taken:
