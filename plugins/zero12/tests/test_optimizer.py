@@ -1,0 +1,165 @@
+"""What is particular about the update: narrow moments, state on the host, weights on their way."""
+
+import pytest
+import torch
+from nanotrain_zero12.moments import NarrowMoments
+from nanotrain_zero12.offload import HostMaster
+from nanotrain_zero12.optimizer import Zero12
+
+from nanotrain_core.builtin.configs import PrecisionConfig
+from nanotrain_core.builtin.precisions import bf16, fp32
+from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import make_run, push
+
+ZERO = {"bucket_mb": 0.01, "stage": 2}
+
+
+def case(**config):
+    return Case("optimizer", use="zero12", config={**ZERO, **config}, topology={"dp": 2})
+
+
+# --- narrow moments ---------------------------------------------------------------------------------
+
+
+def by_hand(weight, gradients, lr, betas, eps, decay):
+    """AdamW on one tensor, both moments rounded to bfloat16 after every step."""
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        weight = weight * (1 - lr * decay)
+        unbiased = (second / (1 - betas[1] ** step)).sqrt() + eps
+        weight = weight - lr * first / (1 - betas[0] ** step) / unbiased
+        first, second = first.bfloat16().to(weight.dtype), second.bfloat16().to(weight.dtype)
+    return weight, first, second
+
+
+def test_moments_are_rounded_after_every_step_and_nothing_else_is():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(100))
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizer = NarrowMoments([{"params": [weight], "weight_decay": 0.1}], **settings)
+    state = {name: torch.zeros(100, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[weight] = {"step": torch.zeros(()), **state}
+    gradients = list(torch.randn(10, 100))
+    expected = by_hand(weight.detach().clone(), gradients, *settings.values(), 0.1)
+    for gradient in gradients:
+        weight.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected[0], rtol=0, atol=1e-6)
+    # a last bit of difference in float32 may round to the next bfloat16 number
+    torch.testing.assert_close(state["exp_avg"].float(), expected[1], rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(state["exp_avg_sq"].float(), expected[2], rtol=2**-7, atol=1e-6)
+
+
+# --- state on the host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [fp32, bf16])
+def test_a_weight_updated_on_the_host_reaches_the_device(precision):
+    numbers = precision(PrecisionConfig())
+    device = torch.randn(8).to(numbers.parameter_dtype)
+    host = device.clone()
+    master = HostMaster(device, host, numbers.master(host, "w"))
+    value = torch.randn(8)
+    master.store(value.clone())
+    assert torch.equal(master.load(), value)
+    assert torch.equal(device, value.to(device.dtype))
+    assert set(master.state()) == ({"master"} if precision is bf16 else set())
+
+
+def test_a_weight_read_from_a_checkpoint_reaches_the_host():
+    device = torch.randn(8)
+    host = device.clone()
+    master = HostMaster(device, host, fp32(PrecisionConfig()).master(host, "w"))
+    device.fill_(3.0)
+    master.refresh()
+    assert torch.equal(master.load(), device)
+
+
+def masters_on_cpu(case):
+    run = make_run(case, {})
+    return [type(slot.master).__name__ for slot in run.optimizer.slots]
+
+
+def test_on_cpu_offload_keeps_no_further_copy():
+    for masters in run_ranks(masters_on_cpu, 2, case(offload=True)):
+        assert set(masters) == {"LiveMaster"}
+
+
+# --- on the way -------------------------------------------------------------------------------------
+
+
+def weights_in_flight(case):
+    """Return buckets on their way after a step, after waiting for the last parameter, and for all."""
+    run = make_run(case, {})
+    push(run, 0, 1.0)
+    run.optimizer.step()
+    parameters = [placed.parameter for placed in run.placed]
+    counts = [len(run.optimizer.gathering)]
+    run.optimizer.wait(parameters[-1:])
+    counts.append(len(run.optimizer.gathering))
+    run.optimizer.wait(parameters)
+    return [*counts, len(run.optimizer.gathering)]
+
+
+def test_through_sockets_weights_arrive_when_they_are_waited_for():
+    for after_step, after_one, after_all in run_ranks(weights_in_flight, 2, case(shared_memory=False)):
+        assert after_step > after_one > after_all == 0
+
+
+def test_without_overlap_and_through_shared_memory_they_are_there_after_the_step():
+    for config in ({"shared_memory": False, "overlap": False}, {}):
+        assert run_ranks(weights_in_flight, 2, case(**config)) == [[0, 0, 0]] * 2
+
+
+def sum_of_small_gradients(case, microbatches):
+    """Return the largest summed gradient of many equal, small ones beside a first large one, in bfloat16."""
+    run = make_run(case, {"precision": {"use": "bf16"}})
+    sync, parameter = run.gradients, run.placed[-1].parameter
+    others = [p.parameter for p in run.placed]
+    for number in range(microbatches + 1):
+        if number == microbatches:
+            sync.last_microbatch(others)
+        (parameter * (256.0 if number == 0 else 1.0)).sum().backward()
+        sync.microbatch(others)
+    sync.complete(others)
+    sync.finish()
+    return max((sync.gradient_of(piece).max().item() for piece in sync.pieces()), default=0.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_gradients_of_narrow_weights_are_summed_in_float32(stage, shared_memory):
+    """bfloat16 would not see 1 beside 256."""
+    found = run_ranks(sum_of_small_gradients, 2, case(stage=stage, shared_memory=shared_memory), 8)
+    assert max(found) == 2 * (256 + 8)
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+
+def test_two_gradient_syncs_are_refused():
+    twice = Case("optimizer", use="zero12", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
+    with pytest.raises(RecipeError, match="both provide gradient_sync"):
+        twice.recipe()
+
+
+def test_a_third_stage_is_refused():
+    with pytest.raises(RecipeError, match=r"optimizer\.stage"):
+        case(stage=3).recipe()
+
+
+def ask_for_a_whole_gradient(case):
+    run = make_run(case, {})
+    assert isinstance(run.gradients, Zero12)
+    try:
+        run.gradients.gradient(run.placed[0].parameter)
+    except NanotrainError as refused:
+        return str(refused)
+
+
+def test_no_rank_has_a_whole_gradient_to_give():
+    (text, _) = run_ranks(ask_for_a_whole_gradient, 2, case())
+    assert "pieces()" in text
