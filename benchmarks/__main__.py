@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import startup
+from benchmarks import bubble, mesh, startup
 from benchmarks.cases import ALONE, CASES
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in (*CASES, *ALONE)), "startup")
+NAMES = (*(case.name for case in (*CASES, *ALONE)), "startup", "mesh", "bubble")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,13 +57,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)
             speeds.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     waits = startup.measure(rounds=args.rounds) if "startup" in names else []
-    text = markdown(results, waits, speeds)
+    waits += mesh.measure(rounds=args.rounds) if "mesh" in names else []
+    bubbles = measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
+    text = markdown(results, waits, speeds, bubbles)
     print(text)
     if args.json:
-        write_json(args.json, results, waits, speeds)
+        write_json(args.json, results, waits, speeds, bubbles)
     if args.markdown:
         write_markdown(args.markdown, text)
-    return 0 if all(measured.passed for measured in (*results, *waits)) else 1
+    return 0 if all(measured.passed for measured in (*results, *waits, *bubbles)) else 1
+
+
+def measure_bubbles(steps: int) -> list[bubble.Bubble]:
+    """Measure every schedule over 2 and 4 ranks."""
+    found = []
+    for pp in (2, 4):
+        for schedule in bubble.SCHEDULES:
+            print(f"bubble of {schedule} over {pp} ranks: {steps} steps", file=sys.stderr, flush=True)
+            found.append(bubble.measure(schedule, pp, steps=steps))
+    return found
 
 
 if __name__ == "__main__":

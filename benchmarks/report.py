@@ -11,6 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import attrs
+
+from benchmarks.bubble import Bubble
 from benchmarks.race import Result, Speed
 from benchmarks.startup import Wait
 from nanotrain_core.files import write_text_atomically
@@ -31,7 +34,12 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def markdown(results: Sequence[Result], waits: Sequence[Wait], speeds: Sequence[Speed] = ()) -> str:
+def markdown(
+    results: Sequence[Result],
+    waits: Sequence[Wait],
+    speeds: Sequence[Speed] = (),
+    bubbles: Sequence[Bubble] = (),
+) -> str:
     """Return the machine and a table for each kind of result."""
     parts = [machine()]
     if results:
@@ -46,6 +54,10 @@ def markdown(results: Sequence[Result], waits: Sequence[Wait], speeds: Sequence[
         parts.append("Seconds, medians.")
         header = ["command", "until", "seconds", "spread", "limit", ""]
         parts.append(table(header, [_wait_row(wait) for wait in waits]))
+    if bubbles:
+        header = ["schedule", "ranks", "idle, measured", "simulated", ""]
+        parts.append("Idle share of a pipeline of equal stages, 8 microbatches.")
+        parts.append(table(header, [_bubble_row(bubble) for bubble in bubbles]))
     return "\n\n".join(parts)
 
 
@@ -64,9 +76,19 @@ def _speed_row(speed: Speed) -> list[str]:
 
 
 def _wait_row(wait: Wait) -> list[str]:
-    spread = f"{min(wait.seconds):.2f} to {max(wait.seconds):.2f}"
-    numbers = [f"{median(wait.seconds):.2f}", spread, f"{wait.limit:g}"]
+    spread = f"{_seconds(min(wait.seconds))} to {_seconds(max(wait.seconds))}"
+    numbers = [_seconds(median(wait.seconds)), spread, f"{wait.limit:g}"]
     return [f"`{wait.command}`", wait.until, *numbers, _verdict(wait.passed)]
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.2f}" if number >= 0.01 else f"{number:.4f}"
+
+
+def _bubble_row(bubble: Bubble) -> list[str]:
+    shares = [f"{bubble.measured:.1%}", f"{bubble.simulated:.1%}"]
+    verdict = _verdict(bubble.passed) if bubble.counts else f"ranks share {bubble.cores} cores"
+    return [bubble.schedule, str(bubble.pp), *shares, verdict]
 
 
 def _verdict(passed: bool) -> str:
@@ -84,7 +106,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_json(
-    path: Path, results: Sequence[Result], waits: Sequence[Wait], speeds: Sequence[Speed] = ()
+    path: Path,
+    results: Sequence[Result],
+    waits: Sequence[Wait],
+    speeds: Sequence[Speed] = (),
+    bubbles: Sequence[Bubble] = (),
 ) -> None:
     """Write every measurement."""
     races: list[dict[str, Any]] = [
@@ -115,6 +141,7 @@ def write_json(
     ]
     alone = [{"case": s.case.name, "ranks": s.case.ranks, "tokens_per_second": s.rounds} for s in speeds]
     document = {"machine": machine(), "races": races, "alone": alone, "startup": startup}
+    document["bubbles"] = [attrs.asdict(bubble) for bubble in bubbles]
     write_text_atomically(path, json.dumps(document, indent=2) + "\n")
 
 

@@ -67,13 +67,7 @@ class Executor:
             closing = self._closing.get(position, ())
             if closing:
                 self.gradients.last_microbatch(closing)
-            match action.kind:
-                case "F":
-                    self._forward(action)
-                case "B":
-                    self._backward(action)
-                case "W":
-                    self._postponed.pop((action.stage, action.microbatch)).compute()
+            self._execute(action)
             if self._ends_backward(action):
                 self.gradients.microbatch(self._parameters[action.stage])
             if closing:
@@ -81,6 +75,15 @@ class Executor:
         self.handover.flush()
         self.idle = (self.handover.waited - waited) / (time.perf_counter() - began)
         return self._sums
+
+    def _execute(self, action: Action) -> None:
+        match action.kind:
+            case "F":
+                self._forward(action)
+            case "B":
+                self._backward(action)
+            case "W":
+                self._postponed.pop((action.stage, action.microbatch)).compute()
 
     def _begin(
         self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]

@@ -84,7 +84,8 @@ class Mesh:
 
     def skip_group(self) -> None:
         """Count a group that other ranks make without this one: it makes one of itself."""
-        dist.new_group([self.rank], backend="gloo", use_local_synchronization=True, group_desc="alone")
+        backend = None if self.device.type == "cpu" else "gloo"  # nothing to set up on a device
+        dist.new_group([self.rank], backend=backend, use_local_synchronization=True, group_desc="alone")
 
     def agree_on_groups(self, wanted: Iterable[Span]) -> None:
         """Create the union of what all pipeline stages want, in one order. Collective over the world.

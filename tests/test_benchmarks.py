@@ -4,6 +4,7 @@ import attrs
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.bubble import Times, durations, idle
 from benchmarks.cases import CASES, Case
 from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
@@ -85,3 +86,11 @@ def test_an_unknown_benchmark_is_refused_with_the_names_there_are(capsys):
     with pytest.raises(SystemExit):
         main(["fp32"])
     assert "no benchmark named fp32; there are fp32-1-thread" in capsys.readouterr().err
+
+
+def test_a_pipeline_is_idle_where_no_action_runs():
+    first = Times({("F", 0): [1.0, 1.0], ("B", 0): [2.0, 2.0]}, [8.0])
+    last = Times({("F", 1): [1.0, 3.0], ("B", 1): [2.0, 2.0]}, [6.0])
+    assert idle([first, last]) == pytest.approx(1 - (6 + 8) / 16)
+    found = durations([first, last])
+    assert (found.forward, found.backward, found.weight) == ([1.0, 2.0], [2.0, 2.0], [0.0, 0.0])
