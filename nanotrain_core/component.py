@@ -95,6 +95,10 @@ class Component:
     """``"module:attribute"`` of a callable that opens a checkpoint of this component for its weights alone:
     it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path is
     of another format. For ``--weights`` and ``nanotrain convert``."""
+    catalogue: str | None = None
+    """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run folder,
+    the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.saved.SavedCheckpoint`, oldest
+    first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.
@@ -107,8 +111,8 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["foreign", "weights"]) -> Any:
-        """Import what ``foreign`` or ``weights`` names; None if the component has none.
+    def load_optional(self, field: Literal["foreign", "weights", "catalogue"]) -> Any:
+        """Import what that field names; None if the component has none.
 
         Raises:
             PluginError: as :meth:`load`.

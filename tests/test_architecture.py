@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline boxes extents cause hang progress watchdog",
+        "stop timeline saved boxes extents cause hang progress watchdog",
     ),
     ("placement and mesh", "placement mesh routing shared_memory weight_gradients"),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
@@ -26,7 +26,7 @@ LEVELS = (
         "agreement conform environment events executor feed fences folder foreign_weights gradients handover "
         "initialise lr_schedule saves model_table",
     ),
-    ("recipe and registry", "discovery registry recipe recipe.* open_weights convert"),
+    ("recipe and registry", "discovery registry recipe recipe.* open_weights convert reformat"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose script show rollback engine"),
     ("launch", "agent worker launch"),

@@ -109,6 +109,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             factory=f"{_HERE}.simple_checkpoint:SimpleCheckpoint",
             summary="the whole run in one safetensors file",
             weights=f"{_HERE}.simple_checkpoint:open_weights",
+            catalogue=f"{_HERE}.simple_catalogue:catalogue",
         )
     )
 

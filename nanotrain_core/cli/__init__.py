@@ -20,6 +20,7 @@ COMMANDS = {
     "plugins": "list installed plugins and their components",
     "conformance": "run every check of a component",
     "chaos": "hurt a run in every way, and see what it cost",
+    "ckpt": "list, show, verify, convert and replay checkpoints",
     "convert": "write weights for Hugging Face transformers, or read theirs",
     "schema": "print a JSON Schema of recipes, for editors",
 }

@@ -9,13 +9,14 @@ import torch
 
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import shard
-from nanotrain_sharded_ckpt_v2.dtypes import CODES
 from nanotrain_sharded_ckpt_v2.manifest import File, key
 from nanotrain_sharded_ckpt_v2.plan import Holding
 from nanotrain_sharded_ckpt_v2.shard import Form
 
 Tensors = dict[str, torch.Tensor]
+CODES = {getattr(torch, name): code for code, name in TORCH.items()}
 
 
 def holding(block: Block) -> Holding:
@@ -30,9 +31,11 @@ def holding(block: Block) -> Holding:
 
 def code(name: str, tensor: torch.Tensor) -> str:
     """Return what safetensors calls a tensor's dtype."""
-    found = CODES.get(str(tensor.dtype))
+    found = CODES.get(tensor.dtype)
     if found is None:
-        raise CheckpointError(f"{name} is {tensor.dtype}, which cannot be saved; known: {', '.join(CODES)}")
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, which cannot be saved; known: {', '.join(TORCH.values())}"
+        )
     return found
 
 
@@ -53,7 +56,7 @@ def parts(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of tensors, one on the host at a time."""
     for tensor in tensors:
         if tensor.numel():
-            yield memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            yield memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class Copies:

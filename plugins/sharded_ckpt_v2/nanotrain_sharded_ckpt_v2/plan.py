@@ -16,8 +16,8 @@ import attrs
 
 from nanotrain_core.boxes import Shape
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.saved import BYTES
 from nanotrain_sharded_ckpt_v2.cover import uncovered
-from nanotrain_sharded_ckpt_v2.dtypes import BYTES
 
 #: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
 Holding = tuple[str, str, Shape, Shape, Shape]
@@ -73,7 +73,8 @@ def _share_out(
     ranks: int,
 ) -> list[_Share]:
     """Give boxes that one rank holds to it, then the others, largest first, to who has least so far."""
-    load, shares = [0] * ranks, [_Share(([], [])) for _ in range(ranks)]
+    load = [0] * ranks
+    shares: list[_Share] = [([], []) for _ in range(ranks)]
     sizes = {box: BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
     for box, choices in sorted(
         holders.items(), key=lambda item: (len(item[1]) > 1, -sizes[item[0]], item[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,9 +24,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
-from nanotrain_sharded_ckpt_v2.dtypes import TORCH
 from nanotrain_sharded_ckpt_v2.folders import forms_of
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 from nanotrain_sharded_ckpt_v2.plan import Tensor
@@ -120,7 +121,7 @@ class Reading:
             except (OSError, SafetensorError) as problem:
                 raise CheckpointError(f"{self.folder / name} cannot be read: {problem}") from None
 
-    def _copy(self, file: safe_open, item: ReadItem) -> None:
+    def _copy(self, file: Any, item: ReadItem) -> None:
         target = self.wanted[item.dest_index.fqn].blocks[item.dest_index.index or 0].tensor
         _, offset, _ = self.manifest.tensors[item.storage_index.fqn].chunks[_index(item)]
         box = key(item.storage_index.fqn, offset)

@@ -21,7 +21,7 @@ import attrs
 
 from nanotrain_core.boxes import Shape
 from nanotrain_core.errors import CheckpointError
-from nanotrain_sharded_ckpt_v2.dtypes import BYTES
+from nanotrain_core.saved import BYTES
 from nanotrain_sharded_ckpt_v2.manifest import File
 
 #: Bytes written and hashed at once; smaller pieces are put together first.

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from nanotrain_core.boxes import Shape
 from nanotrain_core.contracts import SavedWeights
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import folders, manifest
-from nanotrain_sharded_ckpt_v2.dtypes import TORCH
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 
 

@@ -1,0 +1,154 @@
+"""``nanotrain ckpt``: list, show, verify, convert and replay checkpoints of any kind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
+from nanotrain_core.errors import CheckpointError, Exit
+from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.saved import SavedCheckpoint
+
+Found = tuple[str, SavedCheckpoint]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, (function, summary) in ACTIONS.items():
+        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        action.set_defaults(act=function)
+        action.add_argument("path", metavar="PATH", type=Path, help="a run folder, or a checkpoint in it")
+        if name != "ls":
+            action.add_argument("--step", type=int, metavar="N", help="which one; default: the newest")
+        add_plugin_options(action)
+        if name == "show":
+            action.add_argument("--json", action="store_true", help="all that it says of itself")
+            action.add_argument("--recipe", action="store_true", help="the resolved recipe of the run")
+        if name == "convert":
+            action.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+            action.add_argument("--to", required=True, metavar="KIND", help="a checkpoint component's name")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked."""
+    asked = plugin_arguments(args)
+    code: int = args.act(args, load_plugins(block=asked.blocked, local=asked.local))
+    return code
+
+
+def find(path: Path, registry: Registry, step: int | None = None) -> list[Found]:
+    """Return (kind, checkpoint) of all that ``path`` holds, or of one step; oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [
+        (use, saved)
+        for use in registry.names("checkpoint")
+        for catalogue in [registry.get("checkpoint", use).load_optional("catalogue")]
+        for saved in (catalogue(path) if catalogue else ())
+    ]
+    found.sort(key=lambda item: item[1].step)
+    chosen = [item for item in found if step in (None, item[1].step)]
+    if not chosen:
+        known = ", ".join(str(saved.step) for _, saved in found) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(f"{path} does not hold {wanted}; steps there: {known}")
+    return chosen
+
+
+def ls(args: argparse.Namespace, registry: Registry) -> int:
+    """Print a line for each checkpoint."""
+    print(f"{'step':>10}  {'kind':12}  {'size':>10}  {'ranks':>5}  saved")
+    for use, saved in find(args.path, registry):
+        try:
+            ranks = str(saved.describe()["world_size"])
+        except CheckpointError:
+            ranks = "?"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.path.stat().st_mtime))
+        note = "" if ranks != "?" else "  damaged: see `nanotrain ckpt verify`"
+        print(f"{saved.step:>10}  {use:12}  {size(saved.nbytes):>10}  {ranks:>5}  {when}{note}")
+    return Exit.DONE
+
+
+def show(args: argparse.Namespace, registry: Registry) -> int:
+    """Print what a checkpoint says of itself."""
+    use, saved = find(args.path, registry, args.step)[-1]
+    described = saved.describe()
+    if args.json:
+        print(json.dumps(described, indent=2, ensure_ascii=False))
+    elif args.recipe:
+        print(described["meta"]["recipe"], end="")
+    else:
+        print(f"{saved.path}: step {saved.step}, {use}, {size(saved.nbytes)}")
+        for line in summary(described):
+            print(f"  {line}")
+    return Exit.DONE
+
+
+def summary(described: Mapping[str, Any]) -> list[str]:
+    """Return what is worth a line: everything short, tensors by kind, files."""
+    lines = []
+    for key, value in described.items():
+        if key not in ("meta", "tensors", "files", "sha256"):
+            lines.append(f"{key:12} {json.dumps(value)}")
+    for key, value in described["meta"].items():
+        lines.append(f"{key:12} {'...' if key == 'recipe' else json.dumps(value)}")
+    kinds: dict[str, list[int]] = {}
+    for name, tensor in described["tensors"].items():
+        kinds.setdefault(name.rpartition("/")[0] or "weights", []).append(prod(tensor["shape"]))
+    for kind, numbers in sorted(kinds.items()):
+        lines.append(f"{'tensors':12} {kind}: {len(numbers)}, {sum(numbers):,} numbers")
+    return lines + [f"{name}  sha256 {file['sha256']}" for name, file in described["files"].items()]
+
+
+def verify(args: argparse.Namespace, registry: Registry) -> int:
+    """Read checkpoints from end to end; the exit code is 2 if one is not whole."""
+    code = Exit.DONE
+    for _, saved in find(args.path, registry, args.step):
+        problems = saved.verify()
+        print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
+        code = Exit.USER if problems else code
+    return code
+
+
+def convert(args: argparse.Namespace, registry: Registry) -> int:
+    """Write a checkpoint as another kind."""
+    from nanotrain_core.reformat import reformat
+
+    use, saved = find(args.path, registry, args.step)[-1]
+    path = reformat(registry, use, saved, args.to, args.out)
+    print(f"{path}: step {saved.step}, '{use}' as '{args.to}', of one rank")
+    return Exit.DONE
+
+
+def replay(args: argparse.Namespace, registry: Registry) -> int:
+    """Train again from a checkpoint, and compare."""
+    from nanotrain_core.cli.replay import replay as again
+
+    return again(args, registry)
+
+
+def size(number: float) -> str:
+    """Return bytes in a unit that fits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
+ACTIONS = {
+    "ls": (ls, "list the checkpoints of a run"),
+    "show": (show, "print what a checkpoint says of itself"),
+    "verify": (verify, "read checkpoints from end to end and say what is wrong; all of them without --step"),
+    "convert": (convert, "write a checkpoint as another kind; for weights alone see `nanotrain convert`"),
+    "replay": (replay, "train from a checkpoint to the newest one again, elsewhere, and compare every byte"),
+}

@@ -1,0 +1,77 @@
+"""``nanotrain ckpt``: what it says of the built-in checkpoint, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from command import nanotrain
+from safetensors.torch import load_file
+from test_run import SMALL
+
+from nanotrain_core.errors import Exit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Train 6 steps with a checkpoint after each third."""
+    folder = tmp_path_factory.mktemp("ckpt")
+    (folder / "small.toml").write_text(SMALL)
+    ended = nanotrain("run", "small.toml", "--folder", "run", cwd=folder)
+    assert ended.code == Exit.DONE, ended.err
+    return folder
+
+
+def ckpt(*words, cwd):
+    return nanotrain("ckpt", *words, cwd=cwd)
+
+
+def test_lists_steps_with_kind_and_ranks(run):
+    ended = ckpt("ls", "run", cwd=run)
+    rows = [line.split() for line in ended.out.splitlines()[1:]]
+    assert ended.code == Exit.DONE, ended.err
+    assert [(row[0], row[1], row[4]) for row in rows] == [("3", "simple", "1"), ("6", "simple", "1")]
+
+
+def test_shows_one_step_and_its_recipe(run):
+    ended = ckpt("show", "run", "--step", "3", cwd=run)
+    assert "step         3" in ended.out, ended.err
+    assert "exp_avg_sq: " in ended.out
+    described = json.loads(ckpt("show", "run", "--json", cwd=run).out)
+    assert (described["step"], described["meta"]["data"]["position"] > 0) == (6, True)
+    (run / "again.toml").write_text(ckpt("show", "run", "--recipe", cwd=run).out)
+    assert nanotrain("check", "again.toml", cwd=run).code == Exit.DONE
+
+
+def test_replay_arrives_at_the_same_bytes(run):
+    ended = ckpt("replay", "run", cwd=run)
+    assert ended.code == Exit.DONE, ended.out + ended.err
+    assert ended.out.endswith("RESUME VERIFIED\n")
+
+
+def test_a_missing_step_is_told_with_those_that_are_there(run):
+    ended = ckpt("show", "run", "--step", "4", cwd=run)
+    assert (ended.code, "steps there: 3, 6" in ended.err) == (Exit.USER, True)
+    assert "steps there: none" in ckpt("ls", "small.toml", cwd=run).err
+
+
+def test_convert_keeps_every_tensor(run):
+    ended = ckpt("convert", "run", "out", "--to", "simple", "--step", "3", cwd=run)
+    assert ended.code == Exit.DONE, ended.err
+    before, after = (
+        load_file(run / folder / "checkpoints/step-00000003.safetensors") for folder in ("run", "out")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "is there already" in ckpt("convert", "run", "out", "--to", "simple", cwd=run).err
+
+
+def test_verify_names_the_damaged_one(run, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for path in (run / "run/checkpoints").iterdir():
+        (tmp_path / "checkpoints" / path.name).write_bytes(path.read_bytes())
+    damaged = tmp_path / "checkpoints/step-00000006.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    ended = ckpt("verify", ".", cwd=tmp_path)
+    assert ended.code == Exit.USER
+    assert ended.out.splitlines()[0] == "step 3: whole"
+    assert "step-00000006.safetensors is damaged" in ended.out.splitlines()[1]
