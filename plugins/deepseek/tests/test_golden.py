@@ -58,7 +58,7 @@ def test_v3_activates_36_6_billion_parameters_without_the_embedding():
     ("name", "gigaflops"),
     [("deepseek_v3", "250.45"), ("deepseek_v2", "155.3"), ("deepseek_v2_lite", "16.41")],
 )
-def test_operations_per_token_of_4096_are_those_computed(name, gigaflops):
+def test_megatron_1784_and_1475_operations_per_token_of_4096_are_those_computed(name, gigaflops):
     digits = len(gigaflops.partition(".")[2])
     assert f"{fragment(name, mtp=0).flops_per_token(4096) / 1e9:.{digits}f}" == gigaflops
 

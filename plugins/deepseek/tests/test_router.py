@@ -105,7 +105,7 @@ def test_load_counts_training_tokens_once_and_is_forgotten_when_taken():
     assert router.take_load().tolist() == [0] * 8
 
 
-def test_bias_moves_by_the_sign_of_an_exact_difference():
+def test_megatron_7081_bias_moves_by_the_sign_of_an_exact_difference():
     config = attrs.evolve(V3_CONFIG, experts=4, groups=1, group_limit=0, bias_update_rate=0.25)
     router = router_of(config)
     before = router.bias.clone()
@@ -125,7 +125,7 @@ def test_a_rate_of_zero_and_a_softmax_router_keep_their_bias():
     assert [name for name, _ in softmax.named_parameters()] == ["weight"]
 
 
-def test_a_layer_run_again_in_backward_counts_neither_tokens_nor_losses_twice():
+def test_torchtitan_1593_a_layer_run_again_in_backward_counts_neither_tokens_nor_losses_twice():
     torch.manual_seed(0)
     layer = MixtureOfExperts(V3_CONFIG).double()
     for parameter in layer.parameters():

@@ -119,7 +119,7 @@ def logits(model):
 
 @pytest.mark.parametrize("rope", [None, YARN], ids=["rope", "yarn"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_logits_are_those_of_transformers_there_and_back(version, rope, tmp_path):
+def test_bridge_1467_and_pai_451_logits_are_those_of_transformers_there_and_back(version, rope, tmp_path):
     model = theirs(version, tmp_path / "theirs", rope)
     expected = logits(model)
     assert expected.std() > 0.5

@@ -74,7 +74,7 @@ def test_megatron_5916_the_gradient_norm_counts_every_expert_once(alone, fold):
     assert gradients(case(**fold))[1] == pytest.approx([norm] * case(**fold).world_size, abs=1e-12)
 
 
-def test_megatron_1622_sliced_experts_need_no_ep(alone):
+def test_megatron_1622_and_1628_sliced_experts_need_no_ep(alone):
     for fold in ({"dp": 2, "etp": 2}, {"dp": 4, "etp": 4}):
         for name, gradient in gradients(case(**fold))[0].items():
             torch.testing.assert_close(gradient, alone[name], rtol=0, atol=1e-10, msg=f"{name} {fold}")
