@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Mapping
@@ -28,8 +29,14 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
     if rank == 0:
         store.set("verdict", _verdict(store, world_size))
     verdict = store.get("verdict").decode()
-    if verdict != "equal":
-        raise LaunchError(verdict)
+    if verdict == "equal":
+        return
+    store.set(f"heard/{rank}", "yes")
+    if rank == 0:  # the store may end with this process: let the others read it first
+        with contextlib.suppress(RuntimeError):  # one that never comes
+            for other in range(world_size):
+                store.get(f"heard/{other}")
+    raise LaunchError(verdict)
 
 
 def _verdict(store: Store, world_size: int) -> str:

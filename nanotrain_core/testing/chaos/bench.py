@@ -257,6 +257,17 @@ class Trial:
             reached = row["step"] if row["event"] == "step" else max(reached, row["first_step"])
         return lost
 
+    def on_its_way(self) -> int:
+        """Return how many steps before the fault a save was begun that was not complete yet, or 0."""
+        faults = self.faults()
+        if not faults:
+            return 0
+        before = [row for row in self.rows("step", "checkpoint") if row["time"] <= faults[0]["time"]]
+        reached = max((row["step"] for row in before if row["event"] == "step"), default=0)
+        complete = max((row["step"] for row in before if row["event"] == "checkpoint"), default=0)
+        begun = reached // self.bench.settings.every * self.bench.settings.every
+        return reached - begun if begun > complete else 0
+
     def seconds(self) -> tuple[float | None, float | None]:
         """Return how long after the fault it was told of, and after how long the run went on.
 
