@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, mesh, startup
+from benchmarks import bubble, mesh, moe, startup
 from benchmarks.cases import ALONE, CASES
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
-from benchmarks.report import markdown, write_json, write_markdown
+from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in (*CASES, *ALONE)), "startup", "mesh", "bubble")
+NAMES = (*(case.name for case in (*CASES, *ALONE)), "moe", "bubble", "startup", "mesh")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,26 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     names = args.names or NAMES
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
-    results = []
+    measured: list[Measured] = []
     for case in CASES:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
-            results.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))
-    speeds = []
+            measured.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))
     for case in ALONE:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)
-            speeds.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
-    waits = startup.measure(rounds=args.rounds) if "startup" in names else []
-    waits += mesh.measure(rounds=args.rounds) if "mesh" in names else []
-    bubbles = measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
-    text = markdown(results, waits, speeds, bubbles)
+            measured.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
+    measured += moe.measure(rounds=args.rounds) if "moe" in names else []
+    measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
+    measured += startup.measure(rounds=args.rounds) if "startup" in names else []
+    measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []
+    text = markdown(measured)
     print(text)
     if args.json:
-        write_json(args.json, results, waits, speeds, bubbles)
+        write_json(args.json, measured)
     if args.markdown:
         write_markdown(args.markdown, text)
-    return 0 if all(measured.passed for measured in (*results, *waits, *bubbles)) else 1
+    return 0 if all(each.passed for each in measured) else 1
 
 
 def measure_bubbles(steps: int) -> list[bubble.Bubble]:

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from benchmarks.cases import RECIPE
+from benchmarks.report import verdict
 from nanotrain_core.actions import Action
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
@@ -34,6 +35,10 @@ Key = tuple[str, int]
 class Bubble:
     """Idle share of all ranks together, median over steps, and what the simulation says."""
 
+    KIND = "bubbles"
+    TITLE = f"Idle share of a pipeline of equal stages, {MICROBATCHES} microbatches."
+    HEADER = ("schedule", "ranks", "idle, measured", "simulated", "")
+
     schedule: str
     pp: int
     measured: float
@@ -49,6 +54,14 @@ class Bubble:
     def passed(self) -> bool:
         """Within a tenth of the simulation."""
         return not self.counts or abs(self.measured - self.simulated) <= 0.1 * self.simulated
+
+    def row(self) -> list[str]:
+        shares = [f"{self.measured:.1%}", f"{self.simulated:.1%}"]
+        last = verdict(self.passed) if self.counts else f"ranks share {self.cores} cores"
+        return [self.schedule, str(self.pp), *shares, last]
+
+    def data(self) -> dict[str, Any]:
+        return {**attrs.asdict(self), "passed": self.passed}
 
 
 @attrs.define(frozen=True)

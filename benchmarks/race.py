@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 
 from benchmarks.cases import Case
+from benchmarks.report import spread, verdict
 
 #: Builds one rank of a side; returns what trains for so many steps more.
 Build = Callable[[Any, int], Callable[[int], object]]
@@ -27,6 +28,10 @@ Build = Callable[[Any, int], Callable[[int], object]]
 @attrs.define(frozen=True)
 class Result:
     """Medians over rounds, and the spread of the ratio."""
+
+    KIND = "races"
+    TITLE = "Tokens/s, medians over rounds; the ratio is the median of each round's."
+    HEADER = ("case", "peer", "ranks", "threads", "ours", "peer's", "ratio", "spread", "bar", "")
 
     case: Case
     ours: float
@@ -42,13 +47,47 @@ class Result:
     def passed(self) -> bool:
         return self.ratio >= self.case.bar
 
+    def row(self) -> list[str]:
+        case = self.case
+        speeds = [f"{self.ours:,.0f}", f"{self.peer:,.0f}"]
+        numbers = [*speeds, f"{self.ratio:.2f}", spread(self.ratios, ".2f"), f"{case.bar:.1f}"]
+        return [case.name, case.peer, str(case.ranks), str(case.threads), *numbers, verdict(self.passed)]
+
+    def data(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "case": case.name,
+            "peer": case.peer,
+            "ranks": case.ranks,
+            "threads": case.threads,
+            "precision": case.precision,
+            "tokens_per_second": self.ours,
+            "peer_tokens_per_second": self.peer,
+            "ratios": self.ratios,
+            "ratio": self.ratio,
+            "bar": case.bar,
+            "passed": self.passed,
+        }
+
 
 @attrs.define(frozen=True)
 class Speed:
     """Tokens/s over all ranks of a side that races nobody, in each round."""
 
+    KIND = "alone"
+    TITLE = "Tokens/s alone."
+    HEADER = ("case", "ranks", "threads", "median", "spread")
+    passed = True
+
     case: Case
     rounds: tuple[float, ...]
+
+    def row(self) -> list[str]:
+        case, speed = self.case, f"{median(self.rounds):,.0f}"
+        return [case.name, str(case.ranks), str(case.threads), speed, spread(self.rounds, ",.0f")]
+
+    def data(self) -> dict[str, Any]:
+        return {"case": self.case.name, "ranks": self.case.ranks, "tokens_per_second": self.rounds}
 
 
 class Side:

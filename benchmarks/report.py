@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-import attrs
-
-from benchmarks.bubble import Bubble
-from benchmarks.race import Result, Speed
-from benchmarks.startup import Wait
 from nanotrain_core.files import write_text_atomically
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -34,65 +29,49 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def markdown(
-    results: Sequence[Result],
-    waits: Sequence[Wait],
-    speeds: Sequence[Speed] = (),
-    bubbles: Sequence[Bubble] = (),
-) -> str:
-    """Return the machine and a table for each kind of result."""
-    parts = [machine()]
-    if results:
-        header = ["case", "peer", "ranks", "threads", "ours", "peer's", "ratio", "spread", "bar", ""]
-        parts.append("Tokens/s, medians over rounds; the ratio is the median of each round's.")
-        parts.append(table(header, [_result_row(result) for result in results]))
-    if speeds:
-        parts.append("Tokens/s alone.")
-        header = ["case", "ranks", "threads", "median", "spread"]
-        parts.append(table(header, [_speed_row(speed) for speed in speeds]))
-    if waits:
-        parts.append("Seconds, medians.")
-        header = ["command", "until", "seconds", "spread", "limit", ""]
-        parts.append(table(header, [_wait_row(wait) for wait in waits]))
-    if bubbles:
-        header = ["schedule", "ranks", "idle, measured", "simulated", ""]
-        parts.append("Idle share of a pipeline of equal stages, 8 microbatches.")
-        parts.append(table(header, [_bubble_row(bubble) for bubble in bubbles]))
-    return "\n\n".join(parts)
+class Measured(Protocol):
+    """One row of a table. Rows of one kind stand together."""
+
+    KIND: ClassVar[str]
+    TITLE: ClassVar[str]
+    HEADER: ClassVar[Sequence[str]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it meets its bar; true without one."""
+        ...
+
+    def row(self) -> list[str]:
+        """Return a cell for each of ``HEADER``."""
+        ...
+
+    def data(self) -> Mapping[str, Any]:
+        """Return every measurement, as JSON."""
+        ...
 
 
-def _result_row(result: Result) -> list[str]:
-    case = result.case
-    spread = f"{min(result.ratios):.2f} to {max(result.ratios):.2f}"
-    speeds = [f"{result.ours:,.0f}", f"{result.peer:,.0f}"]
-    numbers = [*speeds, f"{result.ratio:.2f}", spread, f"{case.bar:.1f}"]
-    return [case.name, case.peer, str(case.ranks), str(case.threads), *numbers, _verdict(result.passed)]
-
-
-def _speed_row(speed: Speed) -> list[str]:
-    spread = f"{min(speed.rounds):,.0f} to {max(speed.rounds):,.0f}"
-    case = speed.case
-    return [case.name, str(case.ranks), str(case.threads), f"{median(speed.rounds):,.0f}", spread]
-
-
-def _wait_row(wait: Wait) -> list[str]:
-    spread = f"{_seconds(min(wait.seconds))} to {_seconds(max(wait.seconds))}"
-    numbers = [_seconds(median(wait.seconds)), spread, f"{wait.limit:g}"]
-    return [f"`{wait.command}`", wait.until, *numbers, _verdict(wait.passed)]
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.2f}" if number >= 0.01 else f"{number:.4f}"
-
-
-def _bubble_row(bubble: Bubble) -> list[str]:
-    shares = [f"{bubble.measured:.1%}", f"{bubble.simulated:.1%}"]
-    verdict = _verdict(bubble.passed) if bubble.counts else f"ranks share {bubble.cores} cores"
-    return [bubble.schedule, str(bubble.pp), *shares, verdict]
-
-
-def _verdict(passed: bool) -> str:
+def verdict(passed: bool) -> str:
+    """Return the last cell of a row that has a bar."""
     return "pass" if passed else "FAIL"
+
+
+def spread(numbers: Iterable[float], form: str) -> str:
+    """Return the smallest and the largest of ``numbers``, each formatted as ``form``."""
+    found = sorted(numbers)
+    return f"{found[0]:{form}} to {found[-1]:{form}}"
+
+
+def by_kind(measured: Iterable[Measured]) -> list[tuple[str, list[Measured]]]:
+    """Return rows of each kind, which follow one another."""
+    return [(kind, list(rows)) for kind, rows in groupby(measured, lambda each: each.KIND)]
+
+
+def markdown(measured: Iterable[Measured]) -> str:
+    """Return the machine and a table for each kind."""
+    parts = [machine()]
+    for _, rows in by_kind(measured):
+        parts += [rows[0].TITLE, table(rows[0].HEADER, [each.row() for each in rows])]
+    return "\n\n".join(parts)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -105,44 +84,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def write_json(
-    path: Path,
-    results: Sequence[Result],
-    waits: Sequence[Wait],
-    speeds: Sequence[Speed] = (),
-    bubbles: Sequence[Bubble] = (),
-) -> None:
+def write_json(path: Path, measured: Iterable[Measured]) -> None:
     """Write every measurement."""
-    races: list[dict[str, Any]] = [
-        {
-            "case": result.case.name,
-            "peer": result.case.peer,
-            "ranks": result.case.ranks,
-            "threads": result.case.threads,
-            "precision": result.case.precision,
-            "tokens_per_second": result.ours,
-            "peer_tokens_per_second": result.peer,
-            "ratios": result.ratios,
-            "ratio": result.ratio,
-            "bar": result.case.bar,
-            "passed": result.passed,
-        }
-        for result in results
-    ]
-    startup = [
-        {
-            "command": wait.command,
-            "until": wait.until,
-            "seconds": wait.seconds,
-            "limit": wait.limit,
-            "passed": wait.passed,
-        }
-        for wait in waits
-    ]
-    alone = [{"case": s.case.name, "ranks": s.case.ranks, "tokens_per_second": s.rounds} for s in speeds]
-    document = {"machine": machine(), "races": races, "alone": alone, "startup": startup}
-    document["bubbles"] = [attrs.asdict(bubble) for bubble in bubbles]
-    write_text_atomically(path, json.dumps(document, indent=2) + "\n")
+    kinds = {kind: [each.data() for each in rows] for kind, rows in by_kind(measured)}
+    write_text_atomically(path, json.dumps({"machine": machine(), **kinds}, indent=2) + "\n")
 
 
 def write_markdown(path: Path, text: str) -> None:

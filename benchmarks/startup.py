@@ -9,8 +9,11 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import attrs
+
+from benchmarks.report import spread, verdict
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +27,10 @@ NANOTRAIN = (sys.executable, "-m", "nanotrain_core.cli")
 class Wait:
     """Seconds from the command to its end, or to its first training step."""
 
+    KIND = "startup"
+    TITLE = "Seconds, medians."
+    HEADER = ("command", "until", "seconds", "spread", "limit", "")
+
     command: str
     until: str
     limit: float
@@ -32,6 +39,15 @@ class Wait:
     @property
     def passed(self) -> bool:
         return median(self.seconds) < self.limit
+
+    def row(self) -> list[str]:
+        middle = median(self.seconds)
+        form = ".2f" if middle >= 0.01 else ".4f"
+        numbers = [f"{middle:{form}}", spread(self.seconds, form), f"{self.limit:g}"]
+        return [f"`{self.command}`", self.until, *numbers, verdict(self.passed)]
+
+    def data(self) -> dict[str, Any]:
+        return {**attrs.asdict(self), "passed": self.passed}
 
 
 def measure(*, rounds: int) -> list[Wait]:

@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import nn
 
+from nanotrain_core.expert_rows import combine, inverted, spread
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.roles import Role, tagged, taken_over_by
 
@@ -57,22 +58,10 @@ def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: in
     Returns:
         [..., D].
     """
-    chosen = routing.experts.shape[-1]
     order, counts = sort_by_expert(routing.experts, experts)
-    copies = x.flatten(0, -2).unsqueeze(1).expand(-1, chosen, -1).flatten(0, 1)
-    rows = copies.index_select(0, order)  # a permutation: its backward pass is faster than that of x[...]
-    return combine(compute(rows, counts), order, routing.weights).view_as(x)
-
-
-def combine(outputs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return each token's weighted sum [T, D] of ``outputs`` [N, D], which are in sorted ``order`` [N].
-
-    Every token adds its experts in the order in which the router named them, whatever the layout.
-    """
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    by_token = torch.unflatten(outputs.index_select(0, back), 0, (-1, weights.shape[-1]))
-    total: torch.Tensor = (by_token * weights.flatten(0, -2).unsqueeze(-1).to(outputs.dtype)).sum(1)
-    return total
+    back = inverted(order)
+    outputs = compute(spread(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
+    return combine(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
 
 
 def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:

@@ -37,7 +37,9 @@ class Postponed:
             _pending[weight] -= 1
             if not _pending[weight]:
                 del _pending[weight]  # or it would keep a finished run's weights, and all that hangs on them
-            weight.backward(product())  # type: ignore[no-untyped-call]
+            with torch.no_grad():  # as a backward pass is
+                gradient = product()
+            weight.backward(gradient)  # type: ignore[no-untyped-call]
 
 
 _open: list[Postponed] = []

@@ -55,12 +55,25 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight_NK
 
 
-def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """Return ``a_MK @ b_KN``; either may be a transposed view. Not differentiable."""
+def matmul(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, out_MN: torch.Tensor | None = None, *, add: bool = False
+) -> torch.Tensor:
+    """Return ``a_MK @ b_KN``; either may be a transposed view. Not differentiable.
+
+    Args:
+        a_MK: left.
+        b_KN: right.
+        out_MN: where to write the product.
+        add: add it to what ``out_MN`` holds.
+    """
     if _prefers_onednn(a_MK, a_MK.numel() * b_KN.shape[1]):
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_KN.T, None, "none", [], "")
-        return y
-    return a_MK @ b_KN
+        if out_MN is None:
+            return y
+        return out_MN.add_(y) if add else out_MN.copy_(y)
+    if out_MN is None:
+        return a_MK @ b_KN
+    return out_MN.addmm_(a_MK, b_KN) if add else torch.mm(a_MK, b_KN, out=out_MN)
 
 
 def _prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:

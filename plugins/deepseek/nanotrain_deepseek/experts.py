@@ -9,6 +9,7 @@ for every new shape for 2.5 ms, so rows are filled up with zeros to a multiple t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,19 +60,32 @@ class Products(Protocol):
         """Return the pieces of ``rows``."""
         ...
 
-    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """Undo :meth:`cut`."""
+    def weights(self, weight_EBA: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the weights for each piece."""
         ...
 
-    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return a piece of x times the transposed weight [N, B]."""
+    def room(self, like_NA: torch.Tensor, width: int) -> Room:
+        """Return where the pieces of a result [N, width] go."""
         ...
 
-    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
-        """Return a piece of the gradient of x [N, A]."""
+    def forward(
+        self, x_NA: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a piece of x times the transposed weight [N, B], in ``out`` if there is one."""
         ...
 
-    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+    def backward(
+        self,
+        d_y_NB: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """Return a piece of the gradient of x [N, A], in ``out``, or added to it, if there is one."""
+        ...
+
+    def of_weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
         """Return the gradient of the weights [E, B, A] from all pieces; zeros for an expert without rows."""
         ...
 
@@ -88,14 +102,15 @@ class _SwiGLU(torch.autograd.Function):
         down_EDF: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
-        x, g, u, y = products.cut(rows_ND), [], [], []
+        x, g, u, y = products.cut(rows_ND), [], [], products.room(rows_ND, rows_ND.shape[1])
+        gate, up, down = map(products.weights, (gate_EFD, up_EFD, down_EDF))
         for n, x_ND in enumerate(x):
-            g.append(products.forward(n, x_ND, gate_EFD))
-            u.append(products.forward(n, x_ND, up_EFD))
-            y.append(products.forward(n, F.silu(g[n]).mul_(u[n]), down_EDF))
+            g.append(products.forward(x_ND, gate[n]))
+            u.append(products.forward(x_ND, up[n]))
+            y.put(n, products.forward(F.silu(g[n]).mul_(u[n]), down[n], y[n]))
         ctx.products, ctx.pieces = products, len(x)
         ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *x, *g, *u)
-        return products.join(y)
+        return y.whole()
 
     @staticmethod
     @once_differentiable
@@ -103,24 +118,26 @@ class _SwiGLU(torch.autograd.Function):
         gate_EFD, up_EFD, down_EDF, *saved = ctx.saved_tensors
         products, pieces = ctx.products, ctx.pieces
         x, g, u = saved[:pieces], saved[pieces : 2 * pieces], saved[2 * pieces :]
-        d_y, d_g, d_u, h, d_x = products.cut(d_rows_ND), [], [], [], []
+        gate, up, down = map(products.weights, (gate_EFD, up_EFD, down_EDF))
+        d_y, d_g, d_u, h = products.cut(d_rows_ND), [], [], []
+        d_x = products.room(d_rows_ND, d_rows_ND.shape[1])
         for n in range(pieces):
             silu_NF = F.silu(g[n])
-            d_h_NF = products.backward(n, d_y[n], down_EDF)
+            d_h_NF = products.backward(d_y[n], down[n])
             d_u.append(d_h_NF * silu_NF)
             d_g.append(torch.ops.aten.silu_backward(d_h_NF.mul_(u[n]), g[n]))
             h.append(silu_NF.mul_(u[n]))
             if ctx.needs_input_grad[0]:
-                d_x_ND = products.backward(n, d_g[n], gate_EFD)
-                d_x.append(d_x_ND.add_(products.backward(n, d_u[n], up_EFD)))
+                d_x.put(n, products.backward(d_g[n], gate[n], d_x[n]))
+                d_x.put(n, products.backward(d_u[n], up[n], d_x[n], add=True))
         of_weights = (
-            (gate_EFD, lambda: products.weight(d_g, x)),
-            (up_EFD, lambda: products.weight(d_u, x)),
-            (down_EDF, lambda: products.weight(d_y, h)),
+            (gate_EFD, lambda: products.of_weight(d_g, x)),
+            (up_EFD, lambda: products.of_weight(d_u, x)),
+            (down_EDF, lambda: products.of_weight(d_y, h)),
         )
         wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
         d_weights = [weight_gradient(*each) if needed else None for each, needed in wanted]
-        return (products.join(d_x) if d_x else None, *d_weights, None)
+        return (d_x.whole() if ctx.needs_input_grad[0] else None, *d_weights, None)
 
 
 def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: torch.Tensor) -> Products:
@@ -143,32 +160,72 @@ def _multiple(rows_ND: torch.Tensor, weight_EFD: torch.Tensor) -> int:
     return max(MULTIPLE, 1 << max(0, mean.bit_length() - 5))
 
 
+class Room:
+    """A result in the making, piece by piece."""
+
+    def __init__(self, pieces: Sequence[torch.Tensor | None], whole: Callable[[], torch.Tensor]) -> None:
+        self.pieces, self.whole = list(pieces), whole
+
+    def __getitem__(self, piece: int) -> torch.Tensor | None:
+        """Return where to write a piece; None: anywhere."""
+        return self.pieces[piece]
+
+    def put(self, piece: int, value: torch.Tensor) -> None:
+        """Take a piece, wherever it was written."""
+        self.pieces[piece] = value
+
+
 class OneByOne:
     """A piece for each expert, whose rows are filled up with zeros to a ``multiple``."""
 
     def __init__(self, counts_E: torch.Tensor, multiple: int) -> None:
         self.counts: list[int] = counts_E.tolist()
         self.multiple = multiple
+        self.padded = [count + -count % multiple for count in self.counts]
 
     def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each expert."""
-        return [F.pad(own, (0, 0, 0, -len(own) % self.multiple)) for own in torch.split(rows, self.counts)]
+        return [
+            own if count == padded else F.pad(own, (0, 0, 0, padded - count))
+            for own, count, padded in zip(rows.split(self.counts), self.counts, self.padded, strict=True)
+        ]
 
-    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """Leave the filling out."""
-        return torch.cat([own[:count] for own, count in zip(pieces, self.counts, strict=True)])
+    def weights(self, weight_EBA: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return each expert's."""
+        return weight_EBA.unbind()
 
-    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+    def room(self, like_NA: torch.Tensor, width: int) -> Room:
+        """Return views of one tensor, whose filling is left out in the end."""
+        whole = like_NA.new_empty(sum(self.padded), width)
+        pieces = whole.split(self.padded)
+        if self.padded == self.counts:
+            return Room(pieces, lambda: whole)
+        own = zip(pieces, self.counts, strict=True)
+        return Room(pieces, lambda: torch.cat([piece[:count] for piece, count in own]))
+
+    def forward(
+        self, x_NA: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """One product."""
-        return matmul(x_NA, weight_EBA[piece].T)
+        return matmul(x_NA, weight.T, out)
 
-    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+    def backward(
+        self,
+        d_y_NB: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        add: bool = False,
+    ) -> torch.Tensor:
         """One product."""
-        return matmul(d_y_NB, weight_EBA[piece])
+        return matmul(d_y_NB, weight, out, add=add)
 
-    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+    def of_weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
         """A product for each expert; one over no rows is zero."""
-        return torch.stack([matmul(d_y.T, x) for d_y, x in zip(d_y_NB, x_NA, strict=True)])
+        total = d_y_NB[0].new_empty(len(x_NA), d_y_NB[0].shape[1], x_NA[0].shape[1])
+        for d_y, x, own in zip(d_y_NB, x_NA, total.unbind(), strict=True):
+            matmul(d_y.T, x, own)
+        return total
 
 
 class Grouped:
@@ -182,20 +239,34 @@ class Grouped:
         """Return all rows."""
         return [rows.contiguous()]
 
-    def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """Return all rows."""
-        (rows,) = pieces
-        return rows
+    def weights(self, weight_EBA: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return all."""
+        return [weight_EBA]
 
-    def forward(self, piece: int, x_NA: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+    def room(self, like_NA: torch.Tensor, width: int) -> Room:
+        """Return what keeps the kernel's own result."""
+        room = Room([None], lambda: room.pieces[0])  # type: ignore[arg-type, return-value]
+        return room
+
+    def forward(
+        self, x_NA: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """All products."""
-        return F.grouped_mm(x_NA, weight_EBA.transpose(1, 2), offs=self.ends)
+        return F.grouped_mm(x_NA, weight.transpose(1, 2), offs=self.ends)
 
-    def backward(self, piece: int, d_y_NB: torch.Tensor, weight_EBA: torch.Tensor) -> torch.Tensor:
+    def backward(
+        self,
+        d_y_NB: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        add: bool = False,
+    ) -> torch.Tensor:
         """All products."""
-        return F.grouped_mm(d_y_NB, weight_EBA, offs=self.ends)
+        d_x_NA = F.grouped_mm(d_y_NB, weight, offs=self.ends)
+        return d_x_NA if out is None else out.add_(d_x_NA)
 
-    def weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
+    def of_weight(self, d_y_NB: list[torch.Tensor], x_NA: list[torch.Tensor]) -> torch.Tensor:
         """All products; what the kernel leaves for an expert without rows is not defined."""
         (d_y,), (x,) = d_y_NB, x_NA
         return F.grouped_mm(d_y.T, x, offs=self.ends).masked_fill_(self.idle, 0.0)

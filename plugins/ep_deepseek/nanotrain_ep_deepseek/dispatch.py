@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanotrain_core.expert_rows import combine, inverted, spread
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.routing import Compute, Routing, combine, dispatch_codec, sort_by_expert
-from nanotrain_ep_deepseek.exchange import Permute, Route, Spread, from_experts, inverted, to_experts
+from nanotrain_core.routing import Compute, Routing, dispatch_codec, sort_by_expert
+from nanotrain_ep_deepseek.exchange import Permute, Route, from_experts, to_experts
 
 
 class Experts(Protocol):
@@ -71,10 +72,10 @@ class Dispatcher:
         Collective over ep and etp, in backward too, also for a rank without tokens or without rows.
         """
         order_N, counts_E = sort_by_expert(routing.experts, self.experts)
-        chosen = routing.experts.shape[-1]
-        rows_ND: torch.Tensor = Spread.apply(x.flatten(0, -2), order_N, inverted(order_N), chosen)  # type: ignore[no-untyped-call]
+        back_N, chosen = inverted(order_N), routing.experts.shape[-1]
+        rows_ND = spread(x.flatten(0, -2), order_N, back_N, chosen)
         outputs_ND = self.run(module, rows_ND, self.plan(counts_E))
-        return combine(outputs_ND, order_N, routing.weights).view_as(x)
+        return combine(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
     def plan(self, counts_E: torch.Tensor) -> Plan:
         """Exchange counts by all-to-all over ep, then over etp, and bring them to the host.

@@ -1,6 +1,6 @@
 """Rows that change places between ranks, and within a rank, and whose gradients take the way back.
 
-Shapes: N rows of width D; T tokens, K experts chosen for each.
+Shapes: N rows of width D.
 """
 
 from __future__ import annotations
@@ -84,34 +84,9 @@ class Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.inverse = inverse
-        return rows[order]
+        return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return d_rows[ctx.inverse], None, None
-
-
-class Spread(torch.autograd.Function):
-    """A row for each of a token's K choices, in ``order``; backward adds a token's K gradients up.
-
-    In the router's order, as :func:`nanotrain_core.routing.combine` adds outputs.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
-    ) -> torch.Tensor:
-        ctx.inverse_N, ctx.chosen = inverse_N, chosen
-        return x_TD[order_N // chosen]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_rows_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        by_token = d_rows_ND[ctx.inverse_N].unflatten(0, (-1, ctx.chosen))  # type: ignore[no-untyped-call]
-        return by_token.sum(1), None, None, None
-
-
-def inverted(order: torch.Tensor) -> torch.Tensor:
-    """Return the permutation that undoes ``order``."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return d_rows.index_select(0, ctx.inverse), None, None
