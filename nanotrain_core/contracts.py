@@ -22,6 +22,7 @@ from nanotrain_core.boxes import boxes
 from nanotrain_core.layout import Layout
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Piece, PlacedParameter, Placement, Placements, Shape
+from nanotrain_core.progress import Progress
 from nanotrain_core.stop import Rollback
 
 # --- topology ---------------------------------------------------------------------------------
@@ -526,6 +527,8 @@ class RunInfo:
     data: Any
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
+    progress: Progress
+    """Where this rank is, and how long its phases took."""
 
 
 @attrs.define(frozen=True)

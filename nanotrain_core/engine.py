@@ -205,6 +205,7 @@ class RuntimeEngine:
         scale = run.loss_scale.value
         weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         losses = self.executor.run(run.actions, microbatches, weights)
+        self._note("gradient sync")
         run.gradients.finish()
         self._note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
@@ -407,6 +408,7 @@ class RuntimeEngine:
             placed=run.placed,
             data=run.feed.data,
             logits=self.executor.logits,
+            progress=self.progress,
         )
 
     def _count_parameters(self) -> int:

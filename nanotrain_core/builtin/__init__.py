@@ -116,7 +116,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``console``, ``jsonl``, ``sample``, ``guard`` and ``replicas``."""
+    """Announce ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers`` and ``replicas``."""
     register(
         Component(
             name="console",
@@ -148,6 +148,14 @@ def nanotrain_register_monitor(register: Register) -> None:
             config=configs.GuardConfig,
             factory=f"{_HERE}.guard:Guard",
             summary="notices loss spikes and NaN, and goes back to a checkpoint from before them",
+        )
+    )
+    register(
+        Component(
+            name="stragglers",
+            config=configs.StragglersConfig,
+            factory=f"{_HERE}.stragglers:Stragglers",
+            summary="names a rank that makes the others wait, and in what",
         )
     )
     register(

@@ -216,6 +216,20 @@ class GuardConfig:
 
 
 @attrs.define(frozen=True, kw_only=True)
+class StragglersConfig:
+    """``[[monitor]] use = "stragglers"``: which rank makes the others wait."""
+
+    every: int = attrs.field(default=10, validator=ge(1))
+    """Steps between comparisons, each one small gather."""
+    ratio: float = attrs.field(default=2.0, validator=ge(1.0))
+    """A rank is slow in a phase that takes it this many times as long as the median rank."""
+    least: float = attrs.field(default=0.01, validator=ge(0.0))
+    """Seconds a step below which nobody is called slow."""
+    patience: int = attrs.field(default=3, validator=ge(1))
+    """Comparisons in a row that find the same rank before it is named."""
+
+
+@attrs.define(frozen=True, kw_only=True)
 class TextConfig:
     """``[data] use = "text"``."""
 

@@ -64,7 +64,8 @@ class Bench:
         """Return the words after ``nanotrain run``."""
         at = self.settings
         guards = ['{use="guard", window=16, warmup=4, patience=2}'] if guard else []
-        monitors = ['{use="jsonl"}', '{use="replicas", every=2}', *guards, '{use="chaos"}']
+        monitors = ['{use="jsonl"}', '{use="replicas", every=2}', *guards]
+        monitors += ['{use="stragglers", every=1, patience=2, least=1.0}', '{use="chaos"}']
         changes = [
             *at.overrides,
             f"monitor=[{', '.join(monitors)}]",

@@ -404,20 +404,13 @@ class HangStopped(Hang):
 
 
 class Slow(Row):
-    number, name, lost = "13", "a slow rank is left alone", 0
+    number, name, lost = "13", "a slow rank is named and left alone", 0
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
-        step = some_step(trial, random)
-        amount = trial.bench.settings.hang_timeout / 4
-        order = {
-            "act": "sleep",
-            "at": "data",
-            "rank": some_rank(trial, random),
-            "step": step,
-            "last": step + 2,
-        }
-        ended = trial.launch(order={**order, "amount": amount})
-        yield from expect(ended, Exit.DONE)
+        step, rank = some_step(trial, random), some_rank(trial, random)
+        order = {"act": "sleep", "at": "data", "rank": rank, "step": step, "last": step + 2}
+        ended = trial.launch(order={**order, "amount": trial.bench.settings.hang_timeout / 4})
+        yield from expect(ended, Exit.DONE, f"rank {rank} is slow: others wait for its data")
         if len(trial.faults()) != 3:
             yield f"{len(trial.faults())} slow steps, expected 3"
 
