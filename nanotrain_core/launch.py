@@ -23,7 +23,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from nanotrain_core.forward import SignalForwarder
 from nanotrain_core.hang import HangWatch
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import SIGNALS
-from nanotrain_core.worker import Job, run_rank, train
+from nanotrain_core.worker import HAS_SAVED, Job, run_rank, train
 
 EXIT_OF = {
     "done": Exit.DONE,
@@ -96,27 +98,15 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     prepare(nodes.nproc)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from nanotrain_core.agent import Agent, ExitCodes
+    from nanotrain_core.agent import Agent
 
-    for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
-        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
-            logger, logging.Logger
-        ):
-            logger.setLevel(logging.CRITICAL)
+    _silence_torch()
     scratch = Path(job.scratch or "")
     forwarder = SignalForwarder(scratch)
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
-
-    def start_again(codes: ExitCodes, number: int) -> bool:
-        """Tell why the ranks ended; say whether to start them once more."""
-        cause = first_cause(scratch, codes, watch.hang)
-        if cause.mistake or forwarder.received is not None:
-            return False
-        cause.tell(f"; restarting ({number} of {nodes.max_restarts}) from the newest checkpoint")
-        watch.restarted()
-        return True
-
+    start_again = partial(_start_again, scratch, watch, forwarder, nodes.max_restarts)
     with ThreadPoolExecutor(1) as thread:
         agent = thread.submit(lambda: Agent(_what_to_start(job, nodes), start_again).results())
         try:
@@ -126,7 +116,36 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 return EXIT_OF[SIGNALS[forwarder.received]]
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             return _end(first_cause(scratch, codes, watch.hang))
+        except RendezvousError as problem:
+            raise LaunchError(f"the hosts of the run do not meet: {problem}") from None
     return EXIT_OF[next(iter(ends.values()))]
+
+
+def _silence_torch() -> None:
+    """Let torch's launcher log nothing: failures are told here."""
+    for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
+        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
+            logger, logging.Logger
+        ):
+            logger.setLevel(logging.CRITICAL)
+
+
+def _start_again(
+    scratch: Path,
+    watch: HangWatch,
+    forwarder: SignalForwarder,
+    most: int,
+    codes: Mapping[int, int],
+    number: int,
+) -> bool:
+    """Tell why the ranks ended; say whether to start them once more, for the ``number``-th time."""
+    cause = first_cause(scratch, codes, watch.hang)
+    if cause.mistake or forwarder.received is not None:
+        return False
+    where = "the newest checkpoint" if (scratch / HAS_SAVED).exists() else "where it began"
+    cause.tell(f"; restarting ({number} of {most}) from {where}")
+    watch.restarted()
+    return True
 
 
 def _what_to_start(job: Job, nodes: Nodes) -> Any:

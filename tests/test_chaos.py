@@ -7,7 +7,8 @@ import pytest
 from test_run import SMALL
 
 from nanotrain_core.testing.chaos.bench import Bench, Settings, Trial
-from nanotrain_core.testing.chaos.rows import ROWS, Outcome, Row, chosen, judge
+from nanotrain_core.testing.chaos.matrix import ROWS, chosen
+from nanotrain_core.testing.chaos.row import Outcome, Row, judge
 
 RECIPE = SMALL.replace("width = 16", "width = 64").replace("sequences = 4", "sequences = 8", 1)
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nanotrain_core.testing.chaos.bench import Bench, Settings
-    from nanotrain_core.testing.chaos.rows import NOT_RUN, chosen
+    from nanotrain_core.testing.chaos.matrix import NOT_RUN, chosen
     from nanotrain_core.testing.chaos.table import markdown, table, try_rows
 
     recipe = resolve(args).recipe

@@ -10,7 +10,8 @@ import attrs
 from rich.table import Table
 
 from nanotrain_core.testing.chaos.bench import Bench
-from nanotrain_core.testing.chaos.rows import NOT_RUN, Outcome, Row
+from nanotrain_core.testing.chaos.matrix import NOT_RUN
+from nanotrain_core.testing.chaos.row import Outcome, Row
 
 COLUMNS = (
     *("row", "fault", "survived", "steps lost", "replay mism.", "sample errors", "false succ."),

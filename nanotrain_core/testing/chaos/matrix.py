@@ -1,0 +1,32 @@
+"""The fault matrix: all rows, and what is not tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanotrain_core.testing.chaos import death, disk, mistakes, numbers, signals
+from nanotrain_core.testing.chaos.row import Row
+
+
+def rows_of(*modules: object) -> tuple[type[Row], ...]:
+    """Return the rows that modules define, by number."""
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, type))
+    rows = [each for each in found if issubclass(each, Row) and hasattr(each, "number")]
+    return tuple(sorted(rows, key=lambda row: int(row.number.partition("-")[0])))
+
+
+ROWS = rows_of(death, disk, signals, numbers, mistakes)
+
+#: Rows of the matrix that are not tried, and why.
+NOT_RUN = {
+    "8 read-only folder": "root may write everywhere; others are refused before a rank starts",
+    "22 port busy": "the ranks of one host meet in a file: there is no port",
+    "24 tracker offline": "no component talks to a tracker",
+    "25 clock jump": "the machine's clock is not ours to set; all waiting is by the monotonic clock",
+}
+
+
+def chosen(only: Sequence[str], *, short: bool) -> list[type[Row]]:
+    """Return the rows whose number or name has one of ``only`` in it."""
+    rows = [row for row in ROWS if row.short or not short]
+    return [r for r in rows if not only or any(w == r.number or w.lower() in r.name.lower() for w in only)]

@@ -1,0 +1,98 @@
+"""Rows in which numbers go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from nanotrain_core.errors import Exit
+from nanotrain_core.testing.chaos.bench import Trial
+from nanotrain_core.testing.chaos.row import Row, expect, some_rank, some_step, unsettled_step
+
+
+class NanOnce(Row):
+    number, name, guard, short = "14", "NaN in one rank's gradient, once", True, True
+    same_end, lost = False, 0
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        step = some_step(trial, random)
+        order = {"act": "nan", "step": step, "rank": some_rank(trial, random)}
+        yield from expect(trial.launch(order=order), Exit.DONE)
+        skipped = {(row["rank"], row["step"]) for row in trial.rows("step") if row["skipped"]}
+        if skipped != {(rank, step) for rank in range(trial.bench.settings.ranks)}:
+            yield f"skipped (rank, step) {sorted(skipped)}, expected step {step} on all ranks"
+        if len(set(trial.weights().values())) != len(set(trial.bench.baseline.weights().values())):
+            yield "replicas differ at the end"
+
+
+class RollsBack(Row):
+    """Training goes wrong; the guard goes back to before, and the bad steps' data is left out."""
+
+    guard, same_end = True, False
+    lost = 1e9  # what was undone is not lost but unwanted
+
+    def order(self, step: int, trial: Trial, random: Random) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        step = unsettled_step(trial, random)
+        yield from expect(trial.launch(order=self.order(step, trial, random)), Exit.DONE)
+        backs = [row for row in trial.rows("rollback") if row["rank"] == 0]
+        if len(backs) != 1:
+            yield f"{len(backs)} rollbacks, expected 1"
+            return
+        (back,) = backs
+        if not back["restored"] < back["onset"] <= step:
+            yield f"went back to {back['restored']} with onset {back['onset']}; the fault was at step {step}"
+        left_out = set[str]().union(
+            *(trial.bench.baseline.committed()[s] for s in range(back["onset"], back["step"] + 1))
+        )
+        after = [
+            row for row in trial.trained() if row["time"] > back["time"] and row["step"] >= back["onset"]
+        ]
+        taken = {mark for row in after for mark in row["rows"]}
+        if left_out & taken:
+            yield "the data of the bad steps was trained on again"
+        trial.announced_bad.update(range(back["restored"] + 1, back["step"] + 1))
+
+
+class NanForAWhile(RollsBack):
+    number, name = "15", "NaN for 3 steps in a row"
+
+    def order(self, step: int, trial: Trial, random: Random) -> dict[str, Any]:
+        return {"act": "nan", "step": step, "last": step + 2, "rank": some_rank(trial, random)}
+
+
+class Spike(RollsBack):
+    number, name = "15", "the learning rate of one step is multiplied by 1000"
+
+    def order(self, step: int, trial: Trial, random: Random) -> dict[str, Any]:
+        return {"act": "rate", "step": step, "rank": -1, "amount": 1000.0}
+
+
+class NanForever(Row):
+    number, name, guard = "15", "NaN from a step on, for ever", True
+    same_end, lost = False, 1e9
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        order = {"act": "nan", "step": unsettled_step(trial, random), "last": 10**6, "amount": -1.0}
+        yield from expect(trial.launch(order=order), Exit.DIVERGED, "given up after 3 rollbacks")
+
+
+class FlipWeight(Row):
+    number, name, same_end, lost = "16", "one bit of one replica's weights flips", False, 0
+    least_ranks = 2
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        rank, ranks = some_rank(trial, random), trial.bench.settings.ranks
+        step = some_step(trial, random)
+        ended = trial.launch(order={"act": "flip", "step": step, "rank": rank})
+        if ended.code == Exit.DONE and trial.weights() == trial.bench.baseline.weights():
+            return  # the rank got the right bits from another, as where each updates a share for all
+        yield from expect(ended, Exit.CORRUPTED, "has other bits on rank")
+        if ranks > 2 and f"has other bits on rank {rank} than on" not in ended.err:
+            yield f"rank {rank} was not named: {ended.err[-300:]}"
+        last = max(trial.losses())
+        if last > step + 2:
+            yield f"found at step {last}, flipped at {step}, compared every 2"
