@@ -19,8 +19,10 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import structlog
@@ -82,8 +84,7 @@ class ShardedCheckpoint:
         self._verified: set[int] = set()
         self._restored: set[int] = set()
         self._flight = self._agreed = None
-        if mesh.rank == 0 and folder.is_dir():
-            folders.clear_leftovers(folder)
+        self._on_first(lambda: folders.clear_leftovers(folder))
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps, and when ``every_minutes`` have gone by on rank 0."""
@@ -116,7 +117,8 @@ class ShardedCheckpoint:
         began = self._last_save = time.monotonic()
         self._forget_old()
         agreed = self._agree(state.blocks)
-        flight = Flight(step, self._make_scratch(step), state, began)
+        scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
+        flight = Flight(step, scratch, state, began)
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
             copies = self._copies.take(mine)
@@ -151,16 +153,16 @@ class ShardedCheckpoint:
         self._agreed = Agreed(holdings, share_from_first(shares, self.mesh), tensors)
         return self._agreed
 
-    def _make_scratch(self, step: int) -> Path:
-        problem, scratch = "", None
+    def _on_first(self, act: Callable[[], Any]) -> Any:
+        """Broadcast: change the folder on rank 0 and return the outcome everywhere, or fail everywhere."""
+        problem, outcome = "", None
         if self.mesh.rank == 0:
             try:
-                scratch = folders.make_scratch(self.folder, step)
+                outcome = act()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror or error}"
         agree(problem, self.mesh)
-        path: Path = from_first(scratch, self.mesh)
-        return path
+        return from_first(outcome, self.mesh)
 
     def _write(self, flight: Flight, tensors: blocks.Tensors) -> None:
         """Write this rank's files. Runs in a thread: it must not talk to other ranks."""
@@ -260,8 +262,9 @@ class ShardedCheckpoint:
         more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
         agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else "", self.mesh)
         streams = self._fill(path, saved, state.blocks)
-        if self.mesh.rank == 0 and path.parent == self.folder:
-            folders.set_aside(self.folder, [step for step in self.steps() if step > saved.step])
+        if path.parent == self.folder:
+            later = (step for step in self.steps() if step > saved.step)
+            self._on_first(lambda: folders.set_aside(self.folder, [*later]))
         self._restored.add(saved.step)
         if self.config.verify == "full":
             self._verified.add(saved.step)
@@ -316,8 +319,8 @@ class ShardedCheckpoint:
             saved, problems = self._examine(path)
             if saved is not None:
                 return path, saved
+            now = self._on_first(partial(folders.quarantine, self.folder, step))
             if self.mesh.rank == 0:
-                now = folders.quarantine(self.folder, step)
                 text = "; ".join(problems)
                 self.log.warning("a damaged checkpoint was set aside", problem=text, now=str(now))
         if problems:

@@ -47,6 +47,8 @@ def steps(folder: Path) -> list[int]:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what saves that were killed left. Nobody may be saving."""
+    if not folder.is_dir():
+        return
     for pattern in (".tmp-*", ".old-*"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)

@@ -97,12 +97,19 @@ def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 # --- looking at files -----------------------------------------------------------------------------
 
 
+def plain(path: Path) -> bool:
+    """Say whether there is a file, and no link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
 def read_header(path: Path) -> dict[str, Form]:
     """Return what the header of a file says.
 
     Raises:
-        CheckpointError: it is no safetensors file.
+        CheckpointError: it is no safetensors file, or a link to one.
     """
+    if not plain(path):
+        raise CheckpointError(f"{path} is missing, or is no plain file")
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -126,7 +133,7 @@ def damage(folder: Path, name: str, file: File, *, full: bool) -> str:
     """
     path = folder / name
     try:
-        if path.is_symlink() or not path.is_file():
+        if not plain(path):
             return f"{path} is missing, or is no plain file"
         if path.stat().st_size != file.bytes:
             return f"{path} has {path.stat().st_size} bytes, {file.bytes} were written"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +35,7 @@ class ShardedWeights:
 
     def __init__(self, path: Path, found: Manifest) -> None:
         self.path, self.manifest = path, found
+        self._open: dict[str, Any] = {}
         own = {name: tensor for name, tensor in found.tensors.items() if "/" not in name}
         self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in own.items()}
         self.dtypes: Mapping[str, torch.dtype] = {
@@ -57,9 +59,11 @@ class ShardedWeights:
 
     def _box(self, file: str, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         try:
-            with safe_open(self.path / file, framework="pt") as opened:
-                found: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
-                return found
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            opened = self._open[file]
+            found: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+            return found
         except (OSError, SafetensorError) as problem:
             raise CheckpointError(f"{self.path / file} cannot be read: {problem}") from None
 

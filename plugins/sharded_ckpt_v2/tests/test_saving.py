@@ -1,0 +1,199 @@
+"""When checkpoints are saved, what appears when, what retention keeps, and what failures leave."""
+
+import threading
+
+import pytest
+import torch
+from nanotrain_sharded_ckpt_v2 import blocks
+from safetensors.torch import load_file
+from small_run import opened, save, state
+
+from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.errors import CheckpointError, SaveFailed
+from nanotrain_core.saves import Saves
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Hold writing threads back until the test lets them go."""
+    gate = threading.Event()
+    write = blocks.write
+
+    def slow(path, tensors):
+        assert gate.wait(10)
+        return write(path, tensors)
+
+    monkeypatch.setattr(blocks, "write", slow)
+    return gate
+
+
+def test_nothing_is_there_before_it_is_complete(tmp_path, held):
+    checkpoint, live = opened(tmp_path), state(1)
+    checkpoint.save(1, live)
+    assert checkpoint.advance(wait=False) == ()
+    assert checkpoint.steps() == []
+    assert not (tmp_path / "latest").exists()
+    live.blocks[0].tensor.fill_(-1.0)  # training goes on
+    held.set()
+    (report,) = checkpoint.advance(wait=True)
+    assert (report.step, report.path) == (1, tmp_path / "step-00000001")
+    assert report.blocked <= report.seconds
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    assert (load_file(report.path / "shard-00000.safetensors")["w@0,0"] >= 100).all()
+
+
+def test_a_write_that_fails_in_the_thread_leaves_nothing_and_the_next_succeeds(tmp_path, monkeypatch):
+    checkpoint = opened(tmp_path)
+    save(checkpoint, 1)
+
+    def full(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "write", full)
+        checkpoint.save(2, state(2))
+        with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors of step 2 .* No space left"):
+            checkpoint.advance(wait=True)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+    save(checkpoint, 3)
+    assert checkpoint.steps() == [1, 3]
+
+
+def test_a_run_bears_two_failures_and_ends_with_the_third(tmp_path, monkeypatch):
+    checkpoint, told = opened(tmp_path), []
+    saves = Saves(checkpoint, told.append)
+
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "write", full)
+        for step in (1, 2):
+            saves.begin(step, state(step))
+            saves.advance(wait=True)
+        with pytest.raises(SaveFailed, match="No space left on device; saves that failed in a row: 3"):
+            saves.begin(3, state(3), last=True)
+    saves.begin(4, state(4), last=True)
+    assert [report.step for report in told] == [4]
+
+
+def test_the_last_save_may_not_fail(tmp_path, monkeypatch):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blocks, "write", full)
+    with pytest.raises(SaveFailed):
+        Saves(opened(tmp_path), print).begin(1, state(1), last=True)
+
+
+def test_due_by_steps_and_by_minutes(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    checkpoint = opened(tmp_path, every=4, every_minutes=1.0)
+    assert [step for step in range(1, 10) if checkpoint.due(step)] == [4, 8]
+    now[0] = 59.0
+    assert not checkpoint.due(9)
+    now[0] = 60.0
+    assert checkpoint.due(9)
+    save(checkpoint, 9)
+    assert not checkpoint.due(10)
+    assert not opened(tmp_path / "end").due(100)
+
+
+def test_retention_keeps_the_newest_and_what_was_restored(tmp_path):
+    checkpoint = opened(tmp_path, keep=1)
+    for step in (1, 2, 3):
+        save(checkpoint, step)
+    assert checkpoint.steps() == [2, 3]  # the one before the save is deleted once the next begins
+    checkpoint.load("3", state(3))
+    for step in (4, 5, 6):
+        save(checkpoint, step)
+    assert checkpoint.steps() == [3, 5, 6]
+
+
+def test_retention_counts_sound_checkpoints_only_and_keeps_the_newest_verified(tmp_path):
+    checkpoint = opened(tmp_path, keep=1)
+    first = save(checkpoint, 1)
+    broken = tmp_path / "step-00000002"
+    broken.mkdir()
+    (broken / "MANIFEST.json").write_text("{}")
+    (tmp_path / "step-00000003").mkdir()  # no manifest: not a checkpoint
+    checkpoint.save(4, state(4))
+    assert first.exists()
+    checkpoint.advance(wait=True)
+
+
+def test_nothing_is_deleted_before_this_process_verified_one(tmp_path):
+    writer = opened(tmp_path, keep=9)
+    for step in (1, 2, 3):
+        save(writer, step)
+    checkpoint = opened(tmp_path, keep=1)
+    save(checkpoint, 4)
+    assert checkpoint.steps() == [1, 2, 3, 4]
+    save(checkpoint, 5)
+    assert checkpoint.steps() == [4, 5]
+
+
+def test_a_killed_save_is_cleared_away(tmp_path, held):
+    checkpoint = opened(tmp_path)
+    checkpoint.save(1, state(1))
+    assert [name[:5] for name in names(tmp_path)] == [".tmp-"]
+    held.set()
+    checkpoint.advance(wait=True)
+    (tmp_path / ".tmp-00000002-x").mkdir()
+    (tmp_path / ".old-00000000-x").mkdir()
+    opened(tmp_path)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
+def test_a_manifest_names_the_one_before_it(tmp_path):
+    checkpoint = opened(tmp_path)
+    first, second = (save(checkpoint, step) for step in (1, 2))
+    sealed = (first / "MANIFEST.json").read_text().splitlines()[-2]
+    assert f'"previous": {sealed.partition(": ")[2]},' in (second / "MANIFEST.json").read_text()
+
+
+def test_every_dtype_comes_back(tmp_path):
+    live = {str(dtype): torch.arange(8).to(dtype) for dtype in blocks.CODES}
+    saved = [Block(name, (8,), (0,), tensor) for name, tensor in live.items()]
+    checkpoint = opened(tmp_path)
+    checkpoint.save(1, TrainState(saved, {}, {}))
+    checkpoint.advance(wait=True)
+    empty = [Block(name, (8,), (0,), torch.zeros_like(tensor)) for name, tensor in live.items()]
+    checkpoint.load("latest", TrainState(empty, {}, {}))
+    assert all(torch.equal(block.tensor.float(), live[block.name].float()) for block in empty)
+
+
+def test_a_dtype_that_cannot_be_saved_is_named(tmp_path):
+    odd = Block("odd", (2,), (0,), torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match=r"odd is torch\.complex64, which cannot be saved"):
+        opened(tmp_path).save(1, TrainState([odd], {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda block: Block("v", (4, 3), block.offset, block.tensor), "it has no tensor v"),
+        (
+            lambda block: Block("w", (5, 3), block.offset, block.tensor),
+            r"w has shape \(4, 3\), expected \(5, 3\)",
+        ),
+        (
+            lambda block: Block("w", (4, 3), block.offset, block.tensor.double()),
+            "w is stored as F32, expected F64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_not_fallen_back_over(tmp_path, change, said):
+    checkpoint = opened(tmp_path)
+    save(checkpoint, 1)
+    live = state(1)
+    other = TrainState([change(live.blocks[0]), *live.blocks[1:]], {}, {})
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load("latest", other)
+    assert checkpoint.steps() == [1]
