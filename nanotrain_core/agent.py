@@ -17,14 +17,21 @@ ExitCodes = Mapping[int, int]
 class Agent(LocalElasticAgent):
     """Starts the ranks of this host, and all of them again when one fails."""
 
-    def __init__(self, ranks: WorkerSpec, start_again: Callable[[ExitCodes, int], bool]) -> None:
+    def __init__(
+        self,
+        ranks: WorkerSpec,
+        before_start: Callable[[], None],
+        start_again: Callable[[ExitCodes, int], bool],
+    ) -> None:
         """Prepare.
 
         Args:
             ranks: what to start, where, and how often at most.
+            before_start: called when no rank runs and before they are started, the first time or again: also
+                because another host starts its ranks again.
             start_again: called with exit codes and the number of the restart; says whether to go on.
         """
-        self.start_again = start_again
+        self.before_start, self.start_again = before_start, start_again
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
 
     def results(self) -> dict[int, Any]:
@@ -40,6 +47,12 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             raise ChildFailedError("nanotrain", result.failures)
         return dict(result.return_values)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks."""
+        self.before_start()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the ranks; use up all restarts if another one would be in vain."""

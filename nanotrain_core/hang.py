@@ -104,10 +104,10 @@ class HangWatch:
         """What to say of the ranks that hung in this attempt."""
         self._looked = time.monotonic()
         self._lock = threading.Lock()
-        self.restarted()
+        self.forget()
 
-    def restarted(self) -> None:
-        """Forget the ranks of the last attempt, which are all gone. The agent's thread calls this."""
+    def forget(self) -> None:
+        """Forget ranks of an earlier attempt, which are all gone. The agent's thread calls this."""
         with self._lock:
             self.hang = None
             self._waited: dict[int, tuple[int, float]] = {}
@@ -153,11 +153,9 @@ class HangWatch:
         stuck = [Stuck(b, self._ticks[b.rank][1] > slow_tick, self._stack(b.rank)) for b in beats]
         guilty = culprits(sorted(stuck, key=lambda one: one.beat.rank))
         names = ", ".join(str(one.beat.rank) for one in guilty)
-        self.hang = (
-            f"rank {names} hung: no progress for {self.timeout:g} seconds"
-            if len(guilty) < len(stuck) or len(stuck) == 1
-            else f"no rank made progress for {self.timeout:g} seconds"
-        )
+        known = len(guilty) < len(stuck) or not all(one.waits for one in stuck)
+        self.hang = f"rank {names} hung" if known else "no rank goes on, all wait for others"
+        self.hang += f": no progress for {self.timeout:g} seconds"
         print(f"nanotrain: {self.hang}", file=sys.stderr)
         for one in sorted(stuck, key=lambda one: (one not in guilty, one.beat.rank)):
             print(f"nanotrain:   {one.describe()}", file=sys.stderr)

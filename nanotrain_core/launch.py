@@ -108,7 +108,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
     start_again = partial(_start_again, scratch, watch, forwarder, nodes.max_restarts)
     with ThreadPoolExecutor(1) as thread:
-        agent = thread.submit(lambda: Agent(_what_to_start(job, nodes), start_again).results())
+        agent = thread.submit(lambda: Agent(_what_to_start(job, nodes), watch.forget, start_again).results())
         try:
             ends = forwarder.wait(agent, meanwhile=watch.look)
         except ChildFailedError as failed:
@@ -144,7 +144,6 @@ def _start_again(
         return False
     where = "the newest checkpoint" if (scratch / HAS_SAVED).exists() else "where it began"
     cause.tell(f"; restarting ({number} of {most}) from {where}")
-    watch.restarted()
     return True
 
 

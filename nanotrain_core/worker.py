@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: A file in the launcher's folder: this run has saved a checkpoint of its own.
 HAS_SAVED = "has-saved"
+#: Another: the path of the run folder.
+FOLDER = "folder"
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -142,7 +144,7 @@ def train(job: Job, ranks: Ranks) -> str:
             rank=ranks.rank,
             device=device,
             folder=folder,
-            resume=start_from(job),
+            resume=start_from(job, ranks.rank, store),
         )
         engine.progress = progress
         if scratch is not None:
@@ -164,10 +166,16 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def start_from(job: Job) -> str | None:
-    """Return the checkpoint to start from; after a restart the newest that this run has saved itself."""
-    saved = job.scratch is None or Path(job.scratch, HAS_SAVED).exists()
-    return "auto" if attempt() and saved else job.resume
+def start_from(job: Job, rank: int, store: Store | None) -> str | None:
+    """Return the checkpoint to start from, as rank 0 knows it: after a restart the run's own newest."""
+    saved = Path(job.scratch, HAS_SAVED).exists() if job.scratch else attempt() > 0
+    mine = "auto" if saved else job.resume
+    if store is None:
+        return mine
+    if rank == 0:
+        store.set("resume", json.dumps(mine))
+    theirs: str | None = json.loads(store.get("resume"))
+    return theirs
 
 
 def watch(
@@ -223,7 +231,8 @@ def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry:
         host, port = rendezvous_address(ranks)
         hosts_it = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
-        store = dist.PrefixStore(f"nanotrain-{attempt()}", tcp)
+        # The port is new after every restart, and unlike the number of restarts the same on all hosts.
+        store = dist.PrefixStore(f"nanotrain-{port}", tcp)
     facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type}
     agree(store, ranks.rank, ranks.world_size, facts)
     dist.init_process_group(
@@ -248,8 +257,10 @@ def share_folder(
     lock, problem = None, None
     if ranks.rank == 0:
         try:
-            folder = job.folder or recipe.run.folder
-            lock = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
+            before = held_before(job)
+            folder = before or job.folder or recipe.run.folder
+            resume = job.resume is not None or before is not None or attempt() > 0
+            lock = RunFolder.claim(recipe.run.name, folder=folder, resume=resume)
         except NanotrainError as error:
             problem = error
         if store is not None:
@@ -257,9 +268,18 @@ def share_folder(
     if problem is not None:
         raise problem
     if lock is not None:
-        return lock.path, lock
-    assert store is not None
-    path, text = json.loads(store.get("folder"))
-    if path is None:
-        raise NanotrainError(text)
-    return Path(path), None
+        path: str | None = str(lock.path)
+    else:
+        assert store is not None
+        path, text = json.loads(store.get("folder"))
+        if path is None:
+            raise NanotrainError(text)
+    if job.scratch is not None:
+        Path(job.scratch, FOLDER).write_text(str(path), encoding="utf-8")
+    return Path(str(path)), lock
+
+
+def held_before(job: Job) -> str | None:
+    """Return the folder that this run had before a restart, if it was restarted on this host."""
+    path = Path(job.scratch, FOLDER) if job.scratch else None
+    return path.read_text(encoding="utf-8") if path is not None and path.exists() else None

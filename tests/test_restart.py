@@ -76,6 +76,23 @@ def test_two_hosts_meet_at_the_rendezvous(tmp_path):
     assert len(metrics(tmp_path / "here")) == 6
 
 
+def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path):
+    write_small(tmp_path)
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+    words += ["--folder", "here", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
+    hosts = [start(*words, "--max-restarts", "3", cwd=tmp_path) for _ in range(2)]
+    outcomes = [finish(host) for host in hosts]
+    assert [outcome.code for outcome in outcomes] == [Exit.DONE] * 2
+    assert "rank 1 was killed by SIGKILL; restarting (1 of 3)" in "".join(o.err for o in outcomes)
+    starts = [row["first_step"] for row in metrics(tmp_path / "here", "start")]
+    assert starts[:2] == [0, 3]
+    assert metrics(tmp_path / "here", "end")[-1]["reason"] == "done"
+
+
 def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):
     write_small(tmp_path)
     nanotrain("run", "small.toml", "--folder", "a", "--set", "checkpoint.every=1", cwd=tmp_path)
