@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,6 +28,7 @@ from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.fences import fence
 from nanotrain_core.lr_schedule import lr_scheduler
+from nanotrain_core.measure import bubble, count_parameters, expert_load
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
@@ -259,30 +259,11 @@ class RuntimeEngine:
                 seconds=seconds,
                 loss_scale=run.loss_scale.value,
                 skipped=stats.skipped,
-                expert_load=self._expert_load(),
-                bubble=self._bubble(),
+                expert_load=expert_load(self.loads.values(), run.mesh) if run.has_routers else None,
+                bubble=bubble(self.executor.idle, run.owners, run.mesh),
             ),
             logged=logged,
         )
-
-    def _bubble(self) -> float | None:
-        """Return the mean share of the step that ranks of a pipeline waited, where the host waits at all."""
-        mesh = self.run.mesh
-        if len(set(self.run.owners)) == 1 or mesh.device.type != "cpu":
-            return None
-        total = torch.tensor(self.executor.idle, dtype=torch.float64)
-        mesh.all_reduce(total)
-        return total.item() / mesh.world_size
-
-    def _expert_load(self) -> float | None:
-        """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""
-        if not self.run.has_routers:
-            return None
-        worst = torch.zeros(1, dtype=torch.float64, device=self.run.mesh.device)
-        for load in self.loads.values():
-            worst = torch.maximum(worst, load.max() / load.double().mean().clamp(min=1e-9))
-        self.run.mesh.all_reduce(worst, op=dist.ReduceOp.MAX)
-        return worst.item()
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -398,7 +379,7 @@ class RuntimeEngine:
             rank=run.mesh.rank,
             world_size=run.mesh.world_size,
             device=run.mesh.device,
-            parameters=self._count_parameters(),
+            parameters=count_parameters(run.placed, run.mesh),
             tokens_per_step=run.feed.tokens_per_step,
             flops_per_token=run.flops_per_token,
             recipe=run.recipe,
@@ -410,11 +391,3 @@ class RuntimeEngine:
             logits=self.executor.logits,
             progress=self.progress,
         )
-
-    def _count_parameters(self) -> int:
-        """Count the whole model's parameters from every rank's blocks."""
-        mesh = self.run.mesh
-        mine = sum(p.parameter.numel() / p.placement.replicas(mesh.layout) for p in self.run.placed)
-        total = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-        mesh.all_reduce(total)
-        return round(total.item())

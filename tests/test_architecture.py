@@ -28,7 +28,7 @@ LEVELS = (
     ),
     ("recipe and registry", "discovery registry recipe recipe.* open_weights convert reformat"),
     ("built-ins", "builtin builtin.*"),
-    ("engine", "compose script show rollback engine"),
+    ("engine", "compose measure script show rollback engine"),
     ("launch", "agent worker launch"),
     ("harness", "testing testing.*"),
     ("commands", "cli cli.*"),

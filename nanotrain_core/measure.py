@@ -1,0 +1,37 @@
+"""Global figures of a run that need the ranks to talk. Every rank calls them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter
+
+
+def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:
+    """Return the mean share of the step that ranks of a pipeline waited, where the host waits at all."""
+    if len(set(owners)) == 1 or mesh.device.type != "cpu":
+        return None
+    total = torch.tensor(idle, dtype=torch.float64)
+    mesh.all_reduce(total)
+    return total.item() / mesh.world_size
+
+
+def expert_load(loads: Iterable[torch.Tensor], mesh: Mesh) -> float:
+    """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""
+    worst = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    for load in loads:
+        worst = torch.maximum(worst, load.max() / load.double().mean().clamp(min=1e-9))
+    mesh.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def count_parameters(placed: Iterable[PlacedParameter], mesh: Mesh) -> int:
+    """Count the whole model's parameters from every rank's blocks."""
+    mine = sum(p.parameter.numel() / p.placement.replicas(mesh.layout) for p in placed)
+    total = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
+    mesh.all_reduce(total)
+    return round(total.item())
