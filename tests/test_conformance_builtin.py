@@ -14,6 +14,7 @@ test_conformance = conformance(
     Case("topology", use="grid", config={"pp": 2, "tp": 2, "ep": 4}, world_size=8),
     Case("model", use="transformer", config={"kv_heads": 2, "layers": 3}),
     Case("model", use="transformer", config={**LEARNED, "tied": True}),
+    Case("model", use="routed"),
     Case("schedule", use="accumulate"),
     Case("optimizer", use="adamw", config={"weight_decay": 0.1}),
     Case("optimizer", use="sgd", config={"momentum": 0.9}),

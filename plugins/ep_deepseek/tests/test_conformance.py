@@ -3,8 +3,6 @@
 And it is right where users of other frameworks found expert parallelism wrong, thread by thread.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,15 +10,11 @@ from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import whole
 from nanotrain_core.testing.probe import train
 
-MODEL = str(Path(__file__).with_name("tiny_moe.py"))
-
 
 def case(name="", model=None, **topology):
-    """Return ep_deepseek beside a gradient sync on that topology, with the tiny mixture of experts."""
-    overrides = {"model": {"use": "tiny_moe", **(model or {})}, "parallel": [{"use": "summed"}]}
-    return Case(
-        "parallel", use="ep_deepseek", topology=topology, overrides=overrides, plugins=(MODEL,), name=name
-    )
+    """Return ep_deepseek beside a gradient sync on that topology, with the harness's mixture of experts."""
+    overrides = {"model": {"use": "routed", **(model or {})}, "parallel": [{"use": "summed"}]}
+    return Case("parallel", use="ep_deepseek", topology=topology, overrides=overrides, name=name)
 
 
 test_conformance = conformance(case(dp=2, ep=2), case(dp=2, etp=2), case(dp=4, ep=2, etp=2))

@@ -1,7 +1,5 @@
 """One layer's experts over ranks equal every expert computed on every token, whoever has how many rows."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,13 +15,13 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import place
-from nanotrain_core.registry import load_plugins
 from nanotrain_core.roles import Role, replace, tag
 from nanotrain_core.routing import Routing, rows_computed, use_dispatch_codec
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
+from nanotrain_core.testing.routed import RoutedConfig
+from nanotrain_core.testing.routed_model import Routed
 
-MODEL = str(Path(__file__).with_name("tiny_moe.py"))
 E, D, WIDTH, NAMES = 8, 32, 12, ("gate", "up", "down")
 
 
@@ -75,10 +73,8 @@ def reference(tokens_by_rank, route, enter=lambda x: x, leave=lambda x: x):
 
 def build(degrees, *, ffn=WIDTH, split=None, split_by=None):
     """Return this rank's part with its experts spread and filled, placements and mesh."""
-    tiny_moe = load_plugins(local=(MODEL,)).get("model", "tiny_moe")
-    part = (
-        tiny_moe.build(tiny_moe.config(layers=1, experts=E, width=D, ffn=ffn)).build(Part.whole(1)).double()
-    )
+    config = RoutedConfig(layers=1, experts=E, width=D, ffn=ffn)
+    part = Routed(config).build(Part.whole(1)).double()
     layout = Grid(GridConfig(**degrees)).layout(dist.get_world_size())
     placements, mesh = place([part], layout), Mesh(layout, rank=dist.get_rank())
     experts = part.layers["0"].experts
@@ -103,7 +99,7 @@ def run_layer(degrees, tokens_by_rank, route, options=()):
     if "codec" in options:
         use_dispatch_codec(experts, codec := Halved())
     if "replaced" in options:
-        new = type(experts)()
+        new = type(experts)(RoutedConfig())
         for name in NAMES:
             setattr(new, name, getattr(experts, name))
         new.forward = None  # whatever it would have done

@@ -1,13 +1,9 @@
 """Routers see whole sequences and experts shares of them: the numbers are those of one process."""
 
-from pathlib import Path
-
 import pytest
 
 from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.checks.parallel import gradients_equal
-
-TOY = str(Path(__file__).with_name("toy_experts.py"))
 
 
 def case(tp, dp, *, sequence_parallel):
@@ -16,8 +12,7 @@ def case(tp, dp, *, sequence_parallel):
         use="tp",
         config={"sequence_parallel": sequence_parallel},
         topology={"dp": dp, "tp": tp},
-        overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"use": "toy_experts"}},
-        plugins=(TOY,),
+        overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"use": "routed"}},
         name=f"dp{dp}-tp{tp}-{'shares' if sequence_parallel else 'whole'}",
     )
 

@@ -6,7 +6,6 @@ Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2: two all-gathers and
 
 from collections import Counter
 from math import prod
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 
 RANKS, MICROBATCHES, MICROBATCH, LENGTH = 2, 4, 2, 16
-TOY = str(Path(__file__).with_name("toy_experts.py"))
 
 
 def activations_sent(model, width, *, sequence_parallel=True):
@@ -25,7 +23,6 @@ def activations_sent(model, width, *, sequence_parallel=True):
         config={"sequence_parallel": sequence_parallel},
         topology={"tp": RANKS},
         overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": model},
-        plugins=(TOY,),
     )
     trace, _ = run_ranks(train, RANKS, case, {"run": {"steps": 1}})
     found = Counter()
@@ -51,6 +48,6 @@ def test_one_more_layer_adds_two_of_each_each_way(sequence_parallel, each):
 
 
 def test_routers_and_shared_experts_gather_their_input_once():
-    sent = activations_sent({"use": "toy_experts"}, 16)
+    sent = activations_sent({"use": "routed"}, 32)
     forward, backward = 2 * (1 + 1) + 1, 2 * (1 + 1) + 1  # two layers, attention and experts; head; embedding
     assert sent["broadcast"] == forward + backward

@@ -1,0 +1,68 @@
+"""``routed``: a small mixture of experts with every role once, to test wrappers without a model plugin.
+
+Every case of the harness knows it: ``overrides={"model": {"use": "routed"}}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.extents import Extent
+from nanotrain_core.hookspecs import Register
+from nanotrain_core.roles import Role
+
+
+@attrs.define(frozen=True, kw_only=True)
+class RoutedConfig:
+    """``[model] use = "routed"``."""
+
+    layers: int = 2
+    """Layers."""
+    width: int = 32
+    """Of the hidden states."""
+    heads: int = 4
+    """Of the attention."""
+    vocab: int = 64
+    """Tokens."""
+    experts: int = 8
+    """Per layer."""
+    chosen: int = 2
+    """Experts per token."""
+    ffn: int = 12
+    """Width of an expert, and of the shared one."""
+    favoured: int = 0
+    """If not 0, all tokens choose among the first so many experts."""
+
+    def extents(self) -> Iterator[Extent]:
+        """Say how finely its parts can be split."""
+        split = (Role.COLUMN, Role.ROW)
+        yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
+        yield Extent(split, "model.heads", self.heads, "heads")
+        yield Extent(split, "model.ffn", self.ffn, "columns of the shared expert")
+        yield Extent((Role.EXPERTS,), "model.experts", self.experts, "experts")
+        yield Extent((Role.EXPERTS,), "model.ffn", self.ffn, "columns of an expert", width=True)
+
+
+@hookimpl
+def nanotrain_register_model(register: Register) -> None:
+    """Announce ``routed``."""
+    register(
+        Component(
+            name="routed",
+            config=RoutedConfig,
+            factory=f"{__name__}:build",
+            summary="a small mixture of experts with every role once, for tests",
+        )
+    )
+
+
+def build(config: RoutedConfig) -> Any:
+    """Return the model."""
+    from nanotrain_core.testing.routed_model import Routed
+
+    return Routed(config)

@@ -1,0 +1,200 @@
+"""What ``routed`` builds: latent attention with shared keys, a router with bias and loss, experts.
+
+Its balance loss is not linear in anything that shares of a sequence could add up.
+
+Shapes: B batch, S sequence, D width, R latent, H heads, K head size, E experts, N rows, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.actions import Part
+from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.attention import causal_attention
+from nanotrain_core.builtin.head import Head
+from nanotrain_core.builtin.rms_norm import RMSNorm
+from nanotrain_core.contracts import Initializer, PartOutput
+from nanotrain_core.dtypes import keep_dtype
+from nanotrain_core.roles import Role, tag
+from nanotrain_core.routing import Routing, run_locally
+
+
+def linear(inputs: int, outputs: int, role: Role, *, unit: int = 1, bias: bool = False) -> nn.Linear:
+    """Return a tagged linear layer."""
+    return tag(nn.Linear(inputs, outputs, bias=bias), role, unit=unit)
+
+
+def norm(width: int) -> nn.Module:
+    """Return a tagged normalisation."""
+    return tag(RMSNorm(width, eps=1e-5), Role.NORM)
+
+
+class Attention(nn.Module):
+    """Keys are a part of each head's own, from a latent, and a part that all heads share."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        D, H = config.width, config.heads
+        self.head_size, self.latent = K, R = D // H, D // 2
+        self.down = linear(D, R + K, Role.REPLICATED)
+        self.norm = norm(R)
+        self.shared = tag(nn.Identity(), Role.SHARED)
+        self.q = linear(D, H * 2 * K, Role.COLUMN, unit=2 * K)
+        self.kv = linear(R, H * 2 * K, Role.COLUMN, unit=2 * K, bias=True)
+        self.o = linear(H * K, D, Role.ROW, unit=K, bias=True)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        heads = (-1, 2 * self.head_size)
+        latent_BSR, shared_BSK = self.down(x_BSD).split((self.latent, self.head_size), dim=-1)
+        q = self.q(x_BSD).unflatten(-1, heads)
+        own_k, v = self.kv(self.norm(latent_BSR)).unflatten(-1, heads).chunk(2, dim=-1)
+        shared_k = self.shared(shared_BSK).unsqueeze(2).expand_as(own_k)
+        y = causal_attention(q, torch.cat((own_k, shared_k), dim=-1), v)
+        out_BSD: torch.Tensor = self.o(y.flatten(2))
+        return out_BSD
+
+
+class Router(nn.Module):
+    """Sigmoid scores with a bias for the choice, and the balance loss of each sequence."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.bias = nn.Parameter(torch.empty(config.experts), requires_grad=False)
+        keep_dtype(self, "bias")
+        self.load: torch.Tensor | None = None
+
+    def forward(self, x_BSD: torch.Tensor) -> Routing:
+        E, K, favoured = self.config.experts, self.config.chosen, self.config.favoured
+        scores_BSE = torch.sigmoid(F.linear(x_BSD, self.weight))
+        wanted_BSE = scores_BSE + self.bias
+        if favoured:
+            wanted_BSE = wanted_BSE - 100 * (torch.arange(E) >= favoured)
+        experts_BSK = wanted_BSE.topk(K, dim=-1).indices
+        weights_BSK = scores_BSE.gather(-1, experts_BSK)
+        weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
+        if self.training:
+            load = torch.bincount(experts_BSK.flatten(), minlength=E)
+            self.load = load if self.load is None else self.load + load
+        share_BE = F.one_hot(experts_BSK, E).sum((1, 2)).to(scores_BSE) * E / K / x_BSD.shape[1]
+        mean_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
+        return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()})
+
+    def take_load(self) -> torch.Tensor:
+        """Return the tokens of each expert since this was last asked."""
+        load, self.load = self.load, None
+        return torch.zeros(self.config.experts, dtype=torch.int64) if load is None else load
+
+    @torch.no_grad()
+    def balance(self, load: torch.Tensor) -> None:
+        """Move the bias towards experts with few tokens."""
+        self.bias.add_(0.001 * torch.sign(load.double().mean() - load))
+
+
+class Experts(nn.Module):
+    """SwiGLU experts; without a single row, a result that knows nothing of its input."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        E, D, width = config.experts, config.width, config.ffn
+        self.gate = nn.Parameter(torch.empty(E, width, D))
+        self.up = nn.Parameter(torch.empty(E, width, D))
+        self.down = nn.Parameter(torch.empty(E, D, width))
+
+    def forward(self, x_BSD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return run_locally(self.compute, x_BSD, routing, len(self.gate))
+
+    def compute(self, rows_ND: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of rows sorted by expert."""
+        pieces = torch.split(rows_ND, counts_E.tolist())
+        done = [self._one(e, piece) for e, piece in enumerate(pieces) if len(piece)]
+        return torch.cat(done) if done else rows_ND.new_zeros(0, rows_ND.shape[-1])
+
+    def _one(self, expert: int, rows_ND: torch.Tensor) -> torch.Tensor:
+        hidden = F.silu(rows_ND @ self.gate[expert].T) * (rows_ND @ self.up[expert].T)
+        return hidden @ self.down[expert].T
+
+
+class Layer(nn.Module):
+    """Attention; then chosen experts, and one that all tokens share."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        D = config.width
+        self.attn_norm, self.attn = norm(D), Attention(config)
+        self.ffn_norm = norm(D)
+        self.router = tag(Router(config), Role.ROUTER)
+        self.experts = tag(Experts(config), Role.EXPERTS, split={"gate": 1, "up": 1, "down": 2})
+        self.shared_up = linear(D, config.ffn, Role.COLUMN)
+        self.shared_down = linear(config.ffn, D, Role.ROW)
+
+    def forward(self, x_BSD: torch.Tensor, balance: list[torch.Tensor]) -> torch.Tensor:
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD))
+        h_BSD = self.ffn_norm(x_BSD)
+        routing = self.router(h_BSD)
+        balance.append(routing.losses["balance"])
+        shared_BSD = self.shared_down(F.silu(self.shared_up(h_BSD)))
+        out_BSD: torch.Tensor = x_BSD + self.experts(h_BSD, routing) + shared_BSD
+        return out_BSD
+
+
+class RoutedPart(nn.Module):
+    """See :class:`~nanotrain_core.contracts.ModelPart`."""
+
+    def __init__(self, config: Any, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        if part.has_embedding:
+            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
+        numbers = range(part.first, part.last)
+        self.layers = nn.ModuleDict({str(n): tag(Layer(config), Role.BLOCK) for n in numbers})
+        if part.has_head:
+            self.norm = norm(config.width)
+            self.head = tag(Head(config.vocab, config.width, tied=False), Role.HEAD)
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
+        x_BSD = self.embed(inputs) if self.part.has_embedding else inputs
+        balance: list[torch.Tensor] = []
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, balance)
+        losses = {"balance": torch.stack(balance).sum()} if balance else {}
+        if not self.part.has_head:
+            return PartOutput(x_BSD, losses)
+        out = self.head(self.norm(x_BSD), batch.targets, None)
+        return PartOutput(out) if batch.targets is None else PartOutput(None, {"lm": out, **losses})
+
+    def initializer(self, name: str) -> Initializer:
+        """Return ones for norms, zeros for the routers' bias, and a normal."""
+        if name.endswith("router.bias"):
+            return Initializer("constant", 0.0)
+        return Initializer("constant", 1.0) if "norm" in name else Initializer("normal", 0.2)
+
+
+class Routed:
+    """See :class:`~nanotrain_core.contracts.Model`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.layers, self.vocab_size = config, config.layers, config.vocab
+        self.max_length: int | None = None
+        self.loss_weights = {"lm": 1.0, "balance": 0.1}
+
+    def build(self, part: Part) -> nn.Module:
+        """Return a part on ``meta``."""
+        with torch.device("meta"):
+            return RoutedPart(self.config, part)
+
+    def loss_counts(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return target tokens, and sequences times layers."""
+        pairs = torch.tensor(batch.sequences * self.layers, device=batch.tokens.device)
+        return {"lm": batch.target_tokens(), "balance": pairs}
+
+    def flops_per_token(self, length: int) -> float:
+        """Return anything above 0: nobody measures it."""
+        return 1.0
