@@ -88,7 +88,8 @@ def run_rank(job: Job) -> str:
             "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
             "code": code,
         }
-        Path(job.scratch, f"failure-{ranks.rank}.json").write_text(json.dumps(failure))
+        # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
+        write_text_atomically(Path(job.scratch, f"failure-{ranks.rank}.json"), json.dumps(failure))
         if failure["echo"]:
             time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
