@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -89,7 +90,8 @@ def run_rank(job: Job) -> str:
             "code": code,
         }
         # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
-        write_text_atomically(Path(job.scratch, f"failure-{ranks.rank}.json"), json.dumps(failure))
+        with contextlib.suppress(OSError):  # no space: the exit code is all there is
+            write_text_atomically(Path(job.scratch, f"failure-{ranks.rank}.json"), json.dumps(failure))
         if failure["echo"]:
             time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
