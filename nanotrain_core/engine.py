@@ -172,7 +172,7 @@ class RuntimeEngine:
             last = self.step == self.steps
             logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
             if logged or self.events.every_step:
-                self._note("monitors")
+                self.note("monitors")
                 self._report(losses, counts, stats, lr, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
@@ -187,8 +187,9 @@ class RuntimeEngine:
             self.saves.advance(wait=False)
         if self._saved != self.step:
             self._save(last=True)
+        self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
-        self._note("end")
+        self.note("end")
 
     def _lr_scheduler(self) -> LRScheduler:
         run = self.run
@@ -198,16 +199,16 @@ class RuntimeEngine:
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
         run = self.run
-        self._note("data")
+        self.note("data")
         microbatches = run.feed.microbatches()
-        self._note("forward and backward")
+        self.note("forward and backward")
         counts, wishes = self._global_counts(microbatches)
         scale = run.loss_scale.value
         weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         losses = self.executor.run(run.actions, microbatches, weights)
-        self._note("gradient sync")
+        self.note("gradient sync")
         run.gradients.finish()
-        self._note("optimizer")
+        self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())
         run.gradients.zero()
@@ -270,7 +271,7 @@ class RuntimeEngine:
         """Mean next-token loss over the validation batches, equal on every layout."""
         mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
-            self._note("evaluation")
+            self.note("evaluation")
             self._agree()
             if self.stop.reason:  # there is no time for the rest
                 return
@@ -289,7 +290,7 @@ class RuntimeEngine:
         """Begin a checkpoint; nothing without a run folder. The last one is complete when this returns."""
         if self.saves.checkpoint is None:
             return
-        self._note("checkpoint")
+        self.note("checkpoint")
         self._saved = self.step
         self.saves.begin(self.step, self._state(), last=last)
         self.pace.restart(self.step)
@@ -338,7 +339,7 @@ class RuntimeEngine:
         }
         return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
 
-    def _note(self, phase: str) -> None:
+    def note(self, phase: str) -> None:
         """Tell the watchdog how far this rank is."""
         self.progress.note(phase, self.step, first=self.step == self._first)
 

@@ -20,6 +20,7 @@ def roll_back(engine: RuntimeEngine) -> None:
         Diverged: no whole checkpoint is old enough.
     """
     run, step = engine.run, engine.step
+    engine.note("checkpoint")
     engine.saves.advance(wait=True)
     wish = earliest(engine.stop.rollback, run.mesh)
     restored = newest_before(wish.onset, engine.saves.checkpoint, run.mesh)

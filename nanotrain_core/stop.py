@@ -32,11 +32,11 @@ class Rollback:
 
 
 def end_on_sigterm() -> None:
-    """End this process at once on SIGTERM, as long as it has no step to finish: nothing would be lost."""
+    """End this process at once on SIGTERM, as long as it trains nothing: there is no step to finish."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way
-        raise Preempted("stopped by SIGTERM before the first step: nothing was lost")
+        raise Preempted("ended by SIGTERM at once: what the last checkpoint has, if there is one, is all there is")
 
     signal.signal(signal.SIGTERM, end)
 
