@@ -36,7 +36,7 @@ def end_on_sigterm() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way
-        raise Preempted("ended by SIGTERM at once: what the last checkpoint has, if there is one, is all there is")
+        raise Preempted("ended by SIGTERM at once: the last checkpoint, if there is one, is all there is")
 
     signal.signal(signal.SIGTERM, end)
 
