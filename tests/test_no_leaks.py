@@ -4,27 +4,34 @@ import gc
 import os
 import weakref
 
+import pytest
+
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 
-CASE = Case("parallel", use="ddp", topology={"dp": 2})
+CASES = [
+    Case("parallel", use="ddp", topology={"dp": 2}),
+    Case("optimizer", use="zero12", config={"shared_memory": False}, topology={"dp": 2}),
+]
 
 
-def threads_before_training():
+def threads_before_training(case):
     """Return how many threads this rank has, then train: each process group has threads of its own."""
     found = len(os.listdir("/proc/self/task"))
-    train(CASE, {})
+    train(case, {})
     return found
 
 
-def test_process_groups_go_with_their_run():
-    counts = [run_ranks(threads_before_training, 2) for _ in range(3)]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.use)
+def test_process_groups_go_with_their_run(case):
+    counts = [run_ranks(threads_before_training, 2, case) for _ in range(3)]
     assert counts[1:] == counts[:1] * 2
 
 
-def test_weights_go_with_their_engine():
-    engine = RuntimeEngine.from_recipe(CASE.alone().recipe(), registry=CASE.registry())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.use)
+def test_weights_go_with_their_engine(case):
+    engine = RuntimeEngine.from_recipe(case.alone().recipe(), registry=case.registry())
     engine.fit()
     weight = weakref.ref(engine.run.placed[0].parameter)
     assert weight() is not None

@@ -21,19 +21,19 @@ class NarrowMoments(torch.optim.AdamW):
     """``torch.optim.AdamW`` on state whose moments are narrower than the weight."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update every weight that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every weight that has a gradient. No closure is ever called."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, group)
+                    self._update(weight, weight.grad, group)
 
-    def _update(self, weight: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         first, second = (state[name].to(weight.dtype) for name in ("exp_avg", "exp_avg_sq"))
         adamw(
             [weight],
-            [weight.grad],
+            [gradient],
             [first],
             [second],
             [],

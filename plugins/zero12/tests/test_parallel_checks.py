@@ -1,0 +1,27 @@
+"""What the harness asks of a parallel wrapper that syncs gradients holds of an optimizer that does."""
+
+import pytest
+
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.checks import parallel
+
+CHECKS = [
+    (parallel.gradients_equal, "fp64"),
+    (parallel.gradients_equal, "fp32"),
+    (parallel.a_precision_may_replace_modules,),
+    (parallel.nothing_at_degree_one,),
+    (parallel.accumulation_changes_nothing,),
+    (parallel.collectives_in_one_order,),
+    (parallel.unused_parameter_does_not_hang, "nowhere"),
+    (parallel.unused_parameter_does_not_hang, "on_one_rank"),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join([check[0].__name__, *check[1:]]))
+@pytest.mark.parametrize(
+    ("stage", "shared_memory"), [(1, False), (2, False), (2, True)], ids=["1-sockets", "2-sockets", "2"]
+)
+def test_gradients_are_those_of_one_process(check, stage, shared_memory):
+    function, *variant = check
+    config = {"bucket_mb": 0.01, "stage": stage, "shared_memory": shared_memory, "clip_norm": 0.5}
+    function(Case("optimizer", use="zero12", config=config, topology={"dp": 2}), *variant)
