@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import bubble, mesh, moe, startup
-from benchmarks.cases import ALONE, CASES
+from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in (*CASES, *ALONE)), "moe", "bubble", "startup", "mesh")
+NAMES = (*(case.name for case in (*CASES, *SHARDED, *ALONE)), "moe", "bubble", "startup", "mesh")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.names or NAMES
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
     measured: list[Measured] = []
-    for case in CASES:
+    for case in (*CASES, *SHARDED):
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
             measured.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))

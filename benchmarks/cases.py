@@ -13,6 +13,8 @@ from nanotrain_core.recipe.tree import Recipe
 
 RECIPE = Path(__file__).with_name("llama.toml")
 DEEPSEEK = Path(__file__).with_name("deepseek.toml")
+ZERO = Path(__file__).with_name("llama_zero.toml")
+LARGE = Path(__file__).with_name("llama_118m.toml")
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -33,12 +35,16 @@ class Case:
     pp: int = 1
     ep: int = 1
     schedule: str = "accumulate"
+    stage: int = 0
+    """Of ZeRO, where the file's optimizer has stages."""
     microbatch: int = 4
     """Sequences."""
     accumulate: int = 2
     """Microbatches of each data-parallel rank in a step."""
     bar: float = 1.0
     """Lowest median of tokens/s over the peer's tokens/s that passes."""
+    lean: bool = False
+    """Whether a rank may take no more memory than the peer's."""
 
     def recipe(self) -> Recipe:
         """Return the recipe of both sides."""
@@ -52,6 +58,8 @@ class Case:
             "batch.microbatch": self.microbatch,
             "batch.sequences": self.microbatch * self.accumulate * data_ranks,
         }
+        if self.stage:
+            changes["optimizer.stage"] = self.stage
         overrides = [f"{key}={value}" for key, value in changes.items()]
         return load_recipe(self.file, overrides=overrides, ranks=self.ranks)
 
@@ -92,6 +100,31 @@ CASES = (
     ),
 )
 
+#: Of each stage what torch offers, on a small Llama and on one whose state is large beside its batch.
+SHARDED = tuple(
+    Case(
+        name=f"zero{stage}-{size}{suffix}-{ranks}-ranks",
+        peer=peer,
+        build=f"benchmarks.peers_sharded:{build}",
+        file=file,
+        ranks=ranks,
+        stage=stage,
+        bar=bar,
+        lean=True,
+        **shape,
+    )
+    for ranks in (2, 4)
+    for size, file, shape, bars in (
+        ("small", ZERO, {}, (1.1, 1.1)),
+        ("118m", LARGE, {"microbatch": 1}, (1.0, 1.5)),
+    )
+    for stage, suffix, peer, build, bar in (
+        (1, "", "torch DDP, ZeroRedundancyOptimizer", "zero_redundancy", bars[0]),
+        (2, "", "torch FSDP2", "fsdp", bars[1]),
+        (2, "-reshard", "torch FSDP2, reshard", "fsdp_reshard", bars[1]),
+    )
+)
+
 #: 1024 tokens a step of a small DeepSeek, whatever the layout.
 SMALL_DEEPSEEK: dict[str, Any] = {"file": DEEPSEEK, "microbatch": 2}
 
@@ -99,4 +132,14 @@ ALONE = (
     Case(name="deepseek-1-rank", accumulate=4, **SMALL_DEEPSEEK),
     Case(name="deepseek-pp2-ep2", ranks=4, pp=2, ep=2, schedule="1f1b", accumulate=2, **SMALL_DEEPSEEK),
     Case(name="deepseek-tp2-pp2", ranks=4, tp=2, pp=2, schedule="1f1b", accumulate=4, **SMALL_DEEPSEEK),
+    Case(
+        name="deepseek-tp2-pp2-ep2",
+        ranks=4,
+        tp=2,
+        pp=2,
+        ep=2,
+        schedule="1f1b",
+        accumulate=4,
+        **SMALL_DEEPSEEK,
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,13 +32,29 @@ class Result:
 
     KIND = "races"
     TITLE = "Tokens/s, medians over rounds; the ratio is the median of each round's."
-    HEADER = ("case", "peer", "ranks", "threads", "ours", "peer's", "ratio", "spread", "bar", "")
+    HEADER = (
+        "case",
+        "peer",
+        "ranks",
+        "threads",
+        "ours",
+        "peer's",
+        "ratio",
+        "spread",
+        "bar",
+        "MB",
+        "peer's",
+        "",
+    )
 
     case: Case
     ours: float
     """Tokens/s over all ranks."""
     peer: float
     ratios: tuple[float, ...]
+    memory: int = 0
+    """Largest resident memory of any of our ranks, in MB, libraries included."""
+    peer_memory: int = 0
 
     @property
     def ratio(self) -> float:
@@ -45,12 +62,13 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        return self.ratio >= self.case.bar
+        return self.ratio >= self.case.bar and not (self.case.lean and self.memory > self.peer_memory)
 
     def row(self) -> list[str]:
         case = self.case
         speeds = [f"{self.ours:,.0f}", f"{self.peer:,.0f}"]
         numbers = [*speeds, f"{self.ratio:.2f}", spread(self.ratios, ".2f"), f"{case.bar:.1f}"]
+        numbers += [f"{self.memory:,}", f"{self.peer_memory:,}"]
         return [case.name, case.peer, str(case.ranks), str(case.threads), *numbers, verdict(self.passed)]
 
     def data(self) -> dict[str, Any]:
@@ -66,6 +84,8 @@ class Result:
             "ratios": self.ratios,
             "ratio": self.ratio,
             "bar": case.bar,
+            "memory_mb": self.memory,
+            "peer_memory_mb": self.peer_memory,
             "passed": self.passed,
         }
 
@@ -96,6 +116,7 @@ class Side:
     def __init__(self, build: Build, case: Case) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
+        self.memory = 0
         self.ranks: list[tuple[Any, Connection]] = []
         for rank in range(case.ranks):
             ours, theirs = context.Pipe()
@@ -114,9 +135,11 @@ class Side:
         try:
             for _, connection in self.ranks:
                 connection.send(steps)
-            return max(connection.recv() for _, connection in self.ranks)
+            replies = [connection.recv() for _, connection in self.ranks]
         except (BrokenPipeError, EOFError):
             raise RuntimeError("a rank of the benchmark died: see its traceback above") from None
+        self.memory = max(memory for _, memory in replies)
+        return max(seconds for seconds, _ in replies)
 
     def __enter__(self) -> Side:
         return self
@@ -142,7 +165,8 @@ def serve(connection: Connection, build: Build, case: Case, rank: int, store: st
         while steps := connection.recv():
             began = time.perf_counter()
             advance(steps)
-            connection.send(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            connection.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024))
 
 
 @contextlib.contextmanager
@@ -187,4 +211,5 @@ def race(case: Case, ours: Build, peer: Build, *, rounds: int, steps: int) -> Re
                 speeds[side].append(tokens / side.turn(steps))
             order.reverse()
         ratios = tuple(a / b for a, b in zip(speeds[first], speeds[second], strict=True))
-        return Result(case, median(speeds[first]), median(speeds[second]), ratios)
+        middles = median(speeds[first]), median(speeds[second])
+        return Result(case, *middles, ratios, first.memory, second.memory)

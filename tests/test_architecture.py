@@ -19,7 +19,10 @@ LEVELS = (
         "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
         "stop timeline saved boxes extents cause hang progress watchdog",
     ),
-    ("placement and mesh", "placement mesh routing shared_memory weight_gradients"),
+    (
+        "placement and mesh",
+        "expert_rows host_barrier host_collectives placement mesh routing shared_memory weight_gradients",
+    ),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
         "mechanisms",
