@@ -1,0 +1,24 @@
+"""The capstone, one command: it learns, all ranks hold the same weights, and each a quarter of the state."""
+
+import re
+
+import pytest
+from command import nanotrain
+
+from nanotrain_core.errors import Exit
+
+RANKS = 4
+
+
+def test_it_learns_and_shows_that_state_is_shared_out(tmp_path):
+    done = nanotrain("run", "capstone", cwd=tmp_path)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    losses = [float(found) for found in re.findall(r"^ +\d+/20 +(\S+)", done.out, re.MULTILINE)]
+    assert losses[0] == pytest.approx(4.16, abs=0.1)
+    assert losses[-1] < losses[0] - 1
+    assert re.search("equal.* on all ranks .*at 20 steps", done.out)
+    rows = re.findall(r"^ +(\d) +(0\.\d+) +(0\.\d+) +\d+\.\d$", done.out, re.MULTILINE)
+    assert [int(rank) for rank, *_ in rows] == list(range(RANKS))
+    for _, weights, optimizer in rows:
+        parameters = float(weights) / 4
+        assert float(optimizer) == pytest.approx(8 * parameters / RANKS, abs=0.002)
