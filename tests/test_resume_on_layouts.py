@@ -1,4 +1,7 @@
-"""A checkpoint of a run over pp, dp and ep goes on as if it had not stopped, there and on other layouts."""
+"""A checkpoint of a run over pp, dp and ep goes on as if it had not stopped, there and on other layouts.
+
+In both formats, and whether each rank keeps the optimizer state of all it holds or zero12 shares it out.
+"""
 
 import pytest
 import torch
@@ -8,46 +11,68 @@ from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
 from nanotrain_core.testing.probe import train
 
-ADAMW = {"optimizer": {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}}
+ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
 
 
-def case(**choices):
+def layout(**choices):
     defaults = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1, "schedule": "accumulate", "sp": False}
-    more = {"model": "deepseek_v3", "tied": True, "microbatch": 2, "experts_first": False}
-    return Composition(**(defaults | more | choices)).case()
+    more = {"model": "deepseek_v3", "tied": True, "microbatch": 2, "experts_first": False, "zero": 0}
+    return Composition(**(defaults | more | choices))
 
 
-SOURCE = case(pp=2, dp=2, ep=2, schedule="1f1b")
+SOURCE = layout(pp=2, dp=2, ep=2, schedule="1f1b")
+SHARED_OUT = layout(dp=4, ep=2, etp=2, zero=2, microbatch=1)
 TARGETS = {
     "same": SOURCE,
-    "one rank": case(),
-    "tp2-pp2": case(tp=2, pp=2, ep=2, schedule="zb_h1", sp=True),
+    "one rank": layout(),
+    "tp2-pp2": layout(tp=2, pp=2, ep=2, schedule="zb_h1", sp=True),
+    "zero2-dp4-ep2-etp2": SHARED_OUT,
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def run(composition, kind, folder, **options):
+    """Train 3 steps; return every rank's trace."""
+    changes = {
+        "optimizer": composition.optimizers()["adamw"] if composition.zero else ADAMW,
+        "checkpoint": {"use": kind},
+    }
+    return run_ranks(train, composition.ranks, composition.case(), changes, folder=folder, **options)
+
+
+@pytest.fixture(scope="module", params=["simple", "sharded_v2"])
+def saved(request, tmp_path_factory):
     """Train 3 steps and keep the checkpoint after the second."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, run_ranks(train, 4, SOURCE, ADAMW, folder=folder, save_at=2)
+    return request.param, folder, run(SOURCE, request.param, folder, save_at=2)
+
+
+def assert_goes_on(found, straight, atol):
+    for part in ("weights", "state"):
+        got, want = (whole([getattr(t, part) for t in traces], atol=1e-9) for traces in (found, straight))
+        assert_same(got, want, part, atol=atol)
+    for field in ("loss", "grad_norm"):
+        got, want = (torch.tensor(getattr(t[0].reports[-1], field)) for t in (found, straight))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_goes_on_from_step_two(saved, target):
-    folder, straight = saved
-    found = run_ranks(train, TARGETS[target].world_size, TARGETS[target], ADAMW, folder=folder, resume="2")
-    atol = 0.0 if target == "same" else 1e-9
-    for part in ("weights", "state"):
-        got, want = (whole([getattr(t, part) for t in traces], atol=1e-9) for traces in (found, straight))
-        assert_same(got, want, f"{part} on {target}", atol=atol)
-    loss, norm = (
-        torch.tensor([getattr(t[0].reports[-1], f) for t in (found, straight)]) for f in ("loss", "grad_norm")
-    )
-    torch.testing.assert_close(loss[0], loss[1], rtol=0, atol=1e-9)
-    torch.testing.assert_close(norm[0], norm[1], rtol=0, atol=1e-9)
+    kind, folder, straight = saved
+    found = run(TARGETS[target], kind, folder, resume="2")
+    assert_goes_on(found, straight, atol=0.0 if target == "same" else 1e-9)
+
+
+def test_goes_back_from_shared_out_state_to_whole(tmp_path):
+    straight = run(SHARED_OUT, "sharded_v2", tmp_path, save_at=2)
+    assert_goes_on(run(SOURCE, "sharded_v2", tmp_path, resume="2"), straight, atol=1e-9)
 
 
 def test_a_resumed_run_may_change_how_the_model_is_trained(saved):
-    folder, _ = saved
-    changes = ADAMW | {"model": {"bias_update_rate": 0.0, "mtp_weight": 0.1}}
-    assert [r.step for r in run_ranks(train, 4, SOURCE, changes, folder=folder, resume="2")[0].reports] == [3]
+    kind, folder, _ = saved
+    changes = {
+        "optimizer": ADAMW,
+        "checkpoint": {"use": kind},
+        "model": {"bias_update_rate": 0.0, "mtp_weight": 0.1},
+    }
+    traces = run_ranks(train, 4, SOURCE.case(), changes, folder=folder, resume="2")
+    assert [r.step for r in traces[0].reports] == [3]
