@@ -35,7 +35,7 @@ class Cause:
 
 
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
-    """Return the first cause: a hang, a mistake, a crash, a death; an echo of these only if alone.
+    """Return the first cause: a hang, a crash, a death, a mistake; an echo of these only if alone.
 
     Ranks that are left get SIGTERM, and may say so: that counts only if nobody knows better.
 
@@ -47,18 +47,19 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     if hang is not None:
         return Cause(hang, Exit.HUNG)
     reports = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
-    reports.sort(key=lambda report: (report["trace"] is not None, report["echo"], report["time"]))
+    reports.sort(key=lambda report: (report["echo"], report["trace"] is not None, report["time"]))
     killed = sorted(rank for rank, code in codes.items() if code < 0)
     stopped = [report for report in reports if report["code"] == Exit.PREEMPTED]
     others = [report for report in reports if report["code"] != Exit.PREEMPTED]
     if stopped and not killed and all(report["echo"] for report in others):
         others = stopped
     first = others[0] if others else None
-    if first and first["trace"] is None:
-        return Cause(first["text"], first["code"], mistake=True)
-    if killed and (not first or first["echo"]):
+    crashed = first is not None and first["trace"] is not None and not first["echo"]
+    if killed and not crashed:
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)
+    if first and first["trace"] is None and not first["echo"]:
+        return Cause(first["text"], first["code"], mistake=True)
     if first:
-        return Cause(f"rank {first['rank']} failed: {first['text']}", Exit.FAILED, first["trace"])
+        return Cause(f"rank {first['rank']} failed: {first['text']}", Exit.FAILED, first["trace"] or "")
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)

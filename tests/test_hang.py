@@ -140,6 +140,9 @@ ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
         ({0: ENDED, 1: {"echo": True}}, {0: 75}, "stopped by SIGTERM", Exit.PREEMPTED),
         ({0: {"echo": True}}, {1: -11}, "rank 1 was killed by SIGSEGV", Exit.FAILED),
         ({0: {}, 1: {"trace": None, "code": 3, "text": "gone"}}, {0: 1}, "gone", Exit.DIVERGED),
+        ({0: {"trace": None, "echo": True}}, {1: -9}, "rank 1 was killed by SIGKILL", Exit.FAILED),
+        ({0: {"trace": None, "text": "unsaved"}}, {1: -9}, "rank 1 was killed by SIGKILL", Exit.FAILED),
+        ({0: {"trace": None, "echo": True}}, {0: 2}, "rank 0 failed: boom", Exit.FAILED),
         ({}, {2: 4}, "rank 2 ended with exit code 4", Exit.FAILED),
     ],
 )
