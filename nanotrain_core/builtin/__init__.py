@@ -155,7 +155,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="stragglers",
             config=configs.StragglersConfig,
             factory=f"{_HERE}.stragglers:Stragglers",
-            summary="names a rank that makes the others wait, and in what",
+            summary="names a rank whose data or monitors make the others wait",
         )
     )
     register(

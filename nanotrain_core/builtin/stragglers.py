@@ -1,8 +1,9 @@
 """The ``stragglers`` monitor: which rank makes the others wait, and in what?
 
 All ranks of a run take the same time for a step: the slow one works, the others wait for it. What tells
-them apart is where the time goes, so the phases in which a rank does not wait are compared, by the
-clock of each host. On CUDA that is the time in which the host hands out work.
+them apart is where the time goes, so the phases in which a rank never waits for another are compared,
+by the clock of each host. Forward and backward are not: there ranks wait for each other's gradients and
+stages, and a long time may be another's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import structlog
 from nanotrain_core.builtin.configs import StragglersConfig
 from nanotrain_core.contracts import Monitor, RunInfo, StepReport
 
-#: Phases that do not wait for other ranks; stages of a pipeline wait in the second for each other.
-PHASES = ("data", "forward and backward", "monitors")
+#: Phases that do not wait for other ranks.
+PHASES = ("data", "monitors")
 
 
 class Stragglers(Monitor):
@@ -30,8 +31,6 @@ class Stragglers(Monitor):
     def on_start(self, run: RunInfo) -> None:
         """Begin to count."""
         self.run = run
-        pipelined = "pp" in run.mesh.layout.dims and run.mesh.size("pp") > 1
-        self.phases = [phase for phase in PHASES if not (pipelined and phase == PHASES[1])]
         self.before, self.step = dict(run.progress.seconds), run.first_step
 
     def on_step(self, report: StepReport) -> None:
@@ -39,7 +38,7 @@ class Stragglers(Monitor):
         if report.step % self.config.every:
             return
         now, steps = dict(self.run.progress.seconds), report.step - self.step
-        mine = {p: (now.get(p, 0.0) - self.before.get(p, 0.0)) / max(1, steps) for p in self.phases}
+        mine = {p: (now.get(p, 0.0) - self.before.get(p, 0.0)) / max(1, steps) for p in PHASES}
         self.before, self.step = now, report.step
         everyone = self.run.mesh.gather(mine)
         found = slowest(everyone, self.config.ratio, self.config.least)
