@@ -52,6 +52,8 @@ class Flight:
     began: float
     blocked: float = 0.0
     thread: threading.Thread | None = None
+    old: Sequence[Path] = ()
+    """Folders to delete first."""
     files: dict[str, File] = attrs.field(factory=dict)
     """What this rank has written."""
     error: str = ""
@@ -115,10 +117,9 @@ class ShardedCheckpoint:
         """Agree on the shares and begin to write this rank's."""
         assert self._flight is None, "a save is on its way: advance(wait=True) first"
         began = self._last_save = time.monotonic()
-        self._forget_old()
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
-        flight = Flight(step, scratch, state, began)
+        flight = Flight(step, scratch, state, began, old=self._retire_old())
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
             copies = self._copies.take(mine)
@@ -169,6 +170,8 @@ class ShardedCheckpoint:
         rank = self.mesh.rank
         shares = {shard_name(rank): tensors, streams_name(rank): flight.state.rank_tensors}
         name = ""
+        for folder in flight.old:
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, the next run removes
         try:
             for name, share in shares.items():
                 if share:
@@ -238,17 +241,16 @@ class ShardedCheckpoint:
         views = self.mesh.layout.views.items()
         return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in views}
 
-    def _forget_old(self) -> None:
-        """Delete what retention does not keep. A checkpoint that cannot be deleted is no reason to stop."""
-        for step in (
-            folders.expendable(self.folder, self.config.keep, self._restored, self._verified)
-            if self.mesh.rank == 0
-            else ()
-        ):
-            try:
-                folders.delete(self.folder, step)
-            except OSError as error:
-                self.log.warning("an old checkpoint could not be deleted", step=step, problem=str(error))
+    def _retire_old(self) -> list[Path]:
+        """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
+        gone: list[Path] = []
+        if self.mesh.rank == 0:
+            for step in folders.expendable(self.folder, self.config.keep, self._restored, self._verified):
+                try:
+                    gone.append(folders.retire(self.folder, step))
+                except OSError as error:
+                    self.log.warning("an old checkpoint could not be deleted", step=step, problem=str(error))
+        return gone
 
     # --- load ---------------------------------------------------------------------------------
 

@@ -131,11 +131,11 @@ def expendable(folder: Path, keep: int, protected: Collection[int], verified: Co
     return [step for step in there if step < oldest and step not in stay]
 
 
-def delete(folder: Path, step: int) -> None:
-    """Delete a checkpoint; one that is half deleted is not taken for one."""
+def retire(folder: Path, step: int) -> Path:
+    """Rename a checkpoint that is to be deleted: half of one is not taken for one. Return its new path."""
     gone = folder / f".old-{step:08d}-{uuid4().hex}"
     step_folder(folder, step).rename(gone)
-    shutil.rmtree(gone)
+    return gone
 
 
 # --- is it whole ----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import file_digest, sha256
 from math import prod
 from pathlib import Path
@@ -24,8 +25,10 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.saved import BYTES
 from nanotrain_sharded_ckpt_v2.manifest import File
 
-#: Bytes written and hashed at once; smaller pieces are put together first.
-PIECE = 16 * 2**20
+#: Bytes written and hashed at once, and the size below which parts are put together first.
+PIECE, SMALL = 16 * 2**20, 2**20
+#: Pieces that hashing may lag behind: it goes on while the disk is flushed.
+AHEAD = 64
 #: Largest header that is read, as in safetensors itself.
 LARGEST_HEADER = 100 * 2**20
 
@@ -50,13 +53,14 @@ def write(path: Path, forms: Mapping[str, Form], parts: Iterable[memoryview]) ->
         forms: of all tensors, in the order of the file: wide dtypes first, so that each is aligned.
         parts: their bytes, in the same order, in pieces of any length.
     """
-    size, digest = 0, sha256()
+    size, digest, waiting = 0, sha256(), deque[Future[None]]()
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for piece in _pieces(header(forms), parts):
-            hashed = hasher.submit(digest.update, piece)
+            waiting.append(hasher.submit(digest.update, piece))
             _write_all(file, piece)
-            hashed.result()
             size += len(piece)
+            if len(waiting) > AHEAD:
+                waiting.popleft().result()
         os.fsync(file.fileno())
     return File(size, digest.hexdigest())
 
@@ -83,12 +87,13 @@ def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yield the same bytes in pieces of :data:`PIECE`, or what is left."""
     small = bytearray(first)
     for part in parts:
-        if len(small) + len(part) <= PIECE:
+        large = len(part) >= SMALL
+        if not large:
             small += part
-            continue
-        yield memoryview(small)
-        small = bytearray()
-        for begin in range(0, len(part), PIECE):
+        if small and (large or len(small) >= PIECE):
+            yield memoryview(small)
+            small = bytearray()
+        for begin in range(0, len(part) if large else 0, PIECE):
             yield part[begin : begin + PIECE]
     if small:
         yield memoryview(small)
