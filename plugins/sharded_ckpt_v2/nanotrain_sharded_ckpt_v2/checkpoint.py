@@ -334,17 +334,18 @@ class ShardedCheckpoint:
 
         Rank 0 reads the manifest for all; each rank looks at its share of the files.
         """
-        text, problem = "", ""
+        text, problem, saved = "", "", None
         if self.mesh.rank == 0:
             try:
                 text = manifest.read_text(path)
-                folders.check_folder(path, manifest.parse(text, path))
+                saved = manifest.parse(text, path)
+                folders.check_folder(path, saved)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         text, problem = from_first((text, problem), self.mesh)
         if problem:
             return None, [problem]
-        saved = manifest.parse(text, path)
+        saved = saved or manifest.parse(text, path)
         mine = list(saved.files.items())[self.mesh.rank :: self.mesh.world_size]
         full = self.config.verify == "full"
         files = mine if self.config.verify != "none" else []
