@@ -22,3 +22,13 @@ def test_it_learns_and_shows_that_state_is_shared_out(tmp_path):
     for _, weights, optimizer in rows:
         parameters = float(weights) / 4
         assert float(optimizer) == pytest.approx(8 * parameters / RANKS, abs=0.002)
+
+
+def test_resumed_from_step_ten_it_arrives_at_the_same_bytes(tmp_path):
+    assert nanotrain("run", "capstone", cwd=tmp_path).code == Exit.DONE
+    shown = nanotrain("ckpt", "show", "runs/capstone", "--step", "10", cwd=tmp_path)
+    assert f"world_size   {RANKS}" in shown.out, shown.err
+    again = nanotrain("ckpt", "replay", "runs/capstone", "--step", "10", cwd=tmp_path)
+    assert again.code == Exit.DONE, again.out + again.err
+    assert "steps 10 to 20 again: 8 files byte-equal" in again.out
+    assert again.out.endswith("RESUME VERIFIED\n")
