@@ -96,9 +96,9 @@ class Component:
     it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path is
     of another format. For ``--weights`` and ``nanotrain convert``."""
     catalogue: str | None = None
-    """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run folder,
-    the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.saved.SavedCheckpoint`, oldest
-    first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
+    """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
+    folder, the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.saved.SavedCheckpoint`,
+    oldest first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.
