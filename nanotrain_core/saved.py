@@ -53,8 +53,8 @@ class SavedCheckpoint:
     nbytes: int
     """Of all its files."""
     describe: Callable[[], Mapping[str, Any]]
-    """What it says of itself, as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name -> dtype
-    as safetensors calls it, and shape), ``files`` (name -> sha256), whatever else the format has.
+    """What it says of itself, as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name ->
+    dtype as safetensors calls it, and shape), ``files`` (name -> sha256), whatever else the format has.
 
     Raises :class:`~nanotrain_core.errors.CheckpointError` if that cannot be read."""
     verify: Callable[[], Sequence[str]]
