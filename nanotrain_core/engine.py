@@ -28,7 +28,7 @@ from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.fences import fence
 from nanotrain_core.lr_schedule import lr_scheduler
-from nanotrain_core.measure import bubble, count_parameters, expert_load
+from nanotrain_core.measure import agree_now, bubble, count_parameters, expert_load, sum_over_data
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
@@ -178,7 +178,9 @@ class RuntimeEngine:
                 self._evaluate()
             due = self.saves.due(self.step)
             if last or due:
-                self._agree()  # a state that somebody wants to leave is not worth saving
+                agree_now(
+                    self.stop, self.run.mesh
+                )  # a state that somebody wants to leave is not worth saving
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
@@ -235,7 +237,7 @@ class RuntimeEngine:
         names = list(self.run.loss_weights)
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
-        summed = self._sum_over_data(total, once_per_pipeline=True, beside=self.stop.flags())
+        summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, beside=self.stop.flags())
         counts, wishes = summed[: len(names)], summed[len(names) :]
         return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), wishes
 
@@ -245,7 +247,7 @@ class RuntimeEngine:
         """Tell monitors about the step just done."""
         run, names = self.run, list(self.run.loss_weights)
         nothing = torch.zeros((), device=run.mesh.device)
-        sums = self._sum_over_data(torch.stack([losses.get(name, nothing) for name in names]))
+        sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
         means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
         seconds = self.pace.seconds_per_step(self.step, restart=logged)
         self.events.step(
@@ -272,13 +274,13 @@ class RuntimeEngine:
         mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
             self.note("evaluation")
-            self._agree()
+            agree_now(self.stop, self.run.mesh)
             if self.stop.reason:  # there is no time for the rest
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
-        loss = self._sum_over_data(mine).item()
-        count = self._sum_over_data(counted, once_per_pipeline=True).item()
+        loss = sum_over_data(mine, self.run.mesh).item()
+        count = sum_over_data(counted, self.run.mesh, once_per_pipeline=True).item()
         if not count:
             return
         per_token = self.run.feed.bytes_per_token
@@ -343,29 +345,7 @@ class RuntimeEngine:
         """Tell the watchdog how far this rank is."""
         self.progress.note(phase, self.step, first=self.step == self._first)
 
-    def _agree(self) -> None:
-        """Learn now what all ranks wish, as every training step does."""
-        flags = torch.tensor(self.stop.flags(), dtype=torch.float64, device=self.run.mesh.device)
-        self.run.mesh.all_reduce(flags)
-        self.stop.agree(flags.tolist())
-
-    # --- sums and reports ---------------------------------------------------------------------
-
-    def _sum_over_data(
-        self, values: torch.Tensor, *, once_per_pipeline: bool = False, beside: Sequence[float] = ()
-    ) -> torch.Tensor:
-        """All-reduce over the world what differs between data ranks, counting each replica once.
-
-        Stages of a pipeline compute different losses, which add up, but see the same batch. Numbers
-        ``beside`` are summed over all ranks and appended.
-        """
-        mesh = self.run.mesh
-        mine = values.to(mesh.device, torch.float64)
-        if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
-            mine = torch.zeros_like(mine)
-        total = torch.cat([mine, mine.new_tensor(beside)])
-        mesh.all_reduce(total)
-        return total
+    # --- reports ---------------------------------------------------------------------
 
     def _end(self, reason: Any) -> EndReport:
         return EndReport(self.step, reason, self.step * self.run.feed.tokens_per_step)

@@ -1,4 +1,4 @@
-"""Global figures of a run that need the ranks to talk. Every rank calls them together."""
+"""What all ranks of a run must know together: global figures, and wishes to stop. All call these at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ import torch.distributed as dist
 
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter
+from nanotrain_core.stop import StopRequest
+
+
+def sum_over_data(
+    values: torch.Tensor, mesh: Mesh, *, once_per_pipeline: bool = False, beside: Sequence[float] = ()
+) -> torch.Tensor:
+    """All-reduce over the world what differs between data ranks, counting each replica once, in float64.
+
+    Stages of a pipeline compute different losses, which add up, but see the same batch. Numbers
+    ``beside`` are summed over all ranks and appended.
+    """
+    mine = values.to(mesh.device, torch.float64)
+    if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
+        mine = torch.zeros_like(mine)
+    total = torch.cat([mine, mine.new_tensor(beside)])
+    mesh.all_reduce(total)
+    return total
+
+
+def agree_now(stop: StopRequest, mesh: Mesh) -> None:
+    """All-reduce: have every rank learn at once what all wish, as each training step does."""
+    flags = torch.tensor(stop.flags(), dtype=torch.float64, device=mesh.device)
+    mesh.all_reduce(flags)
+    stop.agree(flags.tolist())
 
 
 def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:

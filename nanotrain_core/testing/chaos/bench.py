@@ -63,10 +63,25 @@ class Bench:
     ) -> list[str]:
         """Return the words after ``nanotrain run``."""
         at = self.settings
+        words = [at.recipe, "--nproc", str(ranks or at.ranks), "--plugin", inject.__file__]
+        words += [word for plugin in at.plugins for word in ("--plugin", plugin)]
+        changes = [*self._changes(guard=guard), *more]
+        return words + [word for change in changes for word in ("--set", change)]
+
+    def recipe(self) -> Recipe:
+        """Return the resolved recipe of these runs."""
+        at = self.settings
+        return load_recipe(
+            at.recipe, overrides=self._changes(guard=False), plugins=self._plugins(), ranks=at.ranks
+        )
+
+    def _changes(self, *, guard: bool) -> list[str]:
+        """Return what these runs change in the recipe."""
+        at = self.settings
         guards = ['{use="guard", window=16, warmup=4, patience=2}'] if guard else []
         monitors = ['{use="jsonl"}', '{use="replicas", every=2}', *guards]
         monitors += ['{use="stragglers", every=1, patience=2, least=1.0}', '{use="chaos"}']
-        changes = [
+        return [
             *at.overrides,
             f"monitor=[{', '.join(monitors)}]",
             f"run.steps={at.steps}",
@@ -76,22 +91,7 @@ class Bench:
             "checkpoint.keep=99",
             f"evaluation.every={at.every}",
             "evaluation.sequences=16",
-            *more,
         ]
-        words = [at.recipe, "--nproc", str(ranks or at.ranks), "--plugin", inject.__file__]
-        words += [word for plugin in at.plugins for word in ("--plugin", plugin)]
-        return words + [word for change in changes for word in ("--set", change)]
-
-    def recipe(self) -> Recipe:
-        """Return the resolved recipe of these runs."""
-        import argparse
-
-        from nanotrain_core.cli.run import add_arguments  # the same reading of the same words
-
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        args = parser.parse_args(self.arguments())
-        return load_recipe(args.recipe, overrides=args.set, plugins=self._plugins(), ranks=args.nproc)
 
     def _plugins(self) -> Any:
         from nanotrain_core.discovery import PluginArguments
