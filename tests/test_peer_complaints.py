@@ -152,6 +152,21 @@ def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule)
     assert_same(got, want, "weights after 3 steps", atol=1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
+def test_sharded_gradients_wait_for_weight_gradients_that_were_put_off(schedule):
+    """The head, cut by a bucket's end, gets the next microbatch's gradient before this one's are complete."""
+    table = {"optimizer": {"use": "zero12", "stage": 2, "bucket_mb": 0.0015, "lr": 0.1, "clip_norm": 0.0}}
+    choices = {"model": "transformer", "tp": 1, "pp": 2, "dp": 1, "ep": 1, "etp": 1, "sp": False}
+    rest = {"tied": False, "microbatch": 1, "experts_first": False, "zero": 2}
+    piped = Composition(**choices, **rest, schedule=schedule).case()
+    found = run_ranks(train, 2, piped, table)
+    (alone,) = run_ranks(
+        train, 1, piped.alone(), {"optimizer": {"use": "adamw", "lr": 0.1, "clip_norm": 0.0}}
+    )
+    got, want = whole([trace.weights for trace in found], atol=1e-9), whole([alone.weights])
+    assert_same(got, want, "weights after 3 steps", atol=1e-9)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_deepspeed_7839_and_7837_bfloat16_has_no_loss_scale(zero):
     """Gradients of bf16 runs were divided by a scale of 65536 that only fp16 multiplies by."""

@@ -135,7 +135,9 @@ class ShardedGradients(LocalGradients):
         if line is self.late:
             return
         line.arrived(parameter)
-        if self.config.overlap:
+        # Where weight gradients are put off, a parameter may get the next microbatch's before this one's have
+        # left: a bucket that went ahead would have only a part of what the rest of the parameter has.
+        if self.config.overlap and not (self.config.stage == 2 and in_use()):
             for bucket, transport in line.ready():
                 self._send(bucket, transport)
 
