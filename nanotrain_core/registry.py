@@ -151,7 +151,7 @@ class Registry:
             return f"{text}; to get it: pip install {FIRST_PARTY[kind, use]}"
         if self.broken:
             return f"{text}; broken, see `nanotrain plugins`: {', '.join(p.name for p in self.broken)}"
-        return text
+        return text if did_you_mean(use, names) else f"{text}; if a file of yours has it: --plugin FILE.py"
 
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:

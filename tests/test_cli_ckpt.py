@@ -52,6 +52,7 @@ def test_a_missing_step_is_told_with_those_that_are_there(run):
     ended = ckpt("show", "run", "--step", "4", cwd=run)
     assert (ended.code, "steps there: 3, 6" in ended.err) == (Exit.USER, True)
     assert "steps there: none" in ckpt("ls", "small.toml", cwd=run).err
+    assert "nowhere: no such file or folder" in ckpt("ls", "nowhere", cwd=run).err
 
 
 def test_convert_keeps_every_tensor(run):

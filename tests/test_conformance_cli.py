@@ -62,7 +62,8 @@ def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(cap
         (["parallel"], r"got 'parallel'; kinds: topology"),
         (["topology:gird"], r"no topology named 'gird' \(did you mean 'grid'\?\)"),
         (["topology:grid", "--set", "tq=2"], r"unknown key 'tq' \(did you mean 'tp'\?\)"),
-        (["topology:grid", "--set", "tp"], "expected KEY=VALUE"),
+        (["topology:grid", "--set", "tp"], "--set: expected KEY=VALUE"),
+        (["topology:grid", "--degree", "tp"], "--degree: expected DIM=N"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_explained(words, text):

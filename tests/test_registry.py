@@ -133,6 +133,8 @@ def test_unknown_name_suggests_lists_and_says_what_to_install():
         PluginError, match=r"no optimizer named 'adam' \(did you mean 'adamw'\?\); installed: adamw"
     ):
         registry.get("optimizer", "adam")
+    with pytest.raises(PluginError, match=r"no optimizer named 'mine'; installed: .*; .* --plugin FILE\.py"):
+        registry.get("optimizer", "mine")
     with pytest.raises(PluginError, match="pip install nanotrain-zero12"):
         Registry(()).get("optimizer", "zero12")
 

@@ -51,7 +51,7 @@ def _call(words: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        command = commands.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
         if name == chosen:
             module = import_module(f"nanotrain_core.cli.{name}")
             module.add_arguments(command)

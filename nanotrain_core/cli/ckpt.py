@@ -22,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, (function, summary) in ACTIONS.items():
-        action = actions.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        action = actions.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
         action.set_defaults(act=function)
         action.add_argument("path", metavar="PATH", type=Path, help="a run folder, or a checkpoint in it")
         if name != "ls":
-            action.add_argument("--step", type=int, metavar="N", help="which one; default: the newest")
+            default = "all" if name == "verify" else "the newest"
+            action.add_argument("--step", type=int, metavar="N", help=f"which one; default: {default}")
         add_plugin_options(action)
         if name == "show":
             action.add_argument("--json", action="store_true", help="all that it says of itself")
@@ -49,25 +50,29 @@ def find(path: Path, registry: Registry, step: int | None = None) -> list[Found]
     Raises:
         CheckpointError: there is none.
     """
-    found = [
-        (use, saved)
-        for use in registry.names("checkpoint")
-        for catalogue in [registry.get("checkpoint", use).load_optional("catalogue")]
-        for saved in (catalogue(path) if catalogue else ())
-    ]
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
+    components = {use: registry.get("checkpoint", use) for use in registry.names("checkpoint")}
+    catalogues = {
+        use: found for use, each in components.items() if (found := each.load_optional("catalogue"))
+    }
+    found = [(use, saved) for use, catalogue in catalogues.items() for saved in catalogue(path)]
     found.sort(key=lambda item: item[1].step)
     chosen = [item for item in found if step in (None, item[1].step)]
     if not chosen:
         known = ", ".join(str(saved.step) for _, saved in found) or "none"
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise CheckpointError(f"{path} does not hold {wanted}; steps there: {known}")
+        raise CheckpointError(
+            f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(catalogues)}"
+        )
     return chosen
 
 
 def ls(args: argparse.Namespace, registry: Registry) -> int:
     """Print a line for each checkpoint."""
+    found = find(args.path, registry)
     print(f"{'step':>10}  {'kind':12}  {'size':>10}  {'ranks':>5}  saved")
-    for use, saved in find(args.path, registry):
+    for use, saved in found:
         try:
             ranks = str(saved.describe()["world_size"])
         except CheckpointError:

@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     case = Case(
         kind,
         use=use,
-        config=_tables(args.set),
-        topology=_tables(args.degree),
-        overrides=_tables(args.overrides),
+        config=_tables("--set", args.set),
+        topology=_tables("--degree", args.degree, "DIM=N such as dp=2"),
+        overrides=_tables("--with", args.overrides),
         plugins=args.plugin,
         **ranks,
     )
@@ -80,9 +80,9 @@ def _component(text: str) -> tuple[str, str]:
     return kind, use
 
 
-def _tables(lines: list[str]) -> dict[str, Any]:
+def _tables(option: str, lines: list[str], form: str = "KEY=VALUE as in a recipe") -> dict[str, Any]:
     """Read TOML lines such as ``batch.length=32``."""
     try:
         return tomli.loads("\n".join(lines))
     except tomli.TOMLDecodeError as error:
-        raise NanotrainError(f"expected KEY=VALUE as in a recipe, got {' '.join(lines)}: {error}") from None
+        raise NanotrainError(f"{option}: expected {form}, got {' '.join(lines)}: {error}") from None
