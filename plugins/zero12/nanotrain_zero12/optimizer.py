@@ -47,6 +47,7 @@ class Zero12(ShardedGradients, AdamW):
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Update this rank's ranges and begin to gather all others'. A skipped step gathers nothing."""
+        self.wait(list(self.line_of))  # what no module asked for must not arrive on top of newer weights
         stats = super().step(loss_scale=loss_scale)
         if not stats.skipped:
             self.gather_weights()

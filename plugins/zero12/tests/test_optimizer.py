@@ -109,6 +109,29 @@ def test_through_sockets_weights_arrive_when_they_are_waited_for():
         assert after_step > after_one > after_all == 0
 
 
+def in_flight_at_an_update(case):
+    """Return buckets on their way whenever weights are updated, though nobody waited for any."""
+    run = make_run(case, {})
+    update, seen = run.optimizer.inner.step, []
+
+    def note():
+        seen.append(len(run.optimizer.gathering))
+        update()
+
+    run.optimizer.inner.step = note
+    for step in range(2):
+        push(run, step, 1.0)
+        run.optimizer.step()
+        run.gradients.zero()
+    run.optimizer.wait([placed.parameter for placed in run.placed])
+    return seen
+
+
+def test_no_weight_is_updated_while_it_is_on_its_way():
+    """Of a module that a step does not call, the old weights would arrive on top of the new ones."""
+    assert run_ranks(in_flight_at_an_update, 2, case(shared_memory=False)) == [[0, 0]] * 2
+
+
 def test_without_overlap_and_through_shared_memory_they_are_there_after_the_step():
     for config in ({"shared_memory": False, "overlap": False}, {}):
         assert run_ranks(weights_in_flight, 2, case(**config)) == [[0, 0, 0]] * 2
