@@ -62,8 +62,14 @@ class StopRequest:
         self._wished.add(reason)
 
     def wish_back(self, rollback: Rollback | None) -> None:
-        """Ask to go back at the next agreement; None when that is done."""
-        self.rollback, self.rollback_agreed = rollback, False
+        """Ask to go back at the next agreement; None when that is done. The earliest wish counts.
+
+        What is agreed stays so: the other ranks are about to go back.
+        """
+        if rollback is None:
+            self.rollback, self.rollback_agreed = None, False
+        elif self.rollback is None or rollback.onset < self.rollback.onset:
+            self.rollback = rollback
 
     def flags(self) -> list[float]:
         """Return this rank's wishes as numbers to be summed over all ranks."""

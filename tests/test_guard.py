@@ -13,7 +13,7 @@ from nanotrain_core.builtin.guard import Guard
 from nanotrain_core.contracts import RollbackReport, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
-from nanotrain_core.stop import Rollback
+from nanotrain_core.stop import Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -154,6 +154,26 @@ def test_a_one_step_lr_multiplier_is_rolled_back_and_its_data_left_out(tmp_path)
         same(weights, expected)
         assert meta == expected_meta
         assert meta["taken"] == (40 + back["step"] - 22) * sequences
+
+
+def test_a_rollback_comes_with_the_next_step_however_long_the_next_save_is_away(tmp_path):
+    """The guard wishes to go back at every bad step: also at the one with which all ranks have agreed."""
+    run_ranks(train, 2, tmp_path, spike_at=21)  # shows at 22 and 23; saves are at 20 and 25
+    (back,) = metrics(tmp_path, "rollback")
+    assert (back["onset"], back["step"], back["restored"]) == (21, 24, 20)
+
+
+def test_a_second_wish_takes_nothing_from_the_first():
+    """Ranks that know of one go back: none may be left behind, and none may forget how far."""
+    stop = StopRequest()
+    stop.wish_back(Rollback(3, "first"))
+    stop.agree([0.0, 0.0, 0.0, 2.0])
+    stop.wish_back(Rollback(5, "second"))
+    assert stop.rollback_agreed
+    assert stop.rollback == Rollback(3, "first")
+    stop.wish_back(None)
+    assert not stop.rollback_agreed
+    assert stop.rollback is None
 
 
 def test_a_resume_after_a_rollback_leaves_the_same_data_out(tmp_path):
