@@ -184,7 +184,7 @@ class RuntimeEngine:
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
-            elif due and not last:
+            elif due and not last and not self.stop.reason:  # the last save must not fail, see below
                 self._save()
             self.saves.advance(wait=False)
         if self._saved != self.step:
