@@ -44,7 +44,7 @@ EXCLUSIVE_CAPABILITIES = {
 
 
 class Support(Enum):
-    """How a component stands to an optional ability that the conformance harness can test."""
+    """How a component stands to an optional ability."""
 
     FULL = "full"
     PARTIAL = "partial"
@@ -84,7 +84,7 @@ class Component:
     """Mesh dimensions this component knows how to use. A recipe whose topology gives a dimension
     a degree above 1 that no component of the run handles is refused."""
     supports: dict[str, Support] = attrs.field(factory=dict)
-    """Optional abilities, for the harness and ``nanotrain plugins``."""
+    """Optional abilities by name, which ``nanotrain plugins --json`` tells."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
 

@@ -397,6 +397,9 @@ class Checkpoint(Protocol):
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Fill ``state.blocks`` in place and return what was saved, or None if there is nothing.
 
+        Later steps in the run's own folder are of a branch that the run leaves, by a resume or a rollback:
+        move them aside, so that :meth:`steps` does not name them and no later ``"latest"`` finds them.
+
         Args:
             state: what to fill. Blocks may be cut in any other way than they were saved.
             which: ``"latest"``: the newest that is whole, damaged ones being set aside with a
