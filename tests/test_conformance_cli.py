@@ -25,6 +25,11 @@ def test_a_component_that_passes_exits_with_0(capsys):
     assert any(line.startswith("ok     grid-w2-groups_are_real: All ranks derive") for line in lines)
 
 
+def test_checks_that_need_several_ranks_are_named(capsys):
+    assert call("topology:grid") == Exit.DONE
+    assert capsys.readouterr().out.endswith("(--degree DIM=N): groups_are_real\n")
+
+
 def test_a_broken_component_is_told_with_its_numbers(capsys):
     assert call("schedule:drops_backward", "--plugin", TWINS) == Exit.FAILED
     output = capsys.readouterr().out

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import tomli
 
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
+
+if TYPE_CHECKING:
+    from nanotrain_core.testing.case import Case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +63,19 @@ def run(args: argparse.Namespace) -> int:
         for line in _reason(error, told):
             print(f"       {line}")
     close_pools()
-    print(f"{failed} failed" if failed else "all checks passed")
+    print(f"{failed} failed" if failed else f"all checks passed{_untried(case)}")
     return Exit.FAILED if failed else Exit.DONE
+
+
+def _untried(case: Case) -> str:
+    """Return what to add about checks that one rank is too few for."""
+    from nanotrain_core.testing.checks import checks_of
+
+    if case.world_size > 1:
+        return ""
+    tried = {check.name for check in checks_of(case)}
+    names = [c.name for c in checks_of(attrs.evolve(case, world_size=2)) if c.name not in tried]
+    return f"; not tried, for want of ranks (--degree DIM=N): {', '.join(names)}" if names else ""
 
 
 def _reason(error: Exception | None, told: set[str]) -> list[str]:
