@@ -104,6 +104,8 @@ class HostBarrier:
             timeout: seconds until a rank that did not come is given up.
         """
         self.names, self.timeout = names, timeout
+        self._lost = ""
+        """Why there can be no more meetings: after one that failed, counts differ between ranks for good."""
         self._memory = (ctypes.c_char * self.size(len(names))).from_buffer(shared, begin)
         self._others = [other for other in range(len(names)) if other != rank]
         self._out = [self._semaphore(other, rank) for other in self._others]
@@ -120,7 +122,13 @@ class HostBarrier:
         return all(_libc.sem_init(self._semaphore(*pair), 1, 0) == 0 for pair in product(ranks, ranks))
 
     def announce(self) -> None:
-        """Tell every other rank that this one has come, without waiting."""
+        """Tell every other rank that this one has come, without waiting.
+
+        Raises:
+            TimeoutError: an earlier meeting failed.
+        """
+        if self._lost:
+            raise TimeoutError(self._lost)
         for semaphore in self._out:
             _libc.sem_post(semaphore)
 
@@ -152,9 +160,9 @@ class HostBarrier:
         while _libc.sem_timedwait(semaphore, ctypes.byref(deadline)):
             problem = ctypes.get_errno()
             if problem == errno.ETIMEDOUT:
-                raise TimeoutError(
-                    f"rank {self.names[other]} did not come to a meeting within {self.timeout:g} seconds"
-                )
+                rank, limit = self.names[other], f"{self.timeout:g} seconds"
+                self._lost = f"rank {rank} did not come to a meeting within {limit}"
+                raise TimeoutError(self._lost)
             if problem != errno.EINTR:
                 raise OSError(problem, os.strerror(problem))
 

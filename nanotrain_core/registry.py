@@ -29,12 +29,7 @@ FIRST_PARTY = {
     ("schedule", "zb_h1"): "nanotrain-pp-1f1b",
     ("schedule", "dualpipe_v"): "nanotrain-pp-1f1b",
     ("optimizer", "zero12"): "nanotrain-zero12",
-    ("precision", "fp8_deepseek_v3"): "nanotrain-fp8-deepseek-v3",
-    ("precision", "fp4_master"): "nanotrain-fp4-master",
     ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
-    ("monitor", "tensorboard"): "nanotrain-tensorboard",
-    ("monitor", "report"): "nanotrain-report",
-    ("data", "indexed"): "nanotrain-indexed",
 }
 
 

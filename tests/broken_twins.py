@@ -146,6 +146,13 @@ class NeverFallsBack(SimpleCheckpoint):
         return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
 
 
+class KeepsTheOtherBranch(SimpleCheckpoint):
+    """Leaves checkpoints of later steps where they are when an older one is loaded."""
+
+    def _set_aside_after(self, path):
+        pass
+
+
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -203,6 +210,7 @@ def nanotrain_register_precision(register):
 def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
     register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
+    register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
 
 
 @hookimpl

@@ -122,7 +122,7 @@ class Composition:
         """Return the optimizers to train with, by the name of what they must equal in one process."""
         if not self.zero:
             return OPTIMIZERS
-        sharded = {"use": "zero12", "stage": self.zero, "bucket_mb": 0.002}
+        sharded = {"use": "zero12", "stage": self.zero, "bucket_mb": 0.0013}  # ends within tensors
         return {"adamw": {**OPTIMIZERS["adamw"], **sharded}}
 
     def case(self) -> Case:

@@ -57,6 +57,10 @@ FAULTS = [
         Case("checkpoint", use="never_falls_back", plugins=TWINS),
         {f"falls_back_over_a_damaged_one[{damage}]" for damage in ("truncated", "bit_flipped", "empty")},
     ),
+    (
+        Case("checkpoint", use="keeps_the_other_branch", plugins=TWINS),
+        {"later_steps_are_left_behind"},
+    ),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (
         Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),

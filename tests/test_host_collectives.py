@@ -67,6 +67,23 @@ def wait_for_nobody():
         ours.all_reduce(torch.ones(1))
 
 
+def come_too_late():
+    """Miss a meeting, then come to the next two: the first rank must not take old numbers for new ones."""
+    ours, said = HostCollectives.open(dist.group.WORLD, 0.5), []
+    sleep(1.0 * dist.get_rank())
+    for _ in range(2):
+        try:
+            ours.all_reduce(torch.ones(1))
+        except TimeoutError as problem:
+            said.append(str(problem))
+    return said
+
+
+def test_after_a_failed_meeting_there_are_no_more():
+    first, _ = run_ranks(come_too_late, 2, check_collectives=False)
+    assert first == ["rank 1 did not come to a meeting within 0.5 seconds"] * 2
+
+
 def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RankFailure, match=r"rank 1 did not come to a meeting within 0\.3 seconds"):
         run_ranks(wait_for_nobody, 2, check_collectives=False)

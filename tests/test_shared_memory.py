@@ -67,7 +67,7 @@ def turn_ring():
     for turn in range(TURNS):
         sleep(dawdle.random() / 200)
         wanted = numbers(100 * turn + rank, CHUNK * ranks)
-        ring.begin().view(torch.float64).copy_(wanted)
+        ring.begin().view(torch.float64)[: CHUNK * ranks] = wanted
         ring.send(
             lambda all_, turn=turn: reduce_scatter(all_, rank * CHUNK, sums[turn], add=turn == TURNS - 1)
         )

@@ -265,6 +265,26 @@ def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
             )
 
 
+@check("checkpoint", since="0.2")
+def later_steps_are_left_behind(case: Case) -> None:
+    """After an older step was loaded, later ones are no steps of the run: ``latest`` is the older one."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1, 2])
+        run_ranks(load, case.world_size, case, folder, "1")
+        found = run_ranks(steps_and_latest, case.world_size, case, folder)
+    assert found == [([1], 1)] * case.world_size, (
+        f"(steps, latest) after step 1 of 1 and 2 was loaded: {found}, expected {([1], 1)} on every rank"
+    )
+
+
+def steps_and_latest(case: Case, folder: Path) -> tuple[list[int], Any]:
+    """Return which steps there are, and the one that ``latest`` loads."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    steps = list(checkpoint.steps())
+    found = checkpoint.load("latest", state)
+    return steps, found and found.meta["step"]
+
+
 def save_files(case: Case, folder: Path, steps: list[int]) -> list[Path]:
     """Save, and return which files there are now."""
     run_ranks(save_steps, case.world_size, case, folder, steps)

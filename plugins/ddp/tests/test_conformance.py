@@ -13,7 +13,6 @@ SOCKETS = {**MANY_BUCKETS, "shared_memory": False}
 test_conformance = conformance(
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}),
     Case("parallel", use="ddp", config=SOCKETS, topology={"dp": 2}, name="sockets"),
-    Case("parallel", use="ddp", config={**SOCKETS, "overlap": False}, topology={"dp": 4}, name="after"),
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
     Case("optimizer", use="adamw", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),

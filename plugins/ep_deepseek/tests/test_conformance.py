@@ -17,10 +17,12 @@ def case(name="", model=None, **topology):
     return Case("parallel", use="ep_deepseek", topology=topology, overrides=overrides, name=name)
 
 
-test_conformance = conformance(case(dp=2, ep=2), case(dp=2, etp=2), case(dp=4, ep=2, etp=2))
+test_conformance = conformance(case(dp=4, ep=2, etp=2))
 
 test_exhaustively = pytest.mark.full(
     conformance(
+        case(dp=2, ep=2),
+        case(dp=2, etp=2),
         case(dp=4, ep=2),
         case(dp=4, ep=4),
         case(dp=4, etp=4),

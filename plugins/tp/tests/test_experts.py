@@ -17,11 +17,9 @@ def case(tp, dp, *, sequence_parallel):
     )
 
 
-test_experts = conformance(case(2, 1, sequence_parallel=True))
-
-
-def test_experts_of_whole_sequences():
-    gradients_equal(case(2, 1, sequence_parallel=False), "fp64")
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_are_those_of_one_process(sequence_parallel):
+    gradients_equal(case(2, 1, sequence_parallel=sequence_parallel), "fp64")
 
 
 test_experts_exhaustively = pytest.mark.full(

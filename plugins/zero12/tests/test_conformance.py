@@ -20,7 +20,6 @@ test_conformance = conformance(
     case(1, SMALL, {"dp": 2}, "stage1"),
     case(2, SMALL, {"dp": 2}, "stage2"),
     case(2, {**SOCKETS, "overlap": False}, {"dp": 2}, "sockets"),
-    case(1, {}, {}, "alone"),
     case(2, {**SMALL, "moment_dtype": "bfloat16"}, {"dp": 2}, "narrow"),
 )
 
@@ -32,6 +31,7 @@ test_exhaustively = pytest.mark.full(
                 {"shm": SMALL, "sockets": SOCKETS}.items(), (1, 2), (True, False), (2, 4, 8)
             )
         ),
+        case(1, {}, {}, "alone"),
         Case("precision", use="fp16", topology={"dp": 2}, overrides=ZERO),
         Case("monitor", use="replicas", topology={"dp": 2}, overrides=ZERO),
     )
