@@ -27,7 +27,12 @@ SIZE = 64
 #: kernel waking anybody.
 LOOKS = 20
 
+#: Seconds between looks where the C library cannot sleep by a clock that nobody sets.
+NAP = 0.0005
+
 _libc = ctypes.CDLL(None, use_errno=True)
+#: Whether the C library can; glibc before 2.30 and musl cannot.
+SLEEPS = hasattr(_libc, "sem_clockwait")
 
 
 class Meeting(Protocol):
@@ -155,17 +160,28 @@ class HostBarrier:
         return False
 
     def _sleep(self, other: int, semaphore: ctypes.c_void_p) -> None:
-        until = time.time() + self.timeout
-        deadline = _Timespec(int(until), int(until % 1 * 1e9))
-        while _libc.sem_timedwait(semaphore, ctypes.byref(deadline)):
-            problem = ctypes.get_errno()
-            if problem == errno.ETIMEDOUT:
+        """Wait by the clock that nobody sets: a wall clock may jump."""
+        until = time.monotonic() + self.timeout
+        while not _wait_until(semaphore, until):
+            if time.monotonic() >= until:
                 rank, limit = self.names[other], f"{self.timeout:g} seconds"
                 self._lost = f"rank {rank} did not come to a meeting within {limit}"
                 raise TimeoutError(self._lost)
-            if problem != errno.EINTR:
-                raise OSError(problem, os.strerror(problem))
 
     def _semaphore(self, owner: int, other: int) -> ctypes.c_void_p:
         """Return where ``owner`` waits for ``other``."""
         return ctypes.c_void_p(ctypes.addressof(self._memory) + SIZE * (owner * len(self.names) + other))
+
+
+def _wait_until(semaphore: ctypes.c_void_p, until: float) -> bool:
+    """Say whether somebody posted; false at ``until``, of the monotonic clock, or at a signal."""
+    if not SLEEPS:
+        time.sleep(NAP)
+        return bool(_libc.sem_trywait(semaphore) == 0)
+    deadline = _Timespec(int(until), int(until % 1 * 1e9))
+    if _libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(deadline)) == 0:
+        return True
+    problem = ctypes.get_errno()
+    if problem not in (errno.ETIMEDOUT, errno.EINTR):
+        raise OSError(problem, os.strerror(problem))
+    return False

@@ -2,12 +2,13 @@
 
 from random import Random
 from time import sleep
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain_core import host_collectives
+from nanotrain_core import host_barrier, host_collectives
 from nanotrain_core.host_barrier import GlooMeeting, HostBarrier
 from nanotrain_core.host_collectives import HostCollectives
 from nanotrain_core.shared_memory import SharedBuffers
@@ -87,6 +88,18 @@ def test_after_a_failed_meeting_there_are_no_more():
 def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RankFailure, match=r"rank 1 did not come to a meeting within 0\.3 seconds"):
         run_ranks(wait_for_nobody, 2, check_collectives=False)
+
+
+def meet_late_without_a_clock_to_sleep_by():
+    """Meet a rank that comes later, as with a C library that has no ``sem_clockwait``."""
+    ours = HostCollectives.open(dist.group.WORLD, 20.0)
+    with mock.patch.object(host_barrier, "SLEEPS", new=False):
+        sleep(0.2 * dist.get_rank())
+        return ours.all_reduce(torch.ones(1)).item()
+
+
+def test_c_libraries_without_a_monotonic_wait_serve_too():
+    assert run_ranks(meet_late_without_a_clock_to_sleep_by, 2, check_collectives=False) == [2.0, 2.0]
 
 
 def what_is_open():
