@@ -29,7 +29,7 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
-from nanotrain_core.shards import DTYPES
+from nanotrain_core.shards import CODES, DTYPES
 
 FORMAT = "nanotrain-simple-1"
 #: A block's name, its offset, and the shape of the whole tensor.
@@ -210,6 +210,9 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
     saved = file.get_slice(block.name)
     if tuple(saved.get_shape()) != tuple(block.global_shape):
         yield f"{block.name} has shape {tuple(saved.get_shape())}, expected {tuple(block.global_shape)}"
+    kept, wanted = saved.get_dtype(), CODES.get(block.tensor.dtype)
+    if wanted and kept != wanted:  # rounding it would change the run without a word
+        yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
 def superfluous(names: frozenset[str], blocks: Sequence[Block]) -> list[str]:

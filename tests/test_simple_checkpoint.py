@@ -1,0 +1,31 @@
+"""What the simple checkpoint refuses to load, with nothing live touched."""
+
+import pytest
+import torch
+
+from nanotrain_core.builtin.configs import GridConfig, SimpleCheckpointConfig
+from nanotrain_core.builtin.grid import Grid
+from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
+from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.mesh import Mesh
+
+
+def state(tensor):
+    return TrainState([Block("exp_avg/weight", tuple(tensor.shape), (0, 0), tensor)], {"step": 1}, {})
+
+
+@pytest.mark.parametrize(
+    ("live", "words"),
+    [
+        (torch.zeros(2, 3, dtype=torch.bfloat16), "exp_avg/weight is kept in F32, expected BF16"),
+        (torch.zeros(2, 4), r"exp_avg/weight has shape \(2, 3\), expected \(2, 4\)"),
+    ],
+)
+def test_a_tensor_of_another_dtype_or_shape_is_refused(tmp_path, live, words):
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    checkpoint.save(1, state(torch.rand(2, 3)))
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load("1", state(live))
+    assert not live.any()
