@@ -130,7 +130,8 @@ def train(job: Job, ranks: Ranks) -> str:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
-    torch.use_deterministic_algorithms(recipe.run.deterministic)
+    if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
+        torch.use_deterministic_algorithms(True)
     device = choose_device(recipe.run.device, ranks)
     seed_all(recipe.run.seed, ranks.rank)
     store = join(job, ranks, recipe, device, registry)

@@ -52,7 +52,7 @@ class KillInData(KillSome):
 class KillInSave(Row):
     """SIGKILL at one of the calls that write a checkpoint, or rename it, on a random rank."""
 
-    number, name, short = "2-4", "kill -9 at a random write of a save", True
+    number, name = "2-4", "kill -9 at a random write of a save"
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
         rank = 0 if random.random() < 0.5 else some_rank(trial, random)

@@ -62,7 +62,7 @@ class Empty(Damage):
 
 
 class DiskFull(Row):
-    number, name, short = "7", "disk full on one rank during a save", True
+    number, name = "7", "disk full on one rank during a save"
     lost = 0
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
