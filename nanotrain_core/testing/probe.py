@@ -121,8 +121,9 @@ def train(
     resume: str | None = None,
     save_at: int = 0,
     failing_monitors: bool = False,
+    log_collectives: bool = True,
 ) -> Trace:
-    """Train all the steps of the case's recipe."""
+    """Train all the steps of the case's recipe. To log collectives doubles the time of small models."""
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes, folder=folder, resume=resume)
@@ -134,7 +135,8 @@ def train(
         engine.events.strict = False
         engine.events.monitors = [*map(Failing, engine.run.monitors), seen]
     quiet = capture_logs() if failing_monitors else contextlib.nullcontext()
-    with CollectiveLog() as collectives, quiet:
+    collectives = CollectiveLog()
+    with collectives if log_collectives else contextlib.nullcontext(), quiet:
         engine.fit()
     run = engine.run
     return Trace(
