@@ -52,7 +52,13 @@ class Wait:
 
 def measure(*, rounds: int) -> list[Wait]:
     """Time every command ``rounds`` times, the training run three times at most."""
-    looks = [(["--help"], 0.2), (["plugins"], 0.5), (["check", "recipes/capstone.toml"], 0.5)]
+    drawn = ["schedule", "dualpipe_v", "--pp", "16", "--microbatches", "60"]
+    looks = [
+        (["--help"], 0.2),
+        (["plugins"], 0.5),
+        (["check", "recipes/capstone.toml"], 0.5),
+        (drawn, 0.5),
+    ]
     waits = []
     for arguments, limit in looks:
         seconds = tuple(until_end(arguments) for _ in range(rounds))

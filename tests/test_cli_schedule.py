@@ -1,11 +1,9 @@
 """``nanotrain schedule`` draws what the schedule says, and the documentation shows what it draws."""
 
 import re
-import resource
 from pathlib import Path
 
 import pytest
-from command import nanotrain
 from recipe_files import SMALL, write
 
 from nanotrain_core.actions import Action
@@ -105,17 +103,3 @@ def test_mistakes_are_told_without_a_traceback(capsys, words, text):
     assert (code, out) == (Exit.USER, "")
     assert err.startswith("nanotrain: ")
     assert text in err
-
-
-def test_it_takes_less_than_half_a_second(tmp_path):
-    nanotrain("schedule", "1f1b", cwd=tmp_path)  # compiles what was not
-    used = cpu_seconds()
-    done = nanotrain("schedule", "dualpipe_v", "--pp", "16", "--microbatches", "60", cwd=tmp_path)
-    assert done.code == Exit.DONE
-    assert cpu_seconds() - used < 0.5
-
-
-def cpu_seconds():
-    """Return what finished processes have used: unlike the time of day, whatever else the machine does."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
