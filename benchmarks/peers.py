@@ -143,7 +143,12 @@ def peer(recipe: Recipe, rank: int) -> Callable[[int], object]:
     model: nn.Module = Llama(recipe.model.config, recipe.batch.length)
     if recipe.run.ranks > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    loop, stream = Loop(recipe, model), batches(recipe, rank)
+    return training(Loop(recipe, model), recipe, rank)
+
+
+def training(loop: Loop, recipe: Recipe, rank: int) -> Callable[[int], object]:
+    """Return what takes so many steps more of ``loop``, on this rank's batches."""
+    stream = batches(recipe, rank)
 
     def advance(steps: int) -> None:
         for _ in range(steps):

@@ -25,8 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.ours import batches
-from benchmarks.peers import Llama, Loop
+from benchmarks.peers import Llama, Loop, training
 from nanotrain_core.recipe.tree import Recipe
 
 
@@ -47,13 +46,7 @@ def tensor(recipe: Recipe, rank: int) -> Callable[[int], object]:
     torch.manual_seed(recipe.run.seed)
     model = Llama(recipe.model.config, recipe.batch.length)
     split(model, recipe.run.ranks)
-    loop, stream = TensorLoop(recipe, model), batches(recipe, rank)
-
-    def advance(steps: int) -> None:
-        for _ in range(steps):
-            loop.step(next(stream))
-
-    return advance
+    return training(TensorLoop(recipe, model), recipe, rank)
 
 
 def split(model: Llama, ranks: int) -> None:
@@ -118,13 +111,7 @@ def pipeline(recipe: Recipe, rank: int) -> Callable[[int], object]:
         else Schedule1F1B(mine[0], count, loss_fn=loss)
     )
     loop = PipelineLoop(recipe, nn.ModuleList(stage.submod for stage in mine), schedule)
-    stream = batches(recipe, rank)
-
-    def advance(steps: int) -> None:
-        for _ in range(steps):
-            loop.step(next(stream))
-
-    return advance
+    return training(loop, recipe, rank)
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.ours import batches
-from benchmarks.peers import Llama, Loop
+from benchmarks.peers import Llama, Loop, training
 from nanotrain_core.recipe.tree import Recipe
 
 
@@ -48,7 +47,7 @@ class FullyShardedLoop(Loop):
 def zero_redundancy(recipe: Recipe, rank: int) -> Callable[[int], object]:
     """Return what trains for so many steps more under DDP and ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(_model(recipe), gradient_as_bucket_view=True)
-    return _advance(ZeroLoop(recipe, model), recipe, rank)
+    return training(ZeroLoop(recipe, model), recipe, rank)
 
 
 def fsdp(recipe: Recipe, rank: int) -> Callable[[int], object]:
@@ -67,19 +66,9 @@ def _fully_sharded(recipe: Recipe, rank: int, *, reshard: bool) -> Callable[[int
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    return _advance(FullyShardedLoop(recipe, model), recipe, rank)
+    return training(FullyShardedLoop(recipe, model), recipe, rank)
 
 
 def _model(recipe: Recipe) -> Llama:
     torch.manual_seed(recipe.run.seed)
     return Llama(recipe.model.config, recipe.batch.length)
-
-
-def _advance(loop: Loop, recipe: Recipe, rank: int) -> Callable[[int], object]:
-    stream = batches(recipe, rank)
-
-    def advance(steps: int) -> None:
-        for _ in range(steps):
-            loop.step(next(stream))
-
-    return advance

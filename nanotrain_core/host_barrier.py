@@ -48,7 +48,8 @@ class Meeting(Protocol):
 
     def meet(self) -> None:
         """Announce this rank and wait for the others."""
-        ...
+        self.announce()
+        self.wait()
 
 
 def open_meeting(shared: mmap.mmap, begin: int, group: dist.ProcessGroup, timeout: float) -> Meeting:
@@ -66,7 +67,7 @@ def open_meeting(shared: mmap.mmap, begin: int, group: dist.ProcessGroup, timeou
     return barrier if all(made) else GlooMeeting(group)
 
 
-class GlooMeeting:
+class GlooMeeting(Meeting):
     """Meetings through the process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -83,17 +84,12 @@ class GlooMeeting:
         """Return when the sum is there."""
         self._tokens.popleft().wait()
 
-    def meet(self) -> None:
-        """Announce this rank and wait for the others."""
-        self.announce()
-        self.wait()
-
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class HostBarrier:
+class HostBarrier(Meeting):
     """Meetings of the ranks of one group. Each rank may announce itself first and wait later."""
 
     def __init__(
@@ -146,11 +142,6 @@ class HostBarrier:
         for other, semaphore in zip(self._others, self._in, strict=True):
             if not self._arrived(semaphore):
                 self._sleep(other, semaphore)
-
-    def meet(self) -> None:
-        """Announce this rank and wait for the others."""
-        self.announce()
-        self.wait()
 
     def _arrived(self, semaphore: ctypes.c_void_p) -> bool:
         for _ in range(LOOKS):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.host_barrier import HostBarrier, Meeting, open_meeting
-from nanotrain_core.shared_memory import map_for_all
+from nanotrain_core.shared_memory import add_up, map_for_all
 
 #: Bytes of one buffer: what a core keeps in its second-level cache.
 BUFFER = 2**20
@@ -63,7 +63,7 @@ class HostCollectives:
         """Return the sum of every rank's ``x``."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for piece, begin, end in self._exchange(x.contiguous().view(-1)):
-            _sum(piece, out.view(-1)[begin:end])
+            add_up(piece, out.view(-1)[begin:end])
         return out
 
     def reduce_scatter(self, shares: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class HostCollectives:
         for begin in range(0, flat.shape[1], width):
             part = flat[:, begin : begin + width]
             theirs = self._swap(part.contiguous().view(-1))
-            _sum([each.view(part.shape)[self.rank] for each in theirs], out.view(-1)[begin : begin + width])
+            add_up([each.view(part.shape)[self.rank] for each in theirs], out.view(-1)[begin : begin + width])
         return out
 
     def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int, int]]:
@@ -96,10 +96,3 @@ class HostCollectives:
         rows[self.rank].copy_(flat)
         self.meeting.meet()
         return rows
-
-
-def _sum(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Add up ``parts`` in their order."""
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)

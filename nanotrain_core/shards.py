@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import write_atomically, write_text_atomically
+from nanotrain_core.saved import TORCH
 
 INDEX = "model.safetensors.index.json"
 
 #: What weights may be stored in, and what safetensors calls it.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, TORCH[code]) for code in ("F64", "F32", "F16", "BF16")}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -129,11 +129,14 @@ def reduce_scatter(buffers: Sequence[torch.Tensor], start: int, into: torch.Tens
         add: to what ``into`` holds, in place of overwriting it.
     """
     ranges = [buffer.view(into.dtype)[start : start + len(into)] for buffer in buffers]
-    if not add:
-        torch.add(ranges[0], ranges[1], out=into)
-        ranges = ranges[2:]
-    for each in ranges:
-        into.add_(each)
+    add_up([into, *ranges] if add else ranges, into)
+
+
+def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Add two or more ``parts`` in their order, so that all ranks round alike; ``out`` may be the first."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
 
 
 def all_gather(buffers: Sequence[torch.Tensor], into: torch.Tensor, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
+from nanotrain_core.hang import is_alive
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
@@ -108,9 +110,7 @@ def _exit_with_launcher(pid: int | None) -> None:
     """End this rank when its launcher is gone, however it went: nobody else would stop it."""
     while pid is not None:
         time.sleep(1)
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        if not is_alive(pid):
             os._exit(Exit.FAILED)
 
 
@@ -128,6 +128,7 @@ def train(job: Job, ranks: Ranks) -> str:
     from nanotrain_core.random_state import seed_all
     from nanotrain_core.show import show_placements
 
+    gc.freeze()  # what is imported stays: no collection, for which all ranks would wait, need look at it again
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
     if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second

@@ -113,11 +113,10 @@ class SimpleCheckpoint:
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with safe_open(path, framework="pt") as file:
             names = frozenset(names_in(file))
-            problems = [text for block in state.blocks for text in misfit(file, names, block)]
-            problems += superfluous(names, state.blocks)
-            text = (
-                f"{path} does not fit this run: {problems[0]} ({len(problems)} in all)" if problems else None
-            )
+            problems = superfluous(names, state.blocks)
+            problems += [text for block in state.blocks for text in misfit(file, names, block)]
+            few = "; ".join(problems[:2])
+            text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
             self._agree(text)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))

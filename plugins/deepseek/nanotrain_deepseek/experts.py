@@ -9,7 +9,7 @@ for every new shape for 2.5 ms, so rows are filled up with zeros to a multiple t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +64,12 @@ class Products(Protocol):
         """Return the weights for each piece."""
         ...
 
-    def room(self, like_NA: torch.Tensor, width: int) -> Room:
-        """Return where the pieces of a result [N, width] go."""
+    def room(self, like_NA: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Return memory for a result [N, A] and, to be replaced by it, where in it each piece goes."""
+        ...
+
+    def whole(self, memory: torch.Tensor, pieces: list[Any]) -> torch.Tensor:
+        """Return the result, all of whose pieces are there."""
         ...
 
     def forward(
@@ -102,15 +106,16 @@ class _SwiGLU(torch.autograd.Function):
         down_EDF: torch.Tensor,
         products: Products,
     ) -> torch.Tensor:
-        x, g, u, y = products.cut(rows_ND), [], [], products.room(rows_ND, rows_ND.shape[1])
+        x, g, u = products.cut(rows_ND), [], []
+        memory, y = products.room(rows_ND)
         gate, up, down = map(products.weights, (gate_EFD, up_EFD, down_EDF))
         for n, x_ND in enumerate(x):
             g.append(products.forward(x_ND, gate[n]))
             u.append(products.forward(x_ND, up[n]))
-            y.put(n, products.forward(F.silu(g[n]).mul_(u[n]), down[n], y[n]))
+            y[n] = products.forward(F.silu(g[n]).mul_(u[n]), down[n], y[n])
         ctx.products, ctx.pieces = products, len(x)
         ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *x, *g, *u)
-        return y.whole()
+        return products.whole(memory, y)
 
     @staticmethod
     @once_differentiable
@@ -120,7 +125,7 @@ class _SwiGLU(torch.autograd.Function):
         x, g, u = saved[:pieces], saved[pieces : 2 * pieces], saved[2 * pieces :]
         gate, up, down = map(products.weights, (gate_EFD, up_EFD, down_EDF))
         d_y, d_g, d_u, h = products.cut(d_rows_ND), [], [], []
-        d_x = products.room(d_rows_ND, d_rows_ND.shape[1])
+        memory, d_x = products.room(d_rows_ND)
         for n in range(pieces):
             silu_NF = F.silu(g[n])
             d_h_NF = products.backward(d_y[n], down[n])
@@ -128,8 +133,8 @@ class _SwiGLU(torch.autograd.Function):
             d_g.append(torch.ops.aten.silu_backward(d_h_NF.mul_(u[n]), g[n]))
             h.append(silu_NF.mul_(u[n]))
             if ctx.needs_input_grad[0]:
-                d_x.put(n, products.backward(d_g[n], gate[n], d_x[n]))
-                d_x.put(n, products.backward(d_u[n], up[n], d_x[n], add=True))
+                d_x[n] = products.backward(d_g[n], gate[n], d_x[n])
+                d_x[n] = products.backward(d_u[n], up[n], d_x[n], add=True)
         of_weights = (
             (gate_EFD, lambda: products.of_weight(d_g, x)),
             (up_EFD, lambda: products.of_weight(d_u, x)),
@@ -137,7 +142,7 @@ class _SwiGLU(torch.autograd.Function):
         )
         wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
         d_weights = [weight_gradient(*each) if needed else None for each, needed in wanted]
-        return (d_x.whole() if ctx.needs_input_grad[0] else None, *d_weights, None)
+        return (products.whole(memory, d_x) if ctx.needs_input_grad[0] else None, *d_weights, None)
 
 
 def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: torch.Tensor) -> Products:
@@ -160,21 +165,6 @@ def _multiple(rows_ND: torch.Tensor, weight_EFD: torch.Tensor) -> int:
     return max(MULTIPLE, 1 << max(0, mean.bit_length() - 5))
 
 
-class Room:
-    """A result in the making, piece by piece."""
-
-    def __init__(self, pieces: Sequence[torch.Tensor | None], whole: Callable[[], torch.Tensor]) -> None:
-        self.pieces, self.whole = list(pieces), whole
-
-    def __getitem__(self, piece: int) -> torch.Tensor | None:
-        """Return where to write a piece; None: anywhere."""
-        return self.pieces[piece]
-
-    def put(self, piece: int, value: torch.Tensor) -> None:
-        """Take a piece, wherever it was written."""
-        self.pieces[piece] = value
-
-
 class OneByOne:
     """A piece for each expert, whose rows are filled up with zeros to a ``multiple``."""
 
@@ -185,23 +175,24 @@ class OneByOne:
 
     def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each expert."""
-        return [
-            own if count == padded else F.pad(own, (0, 0, 0, padded - count))
-            for own, count, padded in zip(rows.split(self.counts), self.counts, self.padded, strict=True)
-        ]
+        own = torch.split(rows, self.counts)
+        missing = [padded - count for padded, count in zip(self.padded, self.counts, strict=True)]
+        return [F.pad(r, (0, 0, 0, m)) if m else r for r, m in zip(own, missing, strict=True)]
 
     def weights(self, weight_EBA: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return each expert's."""
         return weight_EBA.unbind()
 
-    def room(self, like_NA: torch.Tensor, width: int) -> Room:
-        """Return views of one tensor, whose filling is left out in the end."""
-        whole = like_NA.new_empty(sum(self.padded), width)
-        pieces = whole.split(self.padded)
+    def room(self, like_NA: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Return views of one tensor."""
+        memory = like_NA.new_empty(sum(self.padded), like_NA.shape[1])
+        return memory, list(torch.split(memory, self.padded))
+
+    def whole(self, memory: torch.Tensor, pieces: list[Any]) -> torch.Tensor:
+        """Return the tensor, without its filling."""
         if self.padded == self.counts:
-            return Room(pieces, lambda: whole)
-        own = zip(pieces, self.counts, strict=True)
-        return Room(pieces, lambda: torch.cat([piece[:count] for piece, count in own]))
+            return memory
+        return torch.cat([piece[:count] for piece, count in zip(pieces, self.counts, strict=True)])
 
     def forward(
         self, x_NA: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -243,10 +234,13 @@ class Grouped:
         """Return all."""
         return [weight_EBA]
 
-    def room(self, like_NA: torch.Tensor, width: int) -> Room:
-        """Return what keeps the kernel's own result."""
-        room = Room([None], lambda: room.pieces[0])  # type: ignore[arg-type, return-value]
-        return room
+    def room(self, like_NA: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """Return nothing: the kernel makes room itself."""
+        return like_NA.new_empty(0), [None]
+
+    def whole(self, memory: torch.Tensor, pieces: list[Any]) -> torch.Tensor:
+        """Return what the kernel made."""
+        return pieces[0]  # type: ignore[no-any-return]
 
     def forward(
         self, x_NA: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
