@@ -128,7 +128,7 @@ def train(job: Job, ranks: Ranks) -> str:
     from nanotrain_core.random_state import seed_all
     from nanotrain_core.show import show_placements
 
-    gc.freeze()  # what is imported stays: no collection, for which all ranks would wait, need look at it again
+    gc.freeze()  # what is imported stays: no collection, which all ranks wait for, need look at it
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
     if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second

@@ -29,3 +29,13 @@ def test_a_tensor_of_another_dtype_or_shape_is_refused(tmp_path, live, words):
     with pytest.raises(CheckpointError, match=words):
         checkpoint.load("1", state(live))
     assert not live.any()
+
+
+def test_blocks_that_overlap_and_leave_a_hole_are_refused_though_their_numbers_add_up(tmp_path):
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    blocks = [Block("weight", (4,), (begin,), torch.zeros(2)) for begin in (0, 1)]
+    with pytest.raises(
+        CheckpointError, match=r"weight are not the whole tensor: blocks at \(0,\) and \(1,\) overlap"
+    ):
+        checkpoint.save(1, TrainState(blocks, {"step": 1}, {}))

@@ -13,7 +13,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
+from nanotrain_core.cover import uncovered
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
@@ -307,12 +307,13 @@ def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]
     Raises:
         CheckpointError: naming the tensor.
     """
-    sizes: dict[tuple[str, Shape], int] = defaultdict(int)
+    parts: dict[tuple[str, Shape], list[tuple[Shape, Shape]]] = defaultdict(list)
     for box, owner in owners.items():
-        sizes[box[0], box[2]] += prod(forms[owner][box][0])
-    for (name, shape), size in sizes.items():
-        if size != prod(shape):
-            raise CheckpointError(f"the blocks of {name} hold {size} numbers, but {shape} has {prod(shape)}")
+        name, offset, shape = box
+        parts[name, shape].append((offset, forms[owner][box][0]))
+    for (name, shape), boxes in parts.items():
+        if problem := uncovered(shape, boxes):
+            raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
 
 
 def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None) -> torch.Tensor:

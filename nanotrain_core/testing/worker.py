@@ -112,7 +112,7 @@ class Failure:
 
 def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -> None:
     """Answer jobs until the pool closes the connection."""
-    gc.freeze()  # torch's hundred thousands of objects stay: collecting garbage need not look at them each time
+    gc.freeze()  # torch's objects, several hundred thousand, stay: no collection need look at them
     with open(stack_file, "w") as stacks:
         faulthandler.enable(stacks)  # a crash in C code leaves its Python stack
         faulthandler.register(signal.SIGUSR1, stacks)  # and so does a hang, when the pool asks

@@ -17,9 +17,9 @@ from typing import Any
 import attrs
 
 from nanotrain_core.boxes import Shape
+from nanotrain_core.cover import uncovered
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.saved import BYTES
-from nanotrain_sharded_ckpt_v2.cover import uncovered
 from nanotrain_sharded_ckpt_v2.plan import Tensor
 
 NAME = "MANIFEST.json"

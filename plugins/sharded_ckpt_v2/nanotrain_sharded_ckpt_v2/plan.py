@@ -15,9 +15,9 @@ from math import prod
 import attrs
 
 from nanotrain_core.boxes import Shape
+from nanotrain_core.cover import uncovered
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.saved import BYTES
-from nanotrain_sharded_ckpt_v2.cover import uncovered
 
 #: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
 Holding = tuple[str, str, Shape, Shape, Shape]

@@ -5,10 +5,10 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nanotrain_sharded_ckpt_v2.cover import overlap, uncovered
 from nanotrain_sharded_ckpt_v2.plan import make_plan
 
 from nanotrain_core.boxes import boxes
+from nanotrain_core.cover import overlap, uncovered
 from nanotrain_core.errors import CheckpointError
 
 
