@@ -37,6 +37,9 @@ class Routing:
     """What their outputs are multiplied by [B, S, K]."""
     losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     """Sums of balance losses over whole sequences, which the model adds to its part's losses."""
+    meanwhile: Callable[[], object] | None = None
+    """What a model has to do that needs no expert of these, as its shared experts: who waits for tokens may
+    call it, and the model itself asks for the result afterwards, so a second call must cost nothing."""
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

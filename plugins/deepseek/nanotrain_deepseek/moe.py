@@ -8,7 +8,9 @@ Source: DeepSeekMoE as in DeepSeek-V3, arXiv 2412.19437, section 2.1.2, equation
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
+import attrs
 import torch
 from torch import nn
 
@@ -56,5 +58,6 @@ class MixtureOfExperts(nn.Module):
         self.router.counting = tally.open
         routing = self.router(x_BSD)
         tally.add(routing.losses)
-        y_BSD: torch.Tensor = self.experts(x_BSD, routing)
-        return y_BSD + self.shared(x_BSD) if hasattr(self, "shared") else y_BSD
+        shared = cache(lambda: self.shared(x_BSD)) if hasattr(self, "shared") else None
+        y_BSD: torch.Tensor = self.experts(x_BSD, attrs.evolve(routing, meanwhile=shared))
+        return y_BSD if shared is None else y_BSD + shared()

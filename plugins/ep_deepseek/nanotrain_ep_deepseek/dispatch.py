@@ -20,6 +20,7 @@ E experts, L = E / ep experts on this rank, D width, P = ep, Q = etp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import attrs
@@ -30,7 +31,7 @@ from torch import nn
 from nanotrain_core.expert_rows import combine, inverted, spread
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.routing import Compute, Routing, dispatch_codec, sort_by_expert
-from nanotrain_ep_deepseek.exchange import Permute, Route, from_experts, to_experts
+from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, from_experts, to_experts
 
 
 class Experts(Protocol):
@@ -74,7 +75,7 @@ class Dispatcher:
         order_N, counts_E = sort_by_expert(routing.experts, self.experts)
         back_N, chosen = inverted(order_N), routing.experts.shape[-1]
         rows_ND = spread(x.flatten(0, -2), order_N, back_N, chosen)
-        outputs_ND = self.run(module, rows_ND, self.plan(counts_E))
+        outputs_ND = self.run(module, rows_ND, self.plan(counts_E), routing.meanwhile)
         return combine(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
     def plan(self, counts_E: torch.Tensor) -> Plan:
@@ -105,11 +106,20 @@ class Dispatcher:
             counts_L=arrivals_QPL.sum((0, 1)),
         )
 
-    def run(self, module: nn.Module, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Return the outputs [N, D] of rows [N, D], both sorted by expert."""
+    def run(
+        self, module: nn.Module, rows: torch.Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> torch.Tensor:
+        """Return the outputs [N, D] of rows [N, D], both sorted by expert.
+
+        ``meanwhile`` is called while rows travel; its backward pass runs while their gradients do.
+        """
         codec = dispatch_codec(module)
         if plan.dispatch:
-            rows = to_experts(rows, plan.dispatch, codec)
+            flight = Flight(plan.dispatch, codec)
+            handle = flight.depart(rows)
+            if meanwhile is not None:
+                meanwhile()
+            rows = flight.arrive(handle)
         if plan.gather:
             rows = to_experts(rows.repeat(self.etp, 1), plan.gather, codec)
         rows = Permute.apply(rows, plan.order_M, plan.inverse_M)  # type: ignore[no-untyped-call]

@@ -1,10 +1,14 @@
 """One layer's experts over ranks equal every expert computed on every token, whoever has how many rows."""
 
+from functools import cache
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_ep_deepseek import ExpertParallelConfig
+from nanotrain_ep_deepseek.exchange import Route, Sent
 from nanotrain_ep_deepseek.wrapper import ExpertParallel, check_view
 from torch.utils.checkpoint import checkpoint
 
@@ -292,3 +296,45 @@ def test_a_pass_exchanges_counts_once_and_rows_there_and_back():
         there_and_back = [over_ep, over_etp, over_etp, over_ep]
         counts = [("int64", over_ep), ("int64", over_etp)]
         assert found == counts + [("float64", group) for group in there_and_back * 2]  # forward, backward
+
+
+class Work(torch.autograd.Function):
+    """Doubles, and notes when."""
+
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        events.append("work")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, d_y):
+        ctx.events.append("work")
+        return 2 * d_y, None
+
+
+def events_of_a_layer():
+    """Return what happened in a layer's forward and backward pass, and output and gradient of the tokens."""
+    events, begin, arrived = [], Route.begin, Sent.arrived
+    part, _, mesh = build({"ep": 2})
+    x, chosen, weights, d_y = inputs(4, mesh.rank, "everywhere")
+    x.requires_grad_()
+    beside = cache(lambda: Work.apply(x, events))
+    with (
+        mock.patch.object(Route, "begin", lambda *a: events.append("send") or begin(*a)),
+        mock.patch.object(Sent, "arrived", lambda sent: events.append("wait") or arrived(sent)),
+    ):
+        y = part.layers["0"].experts(x, Routing(chosen, weights, meanwhile=beside)) + beside()
+        events.append("backward")
+        y.backward(d_y)
+    return events, y.detach() - 2 * x.detach(), x.grad - 2 * d_y
+
+
+def test_shared_experts_run_while_tokens_and_their_gradients_travel():
+    forward, backward = ["send", "work", "wait", "send", "wait"], ["send", "wait", "send", "work", "wait"]
+    found = run_ranks(events_of_a_layer, 2)
+    assert [events for events, _, _ in found] == [[*forward, "backward", *backward]] * 2
+    expected, _ = reference([4, 4], "everywhere")
+    for (_, y, d_x), (want, d_want, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(y), want, rtol=0, atol=1e-11)
+        torch.testing.assert_close(torch.as_tensor(d_x), d_want, rtol=0, atol=1e-11)
