@@ -86,7 +86,9 @@ def prepare(nproc: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
     # Stores warn, with a C++ stack, whenever the host that serves them ends first.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "nanotrain_core.engine"])
+    # torch._dynamo too: else every rank would import it, in over a second, to make its optimizer.
+    preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
+    multiprocessing.set_forkserver_preload(preload)
     multiprocessing.forkserver.ensure_running()
 
 

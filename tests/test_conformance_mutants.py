@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from nanotrain_core.testing import Case, conformance, failures, trials
+from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
 TWINS = (str(Path(__file__).with_name("broken_twins.py")),)
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
@@ -67,6 +68,12 @@ FAULTS = [
         {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def collectives_compared(monkeypatch):
+    """Have a mismatch fail at once, by name."""
+    monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
 @pytest.mark.parametrize(("case", "faults"), FAULTS, ids=[case.use for case, _ in FAULTS])

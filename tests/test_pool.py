@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.testing import Pool, RankFailure, run_ranks
-from nanotrain_core.testing.pool import RANK_TIMEOUT
+from nanotrain_core.testing.pool import COLLECTIVE_CHECKS, RANK_TIMEOUT
 
 
 def ranks_sum(offset):
@@ -79,6 +79,10 @@ def big_world():
     return size
 
 
+def debug_level():
+    return dist.get_debug_level()
+
+
 def text_of(function, *args, timeout=20.0):
     with pytest.raises(RankFailure) as failure:
         run_ranks(function, 2, *args, timeout=timeout)
@@ -128,12 +132,16 @@ def test_a_session_can_give_ranks_another_time(monkeypatch):
     assert "rank 0 of 2 did not return within 1.5 s" in text_of(crossed_receives, timeout=None)
 
 
-def test_mismatched_collectives_are_named():
-    assert "Detected mismatch between collectives" in text_of(different_shapes)
+@pytest.mark.parametrize("mistake", [different_shapes, forgotten_collective])
+def test_mismatched_collectives_are_named(mistake, monkeypatch):
+    monkeypatch.delenv(COLLECTIVE_CHECKS, raising=False)
+    assert "Detected mismatch between collectives" in text_of(mistake)
 
 
-def test_a_collective_that_one_rank_forgot_is_an_error():
-    assert "Detected mismatch between collectives" in text_of(forgotten_collective)
+def test_a_session_can_do_without_comparing_collectives(monkeypatch):
+    monkeypatch.setenv(COLLECTIVE_CHECKS, "off")
+    assert run_ranks(debug_level, 2) == [dist.DebugLevel.OFF] * 2
+    assert run_ranks(debug_level, 2, check_collectives=True) == [dist.DebugLevel.DETAIL] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -30,11 +30,12 @@ TARGETS = {
 }
 
 
-def run(composition, kind, folder, **options):
-    """Train 3 steps; return every rank's trace."""
+def run(composition, kind, folder, *, model=None, **options):
+    """Train 3 steps, with keys of the model changed; return every rank's trace."""
     changes = {
         "optimizer": composition.optimizers()["adamw"] if composition.zero else ADAMW,
         "checkpoint": {"use": kind},
+        "model": model or {},
     }
     return run_ranks(train, composition.ranks, composition.case(), changes, folder=folder, **options)
 

@@ -32,6 +32,9 @@ GRACE = 1.0
 #: The environment variable with the seconds after which ranks that have not returned count as hung.
 RANK_TIMEOUT = "NANOTRAIN_RANK_TIMEOUT"
 
+#: Another: ``off`` has torch not compare collectives between ranks where a call does not ask for it.
+COLLECTIVE_CHECKS = "NANOTRAIN_COLLECTIVE_CHECKS"
+
 #: Frames below the function that was called.
 HARNESS = ("/testing/worker.py", "/multiprocessing/", "<string>")
 
@@ -134,7 +137,7 @@ class Pool:
         *args: Any,
         timeout: float | None = None,
         backend: str | None = "gloo",
-        check_collectives: bool = True,
+        check_collectives: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank and return the results, by rank.
@@ -146,11 +149,14 @@ class Pool:
             backend: of the new default process group; None makes no group.
             check_collectives: have torch compare every collective's kind, shape and dtype across
                 ranks, so that a mismatch is an error and not a hang. About 3 ms per collective.
+                None: do, unless pytest's ``--collective-checks`` says ``off``.
 
         Raises:
             RankFailure: a rank raised, died or hung; the pool was replaced.
         """
         target = Target.of(function)
+        if check_collectives is None:
+            check_collectives = os.environ.get(COLLECTIVE_CHECKS) != "off"
         if not self.workers:
             self.start()
         with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as folder:

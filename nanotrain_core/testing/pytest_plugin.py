@@ -9,19 +9,27 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a slow or busy machine give ranks more time before they count as hung."""
-    parser.getgroup("nanotrain").addoption(
+    """Let a slow or busy machine give ranks more time before they count as hung, or do with fewer checks."""
+    group = parser.getgroup("nanotrain")
+    group.addoption(
         "--rank-timeout", type=float, metavar="SECONDS", help="until ranks of a test count as hung (60)"
+    )
+    group.addoption(
+        "--collective-checks",
+        choices=["on", "off"],
+        help="whether torch compares every collective between ranks (on); without, ranks that call different "
+        "ones hang, and tests take about half as long",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell the pools, which know nothing of pytest."""
-    seconds = config.getoption("--rank-timeout")
-    if seconds is not None:
-        from nanotrain_core.testing.pool import RANK_TIMEOUT
+    seconds, checks = config.getoption("--rank-timeout"), config.getoption("--collective-checks")
+    if seconds is not None or checks is not None:
+        from nanotrain_core.testing.pool import COLLECTIVE_CHECKS, RANK_TIMEOUT
 
-        os.environ[RANK_TIMEOUT] = str(seconds)
+        chosen = {RANK_TIMEOUT: seconds, COLLECTIVE_CHECKS: checks}
+        os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
 
 
 def pytest_sessionfinish() -> None:

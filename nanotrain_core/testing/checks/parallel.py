@@ -21,7 +21,12 @@ ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
 
 def traces(case: Case, **changes: Any) -> list[Trace]:
     """Train the case on its ranks; return each rank's trace."""
-    found: list[Trace] = run_ranks(train, case.world_size, case, changes)
+    return trained(case, changes)
+
+
+def trained(case: Case, changes: dict[str, Any], *, check_collectives: bool | None = None) -> list[Trace]:
+    """Train, and have torch compare collectives or not."""
+    found: list[Trace] = run_ranks(train, case.world_size, case, changes, check_collectives=check_collectives)
     return found
 
 
@@ -38,7 +43,10 @@ def gradients_equal(case: Case, precision: str) -> None:
     rtol = 1e-5 if precision == "fp32" else 0.0
     atol = 1e-6 if precision == "fp32" else EXACT
     changes: dict[str, Any] = {"precision": {"use": precision}, "run": {"steps": 1}}
-    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    # Where torch compares collectives, they go through the process group, as they do between hosts.
+    through_group = True if precision == "fp32" else None
+    ranks = trained(case, changes, check_collectives=through_group)
+    (alone,) = traces(case.alone(), **changes)
     expected = whole([alone.gradients])
     assert_same(whole([t.gradients for t in ranks], atol=atol), expected, "gradients", atol=atol, rtol=rtol)
     for trace in ranks:
@@ -107,7 +115,7 @@ def accumulation_changes_nothing(case: Case) -> None:
 @check("parallel", since="0.1", applies=distributed)
 def collectives_in_one_order(case: Case) -> None:
     """The members of every process group call the same collectives on it, in the same order."""
-    logs = [trace.collectives for trace in traces(case)]
+    logs = [trace.collectives for trace in trained(case, {}, check_collectives=True)]
     shared = {group for log in logs for _, group, _ in log if len(group) > 1}
     for group in sorted(shared):
         orders = {r: [e for e in logs[r] if e[1] == group and not _message(e[0])] for r in group}
