@@ -121,9 +121,13 @@ def train(
     resume: str | None = None,
     save_at: int = 0,
     failing_monitors: bool = False,
-    log_collectives: bool = True,
+    log_collectives: bool = False,
 ) -> Trace:
-    """Train all the steps of the case's recipe. To log collectives doubles the time of small models."""
+    """Train all the steps of the case's recipe.
+
+    To log the collectives of process groups doubles the time of small models; where torch does not compare
+    them (``run_ranks(check_collectives=False)``), ranks of one host use shared memory for most of theirs.
+    """
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes, folder=folder, resume=resume)

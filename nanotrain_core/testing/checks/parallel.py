@@ -24,9 +24,9 @@ def traces(case: Case, **changes: Any) -> list[Trace]:
     return trained(case, changes)
 
 
-def trained(case: Case, changes: dict[str, Any], *, check_collectives: bool | None = None) -> list[Trace]:
-    """Train, and have torch compare collectives or not."""
-    found: list[Trace] = run_ranks(train, case.world_size, case, changes, check_collectives=check_collectives)
+def trained(case: Case, changes: dict[str, Any], **options: Any) -> list[Trace]:
+    """Train with options of :func:`run_ranks` and of :func:`train`."""
+    found: list[Trace] = run_ranks(train, case.world_size, case, changes, **options)
     return found
 
 
@@ -115,7 +115,7 @@ def accumulation_changes_nothing(case: Case) -> None:
 @check("parallel", since="0.1", applies=distributed)
 def collectives_in_one_order(case: Case) -> None:
     """The members of every process group call the same collectives on it, in the same order."""
-    logs = [trace.collectives for trace in trained(case, {}, check_collectives=True)]
+    logs = [trace.collectives for trace in trained(case, {}, check_collectives=True, log_collectives=True)]
     shared = {group for log in logs for _, group, _ in log if len(group) > 1}
     for group in sorted(shared):
         orders = {r: [e for e in logs[r] if e[1] == group and not _message(e[0])] for r in group}

@@ -62,14 +62,14 @@ def test_a_row_that_fails_keeps_its_bias():
     assert list(module.state_dict()) == ["weight", "bias"]
 
 
-def train_recomputing(case, changes):
+def train_recomputing(case, changes, **options):
     forward = transformer.Block.forward
 
     def recompute(self, x, turn):
         return checkpoint(forward, self, x, turn, use_reentrant=False)
 
     with mock.patch.object(transformer.Block, "forward", recompute):
-        return train(case, changes)
+        return train(case, changes, **options)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -82,7 +82,8 @@ def test_recomputed_layers_have_the_same_gradients(sequence_parallel):
         overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"bias": True}},
     )
     changes = {"run": {"steps": 1}}
-    kept, recomputed = (run_ranks(function, 2, case, changes) for function in (train, train_recomputing))
+    options = {"check_collectives": True, "log_collectives": True}
+    kept, recomputed = (run_ranks(f, 2, case, changes, **options) for f in (train, train_recomputing))
     for one, other in zip(kept, recomputed, strict=True):
         assert len(one.collectives) < len(other.collectives), "nothing was recomputed"
         for block, again in zip(one.gradients, other.gradients, strict=True):

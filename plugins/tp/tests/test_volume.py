@@ -24,7 +24,8 @@ def activations_sent(model, width, *, sequence_parallel=True):
         topology={"tp": RANKS},
         overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": model},
     )
-    trace, _ = run_ranks(train, RANKS, case, {"run": {"steps": 1}})
+    options = {"check_collectives": True, "log_collectives": True}  # of the process group
+    trace, _ = run_ranks(train, RANKS, case, {"run": {"steps": 1}}, **options)
     found = Counter()
     for operator, _, tensors in trace.collectives:
         shape = [int(n) for n in tensors[0].partition("[")[2].rstrip("]").split(",") if n]
