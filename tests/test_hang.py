@@ -77,7 +77,7 @@ def nanotrain_register_monitor(register):
 """
 
 
-@pytest.mark.parametrize("how", ["stopped", "sleeping"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("sleeping", marks=pytest.mark.full)])
 def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path, how):
     (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "hangs.py").write_text(HANGS)

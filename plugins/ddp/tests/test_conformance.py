@@ -28,20 +28,21 @@ MODELS = (
     {"layers": 1, "heads": 2, "head_size": 12},
 )
 
-# Every world size with every shape of model, and every component that has ranks to serve beside ddp.
+CONFIGS = (MANY_BUCKETS, SOCKETS, {"shared_memory": False, "overlap": False})
+
+# Every world size with every shape of model and with every config, and every component that has ranks to
+# serve beside ddp.
 test_exhaustively = pytest.mark.full(
     conformance(
         *(
             Case(
                 "parallel",
                 use="ddp",
-                config=config,
+                config=CONFIGS[(turn + shape) % len(CONFIGS)],
                 topology={"dp": dp},
                 overrides={"model": model, "batch": {"sequences": 16}},
             )
-            for dp, model, config in product(
-                (2, 4, 8), MODELS, (MANY_BUCKETS, SOCKETS, {"shared_memory": False, "overlap": False})
-            )
+            for (turn, dp), (shape, model) in product(enumerate((2, 4, 8)), enumerate(MODELS))
         ),
         *(
             Case("optimizer", use=use, config=config, topology={"dp": dp}, overrides=DDP)

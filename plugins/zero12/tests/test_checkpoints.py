@@ -22,8 +22,9 @@ def on(ranks, optimizer, precision):
     return Case("topology", use="grid", topology={"dp": ranks}, overrides=overrides)
 
 
-def run(case, folder, **options):
-    traces = run_ranks(train, case.world_size, case, {"run": {"steps": 6}}, folder=Path(folder), **options)
+def run(case, folder, *, sequences=8, **options):
+    changes = {"run": {"steps": 6}, "batch": {"sequences": sequences, "microbatch": 1}}
+    traces = run_ranks(train, case.world_size, case, changes, folder=Path(folder), **options)
     return whole([trace.weights for trace in traces]), whole([trace.state for trace in traces])
 
 
@@ -44,6 +45,15 @@ def test_a_run_goes_on_with_the_other_optimizer_on_other_ranks(before, saver, af
     assert_same(resumed_state, state, "state after resuming", atol=1e-9)
     prefixes = {name.partition("/")[0] for name in state}
     assert prefixes == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_deepspeed_2898_and_5405_state_of_four_ranks_goes_on_with_three():
+    shared_out = {**ZERO, "stage": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        straight = run(on(4, shared_out, "fp64"), folder, sequences=12, save_at=3)
+        resumed = run(on(3, shared_out, "fp64"), folder, sequences=12, save_at=3, resume="3")
+    for what, one, other in zip(("weights", "state"), straight, resumed, strict=True):
+        assert_same(other, one, f"{what} after resuming", atol=1e-9)
 
 
 def test_masters_of_narrow_weights_travel_too():
