@@ -29,16 +29,11 @@ def alone(model: str, layers: int, tied: bool) -> dict[str, Trace]:
     return traces
 
 
-def assert_trains_the_same(composition: Composition, *, check_collectives: bool) -> None:
-    """Compare every rank's reports, and the tensors that all ranks hold together, with one process.
-
-    To have torch compare every collective between ranks takes as long as the training again.
-    """
+def assert_trains_the_same(composition: Composition) -> None:
+    """Compare every rank's reports, and the tensors that all ranks hold together, with one process."""
     expected = alone(composition.model, composition.layers, composition.tied)
     optimizers = composition.optimizers()
-    ranks = run_ranks(
-        train_each, composition.ranks, composition.case(), optimizers, check_collectives=check_collectives
-    )
+    ranks = run_ranks(train_each, composition.ranks, composition.case(), optimizers)
     for name in optimizers:
         want = expected[name]
         traces = [each[name] for each in ranks]
@@ -60,7 +55,7 @@ def numbers(trace: Trace) -> list[float]:
 
 @pytest.mark.parametrize("composition", pairwise(), ids=lambda c: c.id)
 def test_pairwise(composition):
-    assert_trains_the_same(composition, check_collectives=False)
+    assert_trains_the_same(composition)
 
 
 def others() -> list[Composition]:
@@ -71,7 +66,7 @@ def others() -> list[Composition]:
 @pytest.mark.full
 @pytest.mark.parametrize("composition", others(), ids=lambda c: c.id)
 def test_many_more(composition):
-    assert_trains_the_same(composition, check_collectives=True)
+    assert_trains_the_same(composition)
 
 
 def test_every_two_choices_that_can_meet_do():
