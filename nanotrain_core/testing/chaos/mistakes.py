@@ -64,7 +64,8 @@ class TwoRuns(Row):
     number, name, lost = "20", "a second run in the same folder", 0
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
-        order = {"act": "sleep", "step": some_step(trial, random), "amount": 8.0}
+        pause = min(8.0, 0.7 * trial.bench.settings.hang_timeout)  # a longer one would count as a hang
+        order = {"act": "sleep", "step": some_step(trial, random), "amount": pause}
         second: list[Ended] = []
 
         def intrude(launcher: int) -> None:
