@@ -97,6 +97,8 @@ def compose(
     model: Model = build(recipe.model)
     wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
     precision: Precision = build(recipe.precision)
+    if hasattr(precision, "seed"):
+        precision.seed(recipe.run.seed)
     optimizer: Optimizer = build(recipe.optimizer)
     schedule: Schedule = build(recipe.schedule)
     checkpoint: Checkpoint = build(recipe.checkpoint)

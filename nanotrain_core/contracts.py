@@ -179,7 +179,11 @@ class MasterWeight(Protocol):
     """The weight an optimizer updates, in whatever form a precision keeps it."""
 
     def load(self) -> torch.Tensor:
-        """Return the weight in the optimizer's dtype, shaped as the parameter. May be the live storage."""
+        """Return the weight in the optimizer's dtype, shaped as the parameter.
+
+        May be the live storage. If it is decoded for this call, forget it after ``store``: kept, it would
+        cost the memory that the format saves.
+        """
         ...
 
     def store(self, value: torch.Tensor) -> None:
@@ -188,6 +192,19 @@ class MasterWeight(Protocol):
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return live tensors beyond the parameter itself that a checkpoint must hold, by name."""
+        ...
+
+
+@runtime_checkable
+class ErrorFeedback(MasterWeight, Protocol):
+    """A master that loses so much of what is stored that the optimizer must carry the loss in its momentum.
+
+    After each ``store(value)`` the optimizer adds what ``error`` returns to its momentum, scaled so that the
+    steps to come make up for it. One that cannot must refuse such a master in ``setup``.
+    """
+
+    def error(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``, just stored, less what was kept of it."""
         ...
 
 
@@ -223,14 +240,21 @@ class Precision(Protocol):
         """
         ...
 
-    def master(self, weight: torch.Tensor, name: str) -> MasterWeight:
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Return the master of ``weight``: a parameter, or a live view of a range of one.
 
+        It may round ``weight`` into its format at once: ranks that hold it do the same, or are sent it.
+
         Args:
-            weight: initialised; the master's ``store`` writes through to it.
-            name: the parameter's global name, with the range if it is part of one.
+            weight: initialised; the master's ``store`` writes through to it. The weight of ``piece``, or a
+                copy of it on another device.
+            piece: its name, and where it sits in the whole model. A range begins and ends at a multiple of
+                :data:`~nanotrain_core.placement.RANGE` elements of its block, or at the block's end.
         """
         ...
+
+    # A precision that rounds at random may have ``seed(number)``: the core calls it with the run's seed
+    # before anything else, so that two runs of one recipe round alike.
 
 
 # --- optimizer --------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+#: Where ranks share a parameter out, ranges begin at multiples of this many elements of the flattened block,
+#: so that what is kept for a few neighbouring weights at once, as a narrow format's scale, is on one rank.
+RANGE = 64
+
 
 @attrs.define(frozen=True)
 class Placement:
@@ -143,7 +147,8 @@ class Piece:
     placement: Placement
     """Of the block, after :meth:`Placement.shared_out` if ranks that hold it each update a range."""
     span: tuple[int, int] | None = None
-    """First and one past the last element, of the block flattened row by row; None: all, in its shape."""
+    """First and one past the last element, of the block flattened row by row; None: all, in its shape.
+    Each a multiple of :data:`RANGE`, or the block's end."""
 
     @property
     def weight(self) -> torch.Tensor:

@@ -122,7 +122,7 @@ class ForgetsToWriteThrough(Uniform):
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
-    def master(self, weight, name):
+    def master(self, weight, piece):
         return ForgetfulMaster(weight)
 
 

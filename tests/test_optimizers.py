@@ -114,7 +114,7 @@ def test_an_overflowing_step_changes_nothing_and_says_so():
     before = [p.detach().clone() for p in model.parameters()]
     state = [block.tensor.clone() for block in optimizer.blocks()]
     first = optimizer.slots[0]
-    optimizer.gradients._wide[first.parameter] = torch.full_like(first.weight, float("inf"))
+    optimizer.gradients._wide[first.parameter] = torch.full_like(first.parameter, float("inf"))
     stats = optimizer.step()
     assert stats.skipped
     assert all(map(torch.equal, before, model.parameters()))

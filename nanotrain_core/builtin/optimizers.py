@@ -2,24 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nanotrain_core.builtin.configs import AdamWConfig, SGDConfig
-from nanotrain_core.contracts import Block, GradientSync, MasterWeight, Precision, StepStats
+from nanotrain_core.contracts import (
+    Block,
+    ErrorFeedback,
+    GradientSync,
+    MasterWeight,
+    Precision,
+    StepStats,
+)
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Piece, PlacedParameter, global_norm
 
+#: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
+WAVE = 2**24
+
 
 class Slot:
-    """One piece as an optimizer sees it: its master, and the tensor that torch updates."""
+    """One piece as an optimizer sees it: its master, and the tensor that torch updates.
+
+    The tensor has the weight from :meth:`load` to :meth:`store` only, since a master may decode it for that.
+    """
+
+    group: dict[str, Any]
+    """Of ``inner.param_groups``, where :attr:`weight` is: its learning rate stands there."""
 
     def __init__(self, piece: Piece, master: MasterWeight) -> None:
         self.piece, self.master = piece, master
         self.parameter, self.placement = piece.parameter, piece.placement
         self.weight = torch.nn.Parameter(master.load().detach(), requires_grad=False)
+        self.size = self.weight.numel()
+
+    def load(self) -> None:
+        """Show torch the weight."""
+        self.weight.data = self.master.load().detach()
+
+    def store(self) -> torch.Tensor | None:
+        """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
+        value = self.weight.detach()
+        self.master.store(value)
+        lost = self.master.error(value) if isinstance(self.master, ErrorFeedback) else None
+        self.forget()
+        return lost
+
+    def forget(self) -> None:
+        """Let go of the weight and its gradient."""
+        self.weight.grad = None
+        self.weight.data = self.weight.data.new_empty(0)
+
+
+def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
+    """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
+    wave: list[Slot] = []
+    for slot in slots:
+        if wave and sum(each.size for each in wave) + slot.size > limit:
+            yield wave
+            wave = []
+        wave.append(slot)
+    if wave:
+        yield wave
 
 
 class MasterOptimizer:
@@ -41,6 +88,15 @@ class MasterOptimizer:
         """Return the state torch would create for ``weight`` at the first step."""
         raise NotImplementedError
 
+    @property
+    def carries(self) -> bool:
+        """Whether :meth:`carry` works with this config."""
+        return False
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add to a slot's momentum what makes later steps move its weight by ``error``, at a rate above 0."""
+        raise NotImplementedError
+
     def setup(
         self,
         parameters: Sequence[PlacedParameter],
@@ -56,12 +112,26 @@ class MasterOptimizer:
         decay = self.config.weight_decay
         groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         self.inner = self.make([group for group in groups if group["params"]] or groups)
+        group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
+            slot.group = group_of[slot.weight]
             self.inner.state[slot.weight] = self.initial_state(slot.weight)
+            slot.forget()
+        self._refuse_loss()
+
+    def _refuse_loss(self) -> None:
+        """Refuse masters whose error nobody would carry: their weights would stand still or wander."""
+        lossy = [slot.piece.name for slot in self.slots if isinstance(slot.master, ErrorFeedback)]
+        if lossy and not self.carries:
+            raise NanotrainError(
+                f"the precision has the optimizer carry rounding errors, of {lossy[0]} and {len(lossy) - 1} "
+                f"others, in its momentum; {type(self).__name__} has none as configured: expected adamw "
+                "with betas[0] above 0, or sgd with momentum above 0"
+            )
 
     def master(self, piece: Piece, precision: Precision) -> MasterWeight:
         """Return the master of one piece."""
-        return precision.master(piece.weight, piece.name)
+        return precision.master(piece.weight, piece)
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
@@ -72,12 +142,16 @@ class MasterOptimizer:
         if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
-        for slot, gradient in zip(self.slots, gradients, strict=True):
-            slot.weight.grad = gradient.to(slot.weight.device)
-        self.inner.step()
-        for slot in self.slots:
-            slot.weight.grad = None
-            slot.master.store(slot.weight.detach())
+        found = iter(gradients)
+        for wave in waves(self.slots):
+            for slot in wave:
+                slot.load()
+                slot.weight.grad = next(found).to(slot.weight.device)
+            self.inner.step()  # those without a gradient, of other waves, stay as they are
+            for slot in wave:
+                lost = slot.store()
+                if lost is not None and slot.group["lr"]:
+                    self.carry(slot, lost)
         return StepStats(norm)
 
     def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
@@ -107,7 +181,7 @@ class MasterOptimizer:
         """Give all ranges of a parameter the scalars that were read into the first."""
         first: dict[str, dict[str, torch.Tensor]] = {}
         for slot in self.slots:
-            state = self.inner.state[slot.weight]
+            state = {**slot.master.state(), **self.inner.state[slot.weight]}
             scalars = {name: tensor for name, tensor in state.items() if not tensor.shape}
             for name, tensor in first.setdefault(slot.placement.name, scalars).items():
                 state[name].copy_(tensor)
@@ -134,6 +208,22 @@ class AdamW(MasterOptimizer):
             "exp_avg_sq": torch.zeros_like(weight),
         }
 
+    @property
+    def carries(self) -> bool:
+        """Whether there is a first moment."""
+        return self.config.betas[0] > 0
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add ((1 - beta1^t) / lr) (1 - 1 / beta1) (sqrt(v / (1 - beta2^t)) + eps) error to the first moment.
+
+        The t-th step has been taken. Steps to come use up beta1 + beta1^2 + ... of it: -lr times that is the
+        error. Source: Nikdan et al., "ECO", arXiv 2601.22101, Adam's form.
+        """
+        state, (beta1, beta2) = self.inner.state[slot.weight], slot.group["betas"]
+        first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        scale = (state["exp_avg_sq"].to(error.dtype) / second).sqrt_().add_(slot.group["eps"])
+        state["exp_avg"].add_(scale.mul_(error).mul_(first * ((1 - 1 / beta1) / slot.group["lr"])))
+
 
 class SGD(MasterOptimizer):
     """Gradient descent, with heavy-ball momentum if asked."""
@@ -147,3 +237,13 @@ class SGD(MasterOptimizer):
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the velocity at zero; torch starts it at the first gradient, which is the same."""
         return {"momentum_buffer": torch.zeros_like(weight)} if self.config.momentum else {}
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is a velocity."""
+        return self.config.momentum > 0
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, SGDM's form."""
+        velocity = self.inner.state[slot.weight]["momentum_buffer"]
+        velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / slot.group["lr"])

@@ -11,6 +11,7 @@ from torch import nn
 from nanotrain_core.builtin.configs import FP16Config, PrecisionConfig
 from nanotrain_core.contracts import LossScale, MasterWeight
 from nanotrain_core.dtypes import cast
+from nanotrain_core.placement import Piece
 
 #: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
 LARGEST_SCALE = 2.0**24
@@ -118,7 +119,7 @@ class Uniform:
         """Cast every parameter but those that a module keeps in a dtype of their own."""
         return cast(part, self.parameter_dtype)
 
-    def master(self, weight: torch.Tensor, name: str) -> MasterWeight:
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Return the weight itself if the optimizer can work on it, else a float32 copy."""
         return LiveMaster(weight) if weight.dtype == self.gradient_dtype else Float32Master(weight)
 

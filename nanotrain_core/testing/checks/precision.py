@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nanotrain_core.contracts import Precision
+from nanotrain_core.placement import Piece
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.parallel import traces
@@ -32,8 +33,8 @@ def masters_of(case: Case) -> list[tuple[str, torch.Tensor, Any]]:
     """Return name, live parameter and a new master of it, for a freshly initialised tiny model."""
     precision = precision_of(case)
     placed = make_run(case.alone(), {}).placed
-    pairs = [(p.placement.name, p.parameter.detach()) for p in placed]
-    return [(name, weight, precision.master(weight, name)) for name, weight in pairs]
+    pieces = [Piece(p.parameter, p.placement) for p in placed]
+    return [(piece.name, piece.weight, precision.master(piece.weight, piece)) for piece in pieces]
 
 
 @check("precision", since="0.1")

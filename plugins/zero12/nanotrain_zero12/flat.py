@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.placement import Piece, PlacedParameter
+from nanotrain_core.placement import RANGE, Piece, PlacedParameter
 
-#: A rank's range of a bucket begins at a multiple of this many elements: 64 bytes in float32.
-ALIGN = 16
+#: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
+#: ranges are cut where the contract says, and begin on cache lines.
+ALIGN = RANGE
 
 
 def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
@@ -27,8 +28,8 @@ def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
 
     Every bucket is at most ``limit`` elements long and divides into equal, aligned ranges.
 
-    >>> cut(100, 64, 2)
-    [(0, 64), (64, 128)]
+    >>> cut(200, 128, 2)
+    [(0, 128), (128, 256)]
     """
     unit = ranks * ALIGN
     length = max(unit, limit // unit * unit)
@@ -85,11 +86,10 @@ class Flat:
         self.members, self.group, self.dtype = members, group, dtype
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.starts = list(running_total(member.parameter.numel() for member in members))
+        self.starts = list(running_total(padded(member.parameter.numel()) for member in members))
         bounds = cut(self.starts[-1], limit // dtype.itemsize, self.ranks)
         first = members[0].parameter
-        self.weights = torch.empty(bounds[-1][1], dtype=first.dtype, device=first.device)
-        self.weights[self.starts[-1] :] = 0
+        self.weights = torch.zeros(bounds[-1][1], dtype=first.dtype, device=first.device)
         for start, member in zip(self.starts, members, strict=False):
             move(member.parameter, self.weights[start : start + member.parameter.numel()])
         shard = torch.zeros(len(self.weights) // self.ranks, dtype=dtype, device=first.device)
@@ -121,6 +121,11 @@ class Flat:
                     back = fill.source.start - fill.target.start
                     piece = Piece(fill.parameter, placements[fill.parameter], (a + back, b + back))
                     yield piece, bucket.shard[a - bucket.own.start : b - bucket.own.start]
+
+
+def padded(length: int) -> int:
+    """Return how many elements a parameter of ``length`` takes: up to where the next may begin."""
+    return -(-length // ALIGN) * ALIGN
 
 
 def running_total(lengths: Iterator[int] | Sequence[int]) -> Iterator[int]:

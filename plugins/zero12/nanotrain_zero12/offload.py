@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nanotrain_core.contracts import MasterWeight, Precision
+from nanotrain_core.contracts import ErrorFeedback, MasterWeight, Precision
 from nanotrain_core.placement import Piece
 
 
@@ -23,7 +23,10 @@ class HostMaster:
         weight = piece.weight
         host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
         host.copy_(weight)
-        return cls(weight, host, precision.master(host, piece.name))
+        inner = precision.master(host, piece)
+        weight.copy_(host)  # which the master may have rounded
+        kind = LossyHostMaster if isinstance(inner, ErrorFeedback) else cls
+        return kind(weight, host, inner)
 
     def load(self) -> torch.Tensor:
         """Return the weight, on the host."""
@@ -41,3 +44,13 @@ class HostMaster:
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return what the precision keeps beyond the weight."""
         return self.inner.state()
+
+
+class LossyHostMaster(HostMaster):
+    """The same of a master whose error the optimizer carries."""
+
+    inner: ErrorFeedback
+
+    def error(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what was lost of ``value``, on the host."""
+        return self.inner.error(value)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nanotrain_core.builtin.optimizers import AdamW
-from nanotrain_core.contracts import MasterWeight, Precision, StepStats
-from nanotrain_core.placement import Piece
+from nanotrain_core.contracts import GradientSync, MasterWeight, Precision, StepStats
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Piece, PlacedParameter
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.moments import NarrowMoments
 from nanotrain_zero12.offload import HostMaster
@@ -44,6 +45,18 @@ class Zero12(ShardedGradients, AdamW):
         if self.config.offload and piece.weight.device.type != "cpu":
             return HostMaster.of(piece, precision)
         return super().master(piece, precision)
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Make masters of this rank's ranges, and bring what they rounded to the other ranks."""
+        super().setup(parameters, precision, gradients, mesh)
+        self.gather_weights()
+        self.wait(list(self.line_of))
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Update this rank's ranges and begin to gather all others'. A skipped step gathers nothing."""

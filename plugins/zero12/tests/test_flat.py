@@ -11,7 +11,7 @@ from nanotrain_zero12.flat import ALIGN, Flat, cut
 from torch import nn
 
 from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import PlacedParameter, Placement
+from nanotrain_core.placement import RANGE, PlacedParameter, Placement
 
 LAYOUT = Layout({"dense": View(("dp",), (1,))})
 
@@ -56,6 +56,9 @@ def test_the_ranks_pieces_make_up_every_parameter(shapes, ranks, limit):
         for piece, shard in as_rank(members, rank, ranks, limit).pieces():
             held[piece.parameter][slice(*piece.span)] += 1
             assert shard.shape == piece.weight.shape
+            begin, end = piece.span
+            assert begin % RANGE == 0
+            assert end % RANGE == 0 or end == piece.parameter.numel()
     assert all((count == 1).all() for count in held.values())
     assert all(torch.equal(m.parameter, old) for m, old in zip(members, before, strict=True))
 

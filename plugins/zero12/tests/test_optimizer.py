@@ -1,5 +1,7 @@
 """What is particular about the update: narrow moments, state on the host, weights on their way."""
 
+from unittest import mock
+
 import pytest
 import torch
 from nanotrain_zero12.moments import NarrowMoments
@@ -8,7 +10,10 @@ from nanotrain_zero12.optimizer import Zero12
 
 from nanotrain_core.builtin.configs import PrecisionConfig
 from nanotrain_core.builtin.precisions import bf16, fp32
+from nanotrain_core.contracts import ErrorFeedback
 from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.placement import Piece, Placement
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_run, push
 
@@ -186,3 +191,70 @@ def ask_for_a_whole_gradient(case):
 def test_no_rank_has_a_whole_gradient_to_give():
     (text, _) = run_ranks(ask_for_a_whole_gradient, 2, case())
     assert "pieces()" in text
+
+
+# --- masters that round -----------------------------------------------------------------------------
+
+
+class Coarse:
+    """bfloat16 whose masters keep halves, and have the optimizer carry what is lost."""
+
+    def __init__(self):
+        self.weight = None
+
+    def master(self, weight, piece):
+        found = Coarse()
+        found.weight = weight
+        found.store(weight.float())
+        return found
+
+    def load(self):
+        return self.weight.float()
+
+    def store(self, value):
+        self.weight.copy_((value * 2).round() / 2)
+
+    def error(self, value):
+        return value - self.weight
+
+    def state(self):
+        return {}
+
+
+def rounded_weights(case, steps):
+    """Return weights under masters that round at once, before the first step or after a few."""
+    run = make_run(case, {"precision": {"use": "bf16"}})
+    run.optimizer.setup(run.placed, Coarse(), run.gradients, run.mesh)
+    for step in range(steps):
+        push(run, step, 1.0)
+        run.optimizer.step()
+        run.gradients.zero()
+    run.optimizer.wait([placed.parameter for placed in run.placed])
+    return [placed.parameter.detach().clone() for placed in run.placed]
+
+
+@pytest.mark.parametrize("config", [{}, {"shared_memory": False}, {"moment_dtype": "bfloat16"}])
+def test_what_masters_round_reaches_all_ranks_before_the_first_step_too(config):
+    one = Case("optimizer", use="zero12", config={**ZERO, **config})
+    for steps in (0, 3):
+        (alone,) = run_ranks(rounded_weights, 1, one, steps)
+        for weights in run_ranks(rounded_weights, 2, case(**config), steps):
+            assert all(torch.equal(found, wanted) for found, wanted in zip(weights, alone, strict=True))
+            assert all(torch.equal(found * 2, (found * 2).round()) for found in weights)
+
+
+def test_an_offloaded_master_that_loses_still_says_how_much():
+    """Else the optimizer would not know that there is anything to carry."""
+    device = torch.tensor([0.3, 0.7, 1.1], dtype=torch.bfloat16)
+    piece = Piece(
+        torch.nn.Parameter(device), Placement.whole("w", (3,), Layout({"dense": View(("dp",), (1,))}))
+    )
+    with mock.patch.object(
+        torch, "empty", lambda *shape, pin_memory, dtype: torch.zeros(*shape, dtype=dtype)
+    ):
+        master = HostMaster.of(piece, Coarse())
+    assert isinstance(master, ErrorFeedback)
+    assert piece.weight.tolist() == [0.5, 0.5, 1.0]
+    value = torch.tensor([0.4, 0.8, 1.3])
+    master.store(value)
+    assert torch.equal(master.error(value), value - torch.tensor([0.5, 1.0, 1.5]))

@@ -1,0 +1,181 @@
+"""Masters that lose much of what is stored: optimizers carry the loss in their momentum, or refuse."""
+
+import pytest
+import torch
+from test_optimizers import gradients_of, make_model
+
+from nanotrain_core.builtin import optimizers
+from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
+from nanotrain_core.builtin.optimizers import SGD, AdamW, waves
+from nanotrain_core.builtin.precisions import fp32
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import place, placed_parameters
+
+STEP = 0.25
+
+
+class CoarseMaster:
+    """Keeps multiples of 1/4, and decodes them anew whenever asked."""
+
+    def __init__(self, weight):
+        self.weight = weight
+        self.store(weight.clone())
+
+    def load(self):
+        return self.weight.clone()
+
+    def store(self, value):
+        self.weight.copy_((value / STEP).round() * STEP)
+
+    def error(self, value):
+        return value - self.weight
+
+    def state(self):
+        return {}
+
+
+class Coarse:
+    """float64 with coarse masters."""
+
+    def __init__(self):
+        base = fp32(PrecisionConfig())
+        self.parameter_dtype = self.gradient_dtype = torch.float64
+        self.loss_scale, self.convert = base.loss_scale, base.convert
+
+    def master(self, weight, piece):
+        return CoarseMaster(weight)
+
+
+def set_up(make, config, precision):
+    model = make_model(torch.float64)
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    placed = placed_parameters([model], place([model], mesh.layout))
+    gradients, optimizer = LocalGradients(), make(config)
+    gradients.attach(placed, mesh, torch.float64)
+    optimizer.setup(placed, precision, gradients, mesh)
+    return model, gradients, optimizer
+
+
+def train(make, config, steps, lrs=None):
+    model, gradients, optimizer = set_up(make, config, Coarse())
+    for step in range(steps):
+        for group in optimizer.inner.param_groups:
+            group["lr"] = lrs[step] if lrs else config.lr
+        for parameter, gradient in zip(model.parameters(), gradients_of(model, step), strict=True):
+            gradients._wide[parameter] = gradient.clone()
+        optimizer.step()
+        gradients.zero()
+    return model, optimizer
+
+
+def coarse(value):
+    return (value / STEP).round() * STEP
+
+
+def adam_by_hand(weight, gradients, lr, betas, eps, decay):
+    """ECO's algorithm on one tensor, in float64, from the paper's formulae."""
+    m, v, (b1, b2) = torch.zeros_like(weight), torch.zeros_like(weight), betas
+    weight = coarse(weight)
+    for t, g in enumerate(gradients, start=1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        wide = (1 - lr * decay) * weight - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+        weight = coarse(wide)
+        root = (v / (1 - b2**t)).sqrt() + eps
+        m = m + (1 - b1**t) / lr * (1 - 1 / b1) * root * (wide - weight)
+    return weight, m
+
+
+def sgd_by_hand(weight, gradients, lr, momentum):
+    m, weight = torch.zeros_like(weight), coarse(weight)
+    for g in gradients:
+        m = momentum * m + g
+        wide = weight - lr * m
+        weight = coarse(wide)
+        m = m + (1 / lr) * (1 - 1 / momentum) * (wide - weight)
+    return weight, m
+
+
+def test_adamw_carries_the_error_as_the_paper_says():
+    config = AdamWConfig(lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_norm=0.0)
+    model, optimizer = train(AdamW, config, 6)
+    each = [gradients_of(model, step) for step in range(6)]
+    for number, (slot, start) in enumerate(
+        zip(optimizer.slots, make_model(torch.float64).parameters(), strict=True)
+    ):
+        decay = 0.3 if start.dim() > 1 else 0.0
+        own = [gradients[number] for gradients in each]
+        weight, moment = adam_by_hand(start.detach(), own, 0.05, (0.8, 0.9), 1e-6, decay)
+        assert torch.equal(slot.parameter.detach(), weight)
+        # torch keeps the step in float32, and so does the correction
+        torch.testing.assert_close(
+            optimizer.inner.state[slot.weight]["exp_avg"], moment, rtol=1e-6, atol=1e-9
+        )
+
+
+def test_sgd_carries_the_error_in_its_velocity():
+    model, optimizer = train(SGD, SGDConfig(lr=0.05, momentum=0.9, clip_norm=0.0), 6)
+    each = [gradients_of(model, step) for step in range(6)]
+    for number, (slot, start) in enumerate(
+        zip(optimizer.slots, make_model(torch.float64).parameters(), strict=True)
+    ):
+        own = [gradients[number] for gradients in each]
+        weight, velocity = sgd_by_hand(start.detach(), own, 0.05, 0.9)
+        assert torch.equal(slot.parameter.detach(), weight)
+        found = optimizer.inner.state[slot.weight]["momentum_buffer"]
+        torch.testing.assert_close(found, velocity, rtol=0, atol=1e-12)
+
+
+def test_updates_below_the_rounding_add_up_when_they_are_carried():
+    """Each update is a tenth of what would round away."""
+    config = SGDConfig(lr=0.01, momentum=0.5, clip_norm=0.0)
+    model, gradients, optimizer = set_up(SGD, config, Coarse())
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(200):
+        for parameter in model.parameters():
+            gradients._wide[parameter] = torch.ones_like(parameter)
+        optimizer.step()
+        gradients.zero()
+    for old, new in zip(before, model.parameters(), strict=True):
+        # 200 steps of lr / (1 - momentum), to the rounding
+        torch.testing.assert_close(old - new, torch.full_like(old, 200 * 0.02), rtol=0, atol=2 * STEP)
+
+
+def test_at_a_rate_of_zero_nothing_is_carried_and_nothing_breaks():
+    _, optimizer = train(AdamW, AdamWConfig(lr=0.1, clip_norm=0.0), 3, lrs=[0.1, 0.0, 0.1])
+    for state in optimizer.inner.state.values():
+        assert state["exp_avg"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(SGD, SGDConfig(lr=0.1, momentum=0.0)), (AdamW, AdamWConfig(betas=(0.0, 0.9)))],
+    ids=["sgd", "adamw"],
+)
+def test_an_optimizer_without_momentum_refuses_such_masters(make, config):
+    with pytest.raises(NanotrainError, match=r"0\.weight and 5 others.*momentum"):
+        set_up(make, config, Coarse())
+
+
+# --- what is decoded is let go ----------------------------------------------------------------------
+
+
+def test_no_decoded_weight_outlives_a_step():
+    _, optimizer = train(AdamW, AdamWConfig(lr=0.1), 2)
+    assert all(slot.weight.numel() == 0 and slot.weight.grad is None for slot in optimizer.slots)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, [1] * 6), (42, [2, 4]), (10**6, [6])], ids=["each", "some", "all"]
+)
+def test_weights_are_loaded_in_waves_that_change_nothing(limit, expected, monkeypatch):
+    """The model's parameters have 35, 7, 7, 7, 14 and 2 elements."""
+    config = AdamWConfig(lr=0.05, weight_decay=0.1)
+    whole, optimizer = train(AdamW, config, 3)
+    assert [len(wave) for wave in waves(optimizer.slots, limit)] == expected
+    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, limit))
+    cut, _ = train(AdamW, config, 3)
+    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert torch.equal(one, other)
