@@ -73,6 +73,8 @@ class Run:
     monitors: Sequence[Monitor] = ()
     strict_monitors: bool = False
     log_every: int = 1
+    described: Sequence[str] = ()
+    """What the precision says of how this run multiplies, for people to read."""
 
 
 def compose(
@@ -122,6 +124,8 @@ def compose(
         _check_wrapped(selection, stages.values(), placements)
     _check_experts(stages.values(), mesh)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
+    if hasattr(precision, "settle"):
+        precision.settle(tuple(stages.values()), mesh)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -161,6 +165,7 @@ def compose(
         monitors=monitors,
         strict_monitors=recipe.run.strict_monitors,
         log_every=recipe.run.log_every,
+        described=tuple(precision.describe()) if hasattr(precision, "describe") else (),
     )
 
 

@@ -224,7 +224,15 @@ class LossScale(Protocol):
 
 
 class Precision(Protocol):
-    """Dtypes of a run."""
+    """Dtypes of a run.
+
+    It may also have, and the core then calls in this order:
+
+    * ``seed(number)``, of the run, before anything else: one that rounds at random rounds alike in two runs.
+    * ``settle(parts, mesh)``, once on every rank when all its parts are converted. It may talk to other ranks,
+      to learn whether a pattern of the recipe matches any module of the whole model.
+    * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
+    """
 
     parameter_dtype: torch.dtype
     """Of the model's parameters and activations."""
@@ -253,8 +261,6 @@ class Precision(Protocol):
         """
         ...
 
-    # A precision that rounds at random may have ``seed(number)``: the core calls it with the run's seed
-    # before anything else, so that two runs of one recipe round alike.
 
 
 # --- optimizer --------------------------------------------------------------------------------
@@ -556,6 +562,8 @@ class RunInfo:
     """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
     progress: Progress
     """Where this rank is, and how long its phases took."""
+    described: Sequence[str] = ()
+    """Lines of the precision about its modules, the same on every rank."""
 
 
 @attrs.define(frozen=True)

@@ -371,4 +371,5 @@ class RuntimeEngine:
             data=run.feed.data,
             logits=self.executor.logits,
             progress=self.progress,
+            described=run.described,
         )

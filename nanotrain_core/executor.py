@@ -17,6 +17,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import GradientSync, PartOutput
 from nanotrain_core.handover import Handover
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.products import steady_weights
 from nanotrain_core.weight_gradients import Postponed, postpone
 
 Losses = dict[str, torch.Tensor]
@@ -50,6 +51,7 @@ class Executor:
 
     # --- training -----------------------------------------------------------------------------
 
+    @steady_weights()
     def run(
         self, actions: Sequence[Action], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
     ) -> Losses:
@@ -163,6 +165,7 @@ class Executor:
 
     # --- without gradients --------------------------------------------------------------------
 
+    @steady_weights()
     @torch.no_grad()
     def forward(self, batch: Batch) -> Losses:
         """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
@@ -171,6 +174,7 @@ class Executor:
             _add(output.losses, sums)
         return sums
 
+    @steady_weights()
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""

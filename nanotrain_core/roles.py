@@ -69,6 +69,9 @@ class Tag:
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
+    products: tuple[str, ...] = ()
+    """Of EXPERTS: stacked weights [E, N, K] that they multiply as ``products.products_of(module)`` says.
+    One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
 
 
 _ATTRIBUTE, _SHARED = "nanotrain_tag", "nanotrain_shared_tokens"
@@ -85,9 +88,16 @@ _HOOKS = (
 )
 
 
-def tag(module: M, role: Role, *, unit: int = 1, split: Mapping[str, int] | None = None) -> M:
+def tag(
+    module: M,
+    role: Role,
+    *,
+    unit: int = 1,
+    split: Mapping[str, int] | None = None,
+    products: tuple[str, ...] = (),
+) -> M:
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``."""
-    setattr(module, _ATTRIBUTE, Tag(role, unit, split or {}))
+    setattr(module, _ATTRIBUTE, Tag(role, unit, split or {}, products))
     return module
 
 

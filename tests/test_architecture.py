@@ -21,7 +21,8 @@ LEVELS = (
     ),
     (
         "placement and mesh",
-        "expert_rows host_barrier host_collectives placement mesh routing shared_memory weight_gradients",
+        "expert_rows host_barrier host_collectives placement mesh products routing shared_memory "
+        "weight_gradients",
     ),
     ("contracts", "contracts component hookspecs recipe.frozen recipe.locate recipe.tree recipe.types"),
     (
@@ -119,7 +120,7 @@ def code_lines(path: Path) -> int:
 
 def test_core_without_harness_and_built_in_components_stays_small():
     core = [path for name, path in MODULES.items() if not name.startswith(("testing", "builtin"))]
-    assert sum(map(code_lines, core)) < 6750
+    assert sum(map(code_lines, core)) < 6900
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=[name or "nanotrain_core" for name in MODULES])

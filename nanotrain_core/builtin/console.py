@@ -46,6 +46,8 @@ class Console(Monitor):
         described = getattr(run.data, "describe", None)  # a script's loader has none
         if described is not None:
             self._line(described())
+        for line in run.described:
+            self._line(line)
         if run.folder is not None:
             self._line(f"run folder {run.folder}")
         if run.first_step:

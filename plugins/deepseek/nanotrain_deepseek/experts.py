@@ -18,10 +18,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.builtin.linear import LARGE, matmul, onednn_is_faster
+from nanotrain_core.products import products_of
 from nanotrain_core.roles import Role, tag
 from nanotrain_core.routing import Routing, run_locally
 from nanotrain_core.weight_gradients import weight_gradient
 from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.given_products import given_swiglu
 
 #: Rows of an expert on a CPU are filled up to a multiple of this, or of about a 16th of their mean number.
 MULTIPLE = 16
@@ -37,7 +39,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(E, F_, D))
         self.up = nn.Parameter(torch.empty(E, F_, D))
         self.down = nn.Parameter(torch.empty(E, D, F_))
-        tag(self, Role.EXPERTS, split={"gate": 1, "up": 1, "down": 2})
+        split = {"gate": 1, "up": 1, "down": 2}
+        tag(self, Role.EXPERTS, split=split, products=tuple(split))
 
     def forward(self, x_BSD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return each token's weighted sum of its experts [B, S, D], all of which are on this rank."""
@@ -48,8 +51,12 @@ class Experts(nn.Module):
 
         An expert may have no rows, and there may be none at all. Of experts split along F, a partial sum.
         """
+        given = products_of(self)
+        if given:
+            y_ND: torch.Tensor = given_swiglu(rows_ND, counts_E, self, given)
+            return y_ND
         products = choose_products(rows_ND, counts_E, self.gate)
-        y_ND: torch.Tensor = _SwiGLU.apply(rows_ND, self.gate, self.up, self.down, products)  # type: ignore[no-untyped-call]
+        y_ND = _SwiGLU.apply(rows_ND, self.gate, self.up, self.down, products)  # type: ignore[no-untyped-call]
         return y_ND
 
 

@@ -1,0 +1,136 @@
+"""The three products of a linear layer, for a precision to make in its own way.
+
+A model says by its roles where it has linear layers, and its wrappers cut them up. Neither knows in which
+format they are multiplied: :func:`give_products` puts that in, inside all hooks.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from nanotrain_core.roles import Role, tag_of, take_over, taken_over_by
+from nanotrain_core.weight_gradients import weight_gradient
+
+#: Roles of layers that are ``x @ weight.T + bias`` and nothing else.
+LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
+
+Kept = tuple[torch.Tensor, ...]
+
+
+class LinearProducts(Protocol):
+    """Makes products of 2-D rows. Nothing here is differentiable: callers have their own backward pass."""
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight [M, N], and what of x :meth:`weight_gradient` needs."""
+        ...
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return what :meth:`weight_gradient` needs of x, which was not kept but made again."""
+        ...
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of x [M, K]."""
+        ...
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the gradient of the weight [N, K]."""
+        ...
+
+    def grouped(self, counts_E: torch.Tensor) -> LinearProducts:
+        """Return the same for stacked weights [E, N, K]: rows are sorted, ``counts_E`` of them for each.
+
+        A weight may have no rows, and there may be none at all.
+        """
+        ...
+
+
+_ATTRIBUTE = "nanotrain_products"
+
+
+def multiplied(module: nn.Module) -> tuple[str, ...]:
+    """Return the parameters of ``module`` whose products can be given: see :func:`give_products`."""
+    found = tag_of(module)
+    if found is None or (found.role in LINEAR and taken_over_by(module) is not None):
+        return ()
+    return ("weight",) if found.role in LINEAR else tuple(found.products)
+
+
+def give_products(module: nn.Module, products: Mapping[str, LinearProducts]) -> None:
+    """Have ``module`` make the products of its parameters with ``products``, inside all its hooks.
+
+    Args:
+        module: a linear layer of any class, or EXPERTS whose tag names ``products``.
+        products: for each name in :func:`multiplied`. Those with one object share their input's form.
+    """
+    setattr(module, _ATTRIBUTE, dict(products))
+    found = tag_of(module)
+    if found is not None and found.role in LINEAR:
+        take_over(module, _forward)
+
+
+def products_of(module: nn.Module) -> Mapping[str, LinearProducts]:
+    """Return what :func:`give_products` was given for ``module``; nothing: it makes them as it likes."""
+    found: Mapping[str, LinearProducts] = getattr(module, _ATTRIBUTE, {})
+    return found
+
+
+def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Run in a linear layer's place; a hook may have taken its bias out."""
+    bias = module.bias
+    products = products_of(module)["weight"]
+    y: torch.Tensor = _Linear.apply(x, module.weight, products)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias  # type: ignore[operator]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, products: LinearProducts) -> torch.Tensor:
+        (y_MN,), kept = products.forward(x.reshape(-1, x.shape[-1]), weight_NK)
+        ctx.products, ctx.shape = products, x.shape
+        ctx.save_for_backward(weight_NK, *kept)
+        return y_MN.view(*x.shape[:-1], len(weight_NK))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight_NK, *kept = ctx.saved_tensors
+        products, d_y_MN, d_x, d_weight_NK = ctx.products, d_y.reshape(-1, d_y.shape[-1]), None, None
+        if ctx.needs_input_grad[0]:
+            d_x = products.input_gradient(d_y_MN, weight_NK).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            d_weight_NK = weight_gradient(weight_NK, lambda: products.weight_gradient(d_y_MN, tuple(kept)))
+        return d_x, d_weight_NK, None
+
+
+# --- weights that stand still -------------------------------------------------------------------
+
+_numbers = count(1)
+_passes: list[int] = []
+
+
+@contextmanager
+def steady_weights() -> Iterator[None]:
+    """Announce that no weight changes once it has been used, while this lasts: a step's microbatches."""
+    _passes.append(next(_numbers))
+    try:
+        yield
+    finally:
+        _passes.pop()
+
+
+def steady() -> int | None:
+    """Return the number of the :func:`steady_weights` that lasts: what was made of weights in it still holds.
+
+    None: outside of one, where anybody may write to weights. A tensor's version does not tell: collectives
+    write through other views of the same memory.
+    """
+    return _passes[-1] if _passes else None

@@ -1,0 +1,74 @@
+"""FP8 as DeepSeek-V3 was trained: every product of a linear layer in E4M3, scaled in small tiles.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from typing import Literal
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+Backend = Literal["auto", "emulated", "torch", "triton"]
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ModuleFormats:
+    """Which modules are multiplied in which format, and by whom.
+
+    Patterns are of module names, as in a shell: ``layers.0.*``, ``*.attn.o``. Of several that match a module
+    the widest format holds; what none matches is bf16. A pattern that matches no linear layer is an error.
+    """
+
+    fp8: tuple[str, ...] = ("*",)
+    """Linear layers and experts whose three products are in FP8. Nothing else ever is."""
+    bf16: tuple[str, ...] = ()
+    """Those that stay in bfloat16."""
+    fp32: tuple[str, ...] = ()
+    """Those whose products are made in float32, from bfloat16 weights."""
+    backend: Backend = "auto"
+    """Who makes FP8 products; `auto`: `emulated` on a CPU, else `torch`. Refused where it cannot run."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class FP8DeepSeekV3Config(ModuleFormats):
+    """``[precision] use = "fp8_deepseek_v3"``."""
+
+    power_of_two: tuple[str, ...] = ("*.attn.o",)
+    """FP8 layers whose inputs have power-of-two scales: those after attention. Inputs of experts and the
+    gradients of their outputs always have."""
+    dispatch: bool = True
+    """Send rows to experts on other ranks in FP8. They are rounded there anyway: the result is the same."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class FP8HybridConfig(ModuleFormats):
+    """``[precision] use = "fp8_hybrid"``."""
+
+    backend: Literal["auto", "emulated", "torch"] = "auto"
+    """Who makes FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU of Ada, Hopper or later."""
+
+
+@hookimpl
+def nanotrain_register_precision(register: Register) -> None:
+    """Announce ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
+    register(
+        Component(
+            name="fp8_deepseek_v3",
+            config=FP8DeepSeekV3Config,
+            factory=f"{__name__}.precision:FP8DeepSeekV3",
+            summary="bf16 with all products of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
+        )
+    )
+    register(
+        Component(
+            name="fp8_hybrid",
+            config=FP8HybridConfig,
+            factory=f"{__name__}.precision:FP8Hybrid",
+            summary="bf16 with products in E4M3 and gradients in E5M2, one scale for each tensor",
+        )
+    )

@@ -1,0 +1,93 @@
+"""Who makes FP8 products: one interface, chosen by device or by the recipe, and never changed silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.products import LinearProducts
+from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+
+#: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
+HOPPER = (9, 0)
+#: The first with FP8 at all.
+ADA = (8, 9)
+
+
+@attrs.define(frozen=True)
+class Backend:
+    """One way to make the products."""
+
+    name: str
+    make: Callable[[Recipe], LinearProducts]
+    refusal: Callable[[torch.device, Recipe], str]
+    """Why it cannot run there; empty if it can."""
+
+
+def _anywhere(device: torch.device, recipe: Recipe) -> str:
+    return ""
+
+
+def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
+    """Say what is missing for torch's scaled products."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, this is {device.type}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
+    found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
+    if recipe.tile and tuple(map(int, cuda.split("."))) < (12, 9):
+        return f"tiles of 128 need CUDA 12.9, this torch was built with {cuda}"
+    if recipe.tile and found != HOPPER:
+        return f"tiles of 128 need compute capability 9.0 (H100, H200), this is {found[0]}.{found[1]}"
+    return "" if found >= ADA else f"FP8 needs compute capability 8.9, this is {found[0]}.{found[1]}"
+
+
+def _needs_triton(device: torch.device, recipe: Recipe) -> str:
+    from importlib.util import find_spec
+
+    missing = "" if find_spec("triton") else "triton is not installed"
+    return _needs_gpu(device, recipe) or missing
+
+
+def _torch(recipe: Recipe) -> LinearProducts:
+    from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+
+    return ScaledFP8(recipe)
+
+
+def _triton(recipe: Recipe) -> LinearProducts:
+    from nanotrain_fp8_deepseek_v3.kernels import quantise_tiles
+    from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+
+    return ScaledFP8(recipe, quantise_tiles)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("emulated", EmulatedFP8, _anywhere),
+        Backend("torch", _torch, _needs_gpu),
+        Backend("triton", _triton, _needs_triton),
+    )
+}
+
+
+def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
+    """Return the backend that the recipe names, or with ``auto`` the one of the device.
+
+    Raises:
+        NanotrainError: it cannot run there, and why.
+    """
+    name = wanted
+    if wanted == "auto":
+        name = "emulated" if device.type == "cpu" else "torch"
+    refusal = BACKENDS[name].refusal(device, recipe)
+    if refusal:
+        chosen = f"'{name}', which auto chooses on {device.type}," if wanted == "auto" else f"'{name}'"
+        raise NanotrainError(
+            f"precision.backend: {chosen} cannot run: {refusal}; 'emulated' runs everywhere, slowly"
+        )
+    return BACKENDS[name]

@@ -1,0 +1,91 @@
+"""Which module of a model is multiplied in which format: the recipe's patterns, and the table they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import attrs
+from torch import nn
+
+from nanotrain_core.errors import NanotrainError, did_you_mean
+from nanotrain_core.products import multiplied
+from nanotrain_core.roles import Role, tagged
+from nanotrain_fp8_deepseek_v3 import ModuleFormats
+
+#: From the widest: the first whose pattern matches a module holds.
+FORMATS = ("fp32", "bf16", "fp8")
+
+
+@attrs.define(frozen=True)
+class Row:
+    """One module of the table."""
+
+    name: str
+    role: str
+    format: str
+    why: str = ""
+    """Of a module whose format no pattern can change."""
+
+
+def format_of(name: str, config: ModuleFormats) -> str:
+    """Return the format that the patterns of ``config`` give to a linear layer."""
+    for format_ in FORMATS:
+        if matches(name, getattr(config, format_)):
+            return format_
+    return "bf16"
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Say whether a module's name fits any pattern."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
+    """Yield what each module of ``part`` that has parameters gets."""
+    for name, module, tag in tagged(part):
+        role = tag.role.name.lower()
+        if multiplied(module):
+            yield Row(name, role, format_of(name, config))
+        elif tag.role is Role.EXPERTS:
+            yield Row(name, role, "bf16", "they make products of their own")
+        elif tag.role is not Role.BLOCK and next(module.parameters(), None) is not None:
+            yield Row(name, role, "bf16", "never narrower")
+
+
+def check_patterns(rows: Iterable[Row], patterns: Mapping[str, Sequence[str]]) -> None:
+    """Refuse patterns that match no linear layer of the whole model.
+
+    Args:
+        rows: of every stage.
+        patterns: by key of ``[precision]``, those that a person wrote.
+
+    Raises:
+        NanotrainError: names the key, the pattern, and the nearest name.
+    """
+    names = sorted({row.name for row in rows if not row.why})
+    for key, wanted in patterns.items():
+        for pattern in wanted:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = did_you_mean(pattern, names) or f"; they are {abbreviated(names)}"
+                raise NanotrainError(
+                    f"precision.{key}: '{pattern}' matches no linear layer of the model{near}"
+                )
+
+
+def abbreviated(names: Sequence[str]) -> str:
+    """Return names, those that differ in numbers only as one."""
+    return ", ".join(sorted({re.sub(r"\d+", "N", name) for name in names}))
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Return lines that say what each module got; modules that differ in numbers only share one."""
+    lines = [(re.sub(r"\d+", "*", row.name), row.role, row.format, row.why) for row in rows]
+    counted = [(line, len(list(same))) for line, same in groupby(sorted(lines))]
+    width = max((len(line[0]) for line, _ in counted), default=0)
+    return [
+        f"  {name:<{width}}  {format_:<18} {count:>3} x {role}{f' ({why})' if why else ''}"
+        for (name, role, format_, why), count in counted
+    ]

@@ -1,0 +1,142 @@
+"""The precisions: bfloat16 weights and activations, float32 masters and gradients, FP8 in linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.builtin.precisions import NoLossScale, Uniform
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.products import LinearProducts, give_products, multiplied
+from nanotrain_core.roles import Role, Tag, tagged
+from nanotrain_core.routing import use_dispatch_codec
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
+from nanotrain_fp8_deepseek_v3.backends import choose
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_of, matches, rows_of, table
+from nanotrain_fp8_deepseek_v3.products import Float32Products, Recipe
+
+
+class ByModule(Uniform):
+    """bfloat16, but for the products of linear layers: those are as the recipe's patterns say.
+
+    There is no loss scale: scales of tiles do its work.
+    """
+
+    def __init__(self, config: ModuleFormats) -> None:
+        super().__init__(torch.bfloat16, NoLossScale())
+        self.config = config
+        self.lines: list[str] = []
+
+    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+        """Return how the operands around one parameter are rounded."""
+        raise NotImplementedError
+
+    def patterns(self) -> dict[str, Sequence[str]]:
+        """Return the patterns that must match something, by key."""
+        written = {key: getattr(self.config, key) for key in ("fp8", "bf16", "fp32")}
+        return {key: found for key, found in written.items() if found != ("*",)}
+
+    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        """Give every linear layer its products. Gathers the table of all stages over pp.
+
+        Raises:
+            NanotrainError: a pattern matches nothing, or the backend cannot run on this device.
+        """
+        own = [row for part in parts for row in rows_of(part, self.config)]
+        stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
+        rows: list[Row] = sorted({row for stage in stages for row in stage}, key=lambda row: row.name)
+        check_patterns(rows, self.patterns())
+        backend = choose(self.config.backend, mesh.device, self.recipe("", Tag(Role.COLUMN), "weight"))
+        for part in parts:
+            for name, module, tag in tagged(part):
+                given = self._products(name, module, tag, backend.make)
+                if given:
+                    give_products(module, given)
+        self.lines = table(attrs.evolve(row, format=self._label(row, backend.name)) for row in rows)
+
+    def _products(self, name: str, module: nn.Module, tag: Tag, make: Any) -> dict[str, LinearProducts]:
+        """Return the products of a module's parameters; those rounded alike share one object."""
+        wanted = multiplied(module)
+        format_ = format_of(name, self.config) if wanted else "bf16"
+        if format_ == "fp32":
+            return dict.fromkeys(wanted, Float32Products())
+        if format_ == "bf16":
+            return {}
+        recipes = {parameter: self.recipe(name, tag, parameter) for parameter in wanted}
+        made = {recipe: make(recipe) for recipe in set(recipes.values())}
+        return {parameter: made[recipe] for parameter, recipe in recipes.items()}
+
+    def _label(self, row: Row, backend: str) -> str:
+        return f"fp8 {backend}" if row.format == "fp8" else row.format
+
+    def describe(self) -> list[str]:
+        """Return what every module of the whole model got."""
+        return ["products of each module:", *self.lines]
+
+
+class FP8DeepSeekV3(ByModule):
+    """E4M3 in tiles of 1 x 128 and blocks of 128 x 128."""
+
+    config: FP8DeepSeekV3Config
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Cast, and have the rows of experts in FP8 travel so."""
+        part = super().convert(part)
+        for name, module, tag in tagged(part) if self.config.dispatch else ():
+            if tag.role is Role.EXPERTS and multiplied(module) and format_of(name, self.config) == "fp8":
+                use_dispatch_codec(module, Codec())
+        return part
+
+    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+        """Return power-of-two scales for what DeepSeek-V3 has them for, float32 scales for all else.
+
+        The input of experts was dispatched, and so were the gradients of their outputs.
+        """
+        if tag.role is not Role.EXPERTS:
+            return Recipe(input_power_of_two=matches(name, self.config.power_of_two))
+        reads_input = tag.split.get(parameter) == 1
+        return Recipe(input_power_of_two=reads_input, gradient_power_of_two=not reads_input)
+
+    def patterns(self) -> dict[str, Sequence[str]]:
+        """Return the patterns that must match something; the default for attention need not."""
+        found, own = super().patterns(), self.config.power_of_two
+        default = attrs.fields(FP8DeepSeekV3Config).power_of_two.default
+        return found if own == default else {**found, "power_of_two": own}
+
+
+class FP8Hybrid(ByModule):
+    """One scale for a whole tensor: E4M3 for inputs and weights, E5M2, of wider range, for gradients.
+
+    Scales are of the tensor itself: none of a step before, which a spike would overflow.
+
+    Source: Micikevicius et al., arXiv 2209.05433, section 3.
+    """
+
+    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+        """Return the same for every layer."""
+        return Recipe(tile=0, gradients=E5M2)
+
+
+class Codec:
+    """Rows on their way to experts: a byte for each number, and two for the exponent of each tile of a row.
+
+    What arrives, rounded in the same tiles with power-of-two scales by the experts, stays as it is.
+    See :class:`~nanotrain_core.routing.DispatchCodec`.
+    """
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return codes and scales [N, D + 2 D / 128], uint8; bfloat16 holds a power of two."""
+        tiled = quantise(rows, (1, TILE), power_of_two=True)
+        scales = tiled.scales.flatten(1).to(torch.bfloat16).contiguous()
+        return torch.cat([tiled.codes().view(torch.uint8), scales.view(torch.uint8)], dim=1)
+
+    def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows [N, D]."""
+        codes = coded[:, :width].contiguous().view(torch.float8_e4m3fn)
+        scales = coded[:, width:].contiguous().view(torch.bfloat16).float()
+        return dequantise(codes, scales, E4M3).to(dtype)

@@ -1,0 +1,162 @@
+"""The three products of a linear layer in float32, and their exact emulation in FP8.
+
+``y = x W^T``, ``dx = dy W`` and ``dW = dy^T x``. In FP8 each operand is rounded as it is read, in tiles that
+lie along what is summed over::
+
+                 left, in tiles of       right, in tiles of
+    y            x       1 x 128         W  128 x 128
+    dx           dy      1 x 128         W  128 x 128
+    dW           dy    128 x 1           x  128 x 1, from the 1 x 128 that was kept
+
+Each operand is a code times a scale, rounded once to float32, and products are added up in float32. Tensor
+cores add up 128 products in fewer bits, then promote the sum.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import attrs
+import torch
+
+from nanotrain_core.builtin.linear import matmul
+from nanotrain_core.products import Kept
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+
+P = TypeVar("P", bound="Float32Products")
+
+
+class Float32Products:
+    """Products in float32 of operands in any dtype. See :class:`~nanotrain_core.products.LinearProducts`."""
+
+    groups: list[int] | None = None
+    """Rows of each of several stacked weights; None for one weight."""
+
+    def __init__(self) -> None:
+        self.read_weight = MadeOnce(self.of_weight)
+
+    def grouped(self: P, counts_E: torch.Tensor) -> P:
+        """Return the same for stacked weights."""
+        new = copy.copy(self)
+        new.groups = counts_E.tolist()
+        return new
+
+    # --- operands: float32, as they are multiplied ------------------------------------------------
+
+    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return what is multiplied for a weight [N, K] or [E, N, K]."""
+        return weight_NK.detach().float()
+
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Return x for the product with the weight, and what to keep of it."""
+        return x_MK.float(), (x_MK,)
+
+    def of_kept(self, kept: Kept) -> torch.Tensor:
+        """Return x for the weight's gradient."""
+        return kept[0].float()
+
+    def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
+        """Return dy for the gradient of the input, or of the weight."""
+        return d_y_MN.float()
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and what to keep of x."""
+        x, kept = self.of_input(x_MK)
+        return [self._rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return what to keep of x."""
+        return self.of_input(x_MK)[1]
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        d_y = self.of_gradient(d_y_MN, for_weight=False)
+        return self._rows_times(d_y, self.read_weight(weight_NK)).to(d_y_MN.dtype)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        if self.groups is None:
+            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, self.of_kept(kept)).to(d_y_MN.dtype)
+        own_x = zip(*(torch.split(each, self.groups) for each in kept), strict=True)
+        total = d_y_MN.new_zeros(len(self.groups), d_y_MN.shape[1], kept[0].shape[1])
+        for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), own_x, strict=True):
+            if len(d_y):
+                d_w_NK.copy_(matmul(self.of_gradient(d_y, for_weight=True).T, self.of_kept(x)))
+        return total
+
+    def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
+        if self.groups is None:
+            return matmul(rows_MK, right)
+        out = rows_MK.new_empty(len(rows_MK), right.shape[-1])
+        for rows, own, place in zip(
+            torch.split(rows_MK, self.groups), right, torch.split(out, self.groups), strict=True
+        ):
+            if len(rows):
+                matmul(rows, own, place)
+        return out
+
+
+@attrs.define(frozen=True)
+class Recipe:
+    """How the operands of one layer are rounded."""
+
+    tile: int = TILE
+    """Elements along a tile; 0: one scale for a whole tensor."""
+    gradients: Format = E4M3
+    """Of dy; x and the weight are E4M3."""
+    input_power_of_two: bool = False
+    gradient_power_of_two: bool = False
+
+
+class EmulatedFP8(Float32Products):
+    """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        tile = recipe.tile
+        self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+
+    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the weight, rounded in square blocks: transposed they are the same."""
+        return quantise(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values()
+
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Return x rounded along its rows, and the codes and scales of it."""
+        tiled = self._of_input(x_MK)
+        kept = self._kept(tiled)
+        return tiled.values(), kept
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return codes and scales."""
+        return self._kept(self._of_input(x_MK))
+
+    def _of_input(self, x_MK: torch.Tensor) -> Tiled:
+        return quantise(x_MK, self.along_row, power_of_two=self.recipe.input_power_of_two)
+
+    def _kept(self, tiled: Tiled) -> Kept:
+        scales = tiled.scales.flatten(1) if self.recipe.tile else tiled.scales.sum().view(1, 1)
+        return tiled.codes(), scales.expand(tiled.shape[0], -1)
+
+    def of_kept(self, kept: Kept) -> torch.Tensor:
+        """Return x rounded once more, along its columns."""
+        codes, scales = kept
+        values = dequantise(codes, scales, E4M3, self.recipe.tile or codes.shape[1])
+        if not self.recipe.tile:  # one scale for all of it: there is nothing to turn
+            return values
+        return quantise(values, self.along_column, power_of_two=self.recipe.input_power_of_two).values()
+
+    def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
+        """Return dy rounded along what is summed over: its rows, or its columns."""
+        tile = self.along_column if for_weight else self.along_row
+        power_of_two = self.recipe.gradient_power_of_two
+        return quantise(d_y_MN, tile, self.recipe.gradients, power_of_two=power_of_two).values()

@@ -1,0 +1,184 @@
+"""Products on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
+
+What it asks of operands was read off torch's own checks, which the tests run without a device: the left
+one [M, K] lies by rows and the right one [K, N] by columns, so that both are stored along what is summed
+over. K is filled up with zeros to whole tiles. Scales of tiles lie by columns, [M, K / 128] and [N, K / 128];
+those of blocks too, [K / 128, N / 128], the former filled up to a multiple of 4. On Hopper the library
+promotes sums to float32 as it goes, unless asked for the fast way.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E; R rows and C columns of anything.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+import torch.nn.functional as F
+
+from nanotrain_core.products import Kept
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+
+#: What rows are filled up to: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
+ALIGNED = 16
+
+
+@attrs.define(frozen=True, eq=False)
+class Coded:
+    """An operand [R, C], C being summed over, both filled up."""
+
+    codes: torch.Tensor
+    """[R, C], C a multiple of 128, by rows."""
+    scales: torch.Tensor
+    """Of tiles [R, C / 128], of blocks [C / 128, R / 128]: both by columns; of a whole tensor a number."""
+    recipe: str
+    """The name of its ``torch.nn.functional.ScalingType``."""
+
+
+#: ``(x [R, C], format, power_of_two=...) -> (codes, scales [R, c])``, filled up to whole tiles of columns.
+Quantiser = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def quantise_tiles(
+    x_RC: torch.Tensor, format_: Format, *, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round along rows with torch's own operations."""
+    tiled = quantise(_filled(x_RC), (1, TILE), format_, power_of_two=power_of_two)
+    return tiled.codes(), tiled.scales.flatten(1).T.contiguous().T
+
+
+class ScaledFP8:
+    """See :class:`~nanotrain_core.products.LinearProducts`."""
+
+    groups: list[int] | None = None
+
+    def __init__(self, recipe: Recipe, quantiser: Quantiser = quantise_tiles) -> None:
+        self.recipe, self.quantiser = recipe, quantiser
+        self.read_weight = MadeOnce(self._of_weight)
+
+    def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
+        """Return the same for stacked weights. The host waits for the counts."""
+        new = copy.copy(self)
+        new.groups = counts_E.tolist()
+        return new
+
+    # --- operands ---------------------------------------------------------------------------------
+
+    def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
+        if self.recipe.tile:
+            codes, scales = self.quantiser(_aligned(x_RC), format_, power_of_two=power_of_two)
+            return Coded(codes, scales, "BlockWise1x128")
+        tiled = quantise(_aligned(x_RC), (0, 0), format_)
+        return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")
+
+    def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        return self._along_rows(d_y_RC, form, power_of_two=power_of_two)
+
+    def _of_input(self, x_RC: torch.Tensor) -> Coded:
+        return self._along_rows(x_RC, power_of_two=self.recipe.input_power_of_two)
+
+    def _of_weight(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
+        """Return each weight [N, K] for y, along K, and for dx, along N. The codes are the same."""
+        stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
+        return [(self._block(w_NK), self._block(w_NK.T)) for w_NK in stacked]
+
+    def _block(self, w_RC: torch.Tensor) -> Coded:
+        if not self.recipe.tile:
+            return self._along_rows(w_RC.contiguous())
+        wide = F.pad(w_RC, (0, -w_RC.shape[1] % TILE, 0, -w_RC.shape[0] % TILE))
+        tiled = quantise(wide, (TILE, TILE))
+        scales_rc = tiled.scales.flatten(1)
+        return Coded(tiled.codes(), F.pad(scales_rc, (0, -scales_rc.shape[1] % 4)).T, "BlockWise128x128")
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and codes and scales of x, group by group."""
+        groups = self._split(x_MK)
+        parts = [self._of_input(x) for x in groups]
+        ys = []
+        for weight in weights:
+            pieces = zip(parts, groups, self.read_weight(weight), strict=True)
+            N = weight.shape[-2]
+            ys.append(torch.cat([multiply(a, b, (len(x), N), x.dtype) for a, x, (b, _) in pieces]))
+        return ys, kept_of(parts, groups)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return codes and scales of x, group by group."""
+        groups = self._split(x_MK)
+        return kept_of([self._of_input(x) for x in groups], groups)
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        pieces = zip(self._split(d_y_MN), self.read_weight(weight), strict=True)
+        K, of = weight.shape[-1], self._of_gradient
+        return torch.cat([multiply(of(d_y), b, (len(d_y), K), d_y.dtype) for d_y, (_, b) in pieces])
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        pieces = zip(self._split(d_y_MN), kept[::2], kept[1::2], strict=True)
+        found = [self._weight_gradient(d_y, codes, scales) for d_y, codes, scales in pieces]
+        return found[0] if self.groups is None else torch.stack(found)
+
+    def _weight_gradient(
+        self, d_y_MN: torch.Tensor, codes_MK: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """Turn both operands: tiles now lie along M."""
+        N, K = d_y_MN.shape[1], codes_MK.shape[1]
+        if not len(codes_MK):
+            return d_y_MN.new_zeros(N, K)
+        if self.recipe.tile:
+            right = self._of_input(dequantise(codes_MK, scales, E4M3).T)
+        else:
+            right = Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
+        return multiply(self._of_gradient(d_y_MN.T), right, (N, K), d_y_MN.dtype)
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (rows,) if self.groups is None else torch.split(rows, self.groups)
+
+
+def kept_of(parts: Sequence[Coded], groups: Sequence[torch.Tensor]) -> Kept:
+    """Return codes and scales of each group's rows and columns, without what filled them up."""
+    kept: list[torch.Tensor] = []
+    for part, x in zip(parts, groups, strict=True):
+        scales = part.scales[: len(x)] if part.scales.dim() else part.scales
+        kept += [part.codes[: x.shape[0], : x.shape[1]], scales]
+    return tuple(kept)
+
+
+def multiply(left: Coded, right: Coded, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Return left [M, K] times right [N, K], transposed, cropped to ``shape``."""
+    if not shape[0]:
+        return left.scales.new_empty(shape, dtype=dtype)
+    of_left, of_right = (getattr(F.ScalingType, each.recipe) for each in (left, right))
+    y: torch.Tensor = F.scaled_mm(
+        left.codes, right.codes.T, left.scales, of_left, right.scales, of_right, output_dtype=dtype
+    )
+    return y[: shape[0], : shape[1]]
+
+
+def _filled(x_RC: torch.Tensor) -> torch.Tensor:
+    """Fill columns up with zeros to whole tiles, and have them lie by rows."""
+    return _zeros_around(x_RC, 0, -x_RC.shape[1] % TILE)
+
+
+def _aligned(x_RC: torch.Tensor) -> torch.Tensor:
+    """Fill rows up with zeros to a multiple of :data:`ALIGNED`."""
+    missing = -len(x_RC) % ALIGNED
+    return _zeros_around(x_RC, missing, 0) if missing else x_RC
+
+
+def _zeros_around(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return a copy with more rows and columns; ``F.pad`` knows no eight-bit floats."""
+    if not rows and not columns:
+        return x_RC.contiguous()
+    wide = x_RC.new_zeros(x_RC.shape[0] + rows, x_RC.shape[1] + columns)
+    wide[: x_RC.shape[0], : x_RC.shape[1]] = x_RC
+    return wide

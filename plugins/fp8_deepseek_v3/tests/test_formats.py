@@ -1,0 +1,152 @@
+"""Rounding in tiles against ml_dtypes, bit for bit, on numbers chosen to be difficult."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, SMALLEST_SCALE, TILE, dequantise, quantise
+
+NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+TILES = {"row": (1, TILE), "column": (TILE, 1), "block": (TILE, TILE), "tensor": (0, 0)}
+
+
+def reference(x, tile, form, *, power_of_two):
+    """Return codes and values of a float32 array, tile by tile, with ml_dtypes' rounding."""
+    codes, values = np.empty(x.shape, NUMPY[form]), np.empty_like(x)
+    height, width = (size or length for size, length in zip(tile, x.shape, strict=True))
+    largest = np.float32(ml_dtypes.finfo(NUMPY[form]).max)
+    for r in range(0, x.shape[0], height):
+        for c in range(0, x.shape[1], width):
+            place = slice(r, r + height), slice(c, c + width)
+            scale = np.maximum(np.float32(np.abs(x[place]).max() / largest), np.float32(SMALLEST_SCALE))
+            if power_of_two and np.isfinite(scale):
+                scale = np.float32(2.0 ** np.ceil(np.log2(np.float64(scale))))
+            codes[place] = (x[place] / scale).astype(NUMPY[form])
+            values[place] = codes[place].astype(np.float32) * scale
+    return codes, values
+
+
+def every_exponent(rows, columns):
+    """Numbers of all sizes, subnormal ones of float32 among them."""
+    rng = np.random.default_rng(0)
+    exponents = rng.integers(-149, 127, (rows, columns)).astype(np.float64)
+    return rng.choice([-1.0, 1.0], (rows, columns)) * rng.uniform(1, 2, exponents.shape) * 2.0**exponents
+
+
+def on_the_grid(rows, columns):
+    """Every number of the format, and every middle between two, where rounding must go to the even one."""
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    numbers = np.sort(numbers[np.isfinite(numbers)])
+    both = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    wanted = np.resize(both, (rows, columns))
+    wanted[:, ::TILE] = 448.0  # have a scale of one in tiles along rows
+    return wanted
+
+
+def normal(rows, columns):
+    return np.random.default_rng(1).normal(size=(rows, columns))
+
+
+def with_outliers(rows, columns):
+    x = normal(rows, columns)
+    x[:, columns // 2] *= 1e4
+    x[rows // 2] *= 1e-6
+    return x
+
+
+def not_finite(rows, columns):
+    x = normal(rows, columns)
+    x[0, 0], x[rows // 2, columns - 1], x[rows - 1, columns // 2] = np.inf, -np.inf, np.nan
+    return x
+
+
+CORPUS = {
+    "normal": normal,
+    "every_exponent": every_exponent,
+    "on_the_grid": on_the_grid,
+    "outliers": with_outliers,
+    "not_finite": not_finite,
+    "zeros": lambda rows, columns: np.zeros((rows, columns)),
+    "equal": lambda rows, columns: np.full((rows, columns), -0.3),
+    "largest": lambda rows, columns: np.full((rows, columns), np.finfo(np.float32).max),
+    "smallest": lambda rows, columns: np.full((rows, columns), 2.0**-149),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 127), (200, 129)], ids=str)
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("corpus", CORPUS)
+def test_codes_and_values_are_those_of_ml_dtypes(corpus, tile, power_of_two, shape, form):
+    x = CORPUS[corpus](*shape).astype(np.float32)
+    with np.errstate(all="ignore"):
+        codes, values = reference(x, TILES[tile], form, power_of_two=power_of_two)
+    found = quantise(torch.from_numpy(x), TILES[tile], form, power_of_two=power_of_two)
+    assert_same_codes(found.codes(), codes)
+    assert np.array_equal(found.values().numpy(), values, equal_nan=True)
+
+
+def assert_same_codes(ours, theirs):
+    """Compare bits; a NaN has several."""
+    nan = np.isnan(theirs.astype(np.float32))
+    assert np.array_equal(ours.float().isnan().numpy(), nan)
+    assert np.array_equal(ours.view(torch.uint8).numpy()[~nan], theirs.view(np.uint8)[~nan])
+
+
+@FORMATS
+def test_rounding_is_torchs_conversion_for_every_bfloat16(form):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = x[x.abs() <= form.largest]
+    assert torch.equal(form.round(x).view(torch.int32), x.to(form.dtype).float().view(torch.int32))
+
+
+@FORMATS
+def test_decoding_is_torchs_conversion_for_every_code(form):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(form.dtype)
+    assert torch.equal(form.decode(codes).nan_to_num(1.0), codes.float().nan_to_num(1.0))
+
+
+@pytest.mark.parametrize("width", [1, 100, 128, 256, 300])
+def test_codes_and_scales_give_the_values_back(width):
+    tiled = quantise(torch.randn(7, width, generator=torch.Generator().manual_seed(0)), (1, TILE))
+    codes, scales = tiled.codes(), tiled.scales.flatten(1)
+    assert torch.equal(dequantise(codes, scales, E4M3), tiled.values())
+
+
+def test_the_tensor_that_is_rounded_stays_as_it_was():
+    for shape in ((128, 128), (5, 200)):
+        x = torch.randn(shape)
+        before = x.clone()
+        quantise(x, (1, TILE)).values()
+        assert torch.equal(x, before)
+
+
+def test_an_element_that_is_not_finite_spoils_its_tile_and_no_other():
+    x = torch.ones(4, 256)
+    x[1, 130], x[2, 3] = float("inf"), float("nan")
+    lost = quantise(x, (1, TILE)).values().isnan()
+    expected = torch.zeros(4, 256, dtype=torch.bool)
+    expected[1, 128:], expected[2, :128] = True, True
+    assert torch.equal(lost, expected)
+
+
+def test_stacked_weights_are_rounded_each_by_itself():
+    stacked = torch.randn(3, 130, 200, generator=torch.Generator().manual_seed(0))
+    together = quantise(stacked, (TILE, TILE)).values()
+    for one, alone in zip(together, stacked, strict=True):
+        assert torch.equal(one, quantise(alone, (TILE, TILE)).values())
+
+
+def test_values_with_power_of_two_scales_are_numbers_of_bfloat16_and_are_rounded_to_themselves():
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).exp()
+    values = quantise(x, (1, TILE), power_of_two=True).values().clone()
+    assert torch.equal(values.bfloat16().float(), values)
+    assert torch.equal(quantise(values, (1, TILE), power_of_two=True).values(), values)
+
+
+def test_no_rows_are_no_codes():
+    tiled = quantise(torch.empty(0, 200), (1, TILE))
+    assert tiled.codes().shape == (0, 200)
+    assert quantise(torch.empty(0, 200), (TILE, 1)).values().shape == (0, 200)

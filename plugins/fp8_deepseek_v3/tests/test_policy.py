@@ -1,0 +1,131 @@
+"""Which module gets what, who makes its products, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config
+from nanotrain_fp8_deepseek_v3.backends import choose
+from nanotrain_fp8_deepseek_v3.formats import TILE, quantise
+from nanotrain_fp8_deepseek_v3.policy import format_of
+from nanotrain_fp8_deepseek_v3.precision import Codec
+from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Float32Products, Recipe
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.products import products_of
+from nanotrain_core.roles import Role, tagged
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_run
+
+ROUTED = {"model": {"use": "routed"}}
+
+
+def run_of(*, overrides=None, **config):
+    return make_run(Case("precision", use="fp8_deepseek_v3", config=config, overrides=overrides or {}), {})
+
+
+def given(run):
+    """Return what makes each linear layer's products, by name."""
+    (part,) = run.stages.values()
+    return {name: products_of(module).get("weight") for name, module, _ in tagged(part)}
+
+
+def test_linear_layers_are_fp8_and_nothing_else_is():
+    (part,) = (run := run_of()).stages.values()
+    found = given(run)
+    for name, _, tag in tagged(part):
+        linear = tag.role in (Role.COLUMN, Role.ROW, Role.REPLICATED)
+        assert isinstance(found[name], EmulatedFP8) == linear, name
+
+
+def test_inputs_of_the_layer_after_attention_have_power_of_two_scales():
+    powers = {name: p.recipe.input_power_of_two for name, p in given(run_of()).items() if p is not None}
+    assert {name for name, power in powers.items() if power} == {"layers.0.attn.o", "layers.1.attn.o"}
+    found = given(run_of(power_of_two=["layers.1.ffn.*"]))
+    assert found["layers.1.ffn.up"].recipe.input_power_of_two
+    assert not found["layers.1.attn.o"].recipe.input_power_of_two
+
+
+def test_experts_that_make_products_of_their_own_are_left_alone_and_the_table_says_so():
+    run = run_of(overrides=ROUTED)
+    assert all(products is None for name, products in given(run).items() if name.endswith("experts"))
+    assert any(re.search(r"experts +bf16 .*they make products of their own", line) for line in run.described)
+
+
+def test_the_widest_format_that_matches_holds():
+    config = FP8DeepSeekV3Config(bf16=("layers.*", "head"), fp32=("*.attn.o",))
+    assert [format_of(name, config) for name in ("layers.0.attn.o", "layers.0.attn.q", "mtp.0.proj")] == [
+        "fp32",
+        "bf16",
+        "fp8",
+    ]
+    assert format_of("mtp.0.proj", FP8DeepSeekV3Config(fp8=("layers.*",))) == "bf16"
+
+
+def test_patterns_choose_module_by_module_and_the_table_shows_it():
+    run = run_of(bf16=["layers.0.*"], fp32=["*.ffn.down"])
+    found = given(run)
+    assert found["layers.0.attn.q"] is None
+    assert isinstance(found["layers.0.ffn.down"], Float32Products)
+    assert isinstance(found["layers.1.attn.q"], EmulatedFP8)
+    table = "\n".join(run.described)
+    assert re.search(r"layers\.\*\.attn\.q +bf16 +1 x column\n", table)
+    assert re.search(r"layers\.\*\.attn\.q +fp8 emulated +1 x column\n", table)
+    assert re.search(r"layers\.\*\.ffn\.down +fp32 +2 x row\n", table)
+    assert re.search(r"layers\.\*\.ffn_norm +bf16 +2 x norm \(never narrower\)", table)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"bf16": ["layers.0.atn.q"]}, "precision.bf16: 'layers.0.atn.q' matches no linear layer of the "
+         "model (did you mean 'layers.0.attn.q'?)"),
+        ({"fp32": ["norm"]}, "precision.fp32: 'norm' matches no linear layer"),
+        ({"power_of_two": ["*.moe.*"]}, "precision.power_of_two: '*.moe.*' matches no linear layer of the "
+         "model; they are layers.N.attn.k, layers.N.attn.o"),
+        ({"fp8": ["head"]}, "precision.fp8: 'head' matches no linear layer"),
+    ],
+    ids=["misspelt", "norm", "none", "head"],
+)  # fmt: skip
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(config, text):
+    with pytest.raises(NanotrainError, match=re.escape(text)):
+        run_of(**config)
+
+
+@pytest.mark.parametrize("wanted", ["torch", "triton"])
+def test_a_backend_that_cannot_run_is_refused_and_never_replaced(wanted):
+    with pytest.raises(NanotrainError, match=f"precision.backend: '{wanted}' cannot run: it needs a CUDA"):
+        run_of(backend=wanted)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "refusal"),
+    [
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "'torch', which auto chooses on cuda, cannot run: tiles of 128 need CUDA 12.9"),
+        ((8, 0), "13.0", "tiles of 128 need compute capability 9.0 (H100, H200), this is 8.0"),
+        ((10, 0), "13.0", "tiles of 128 need compute capability 9.0 (H100, H200), this is 10.0"),
+    ],
+)
+def test_auto_takes_the_tensor_cores_of_a_gpu_or_refuses(capability, cuda, refusal, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if refusal is None:
+        assert choose("auto", torch.device("cuda"), Recipe()).name == "torch"
+        return
+    with pytest.raises(NanotrainError, match=re.escape(refusal)):
+        choose("auto", torch.device("cuda"), Recipe())
+    assert choose("emulated", torch.device("cuda"), Recipe()).name == "emulated"
+
+
+@pytest.mark.parametrize("width", [32, 128, 200])
+def test_rows_that_travel_in_fp8_arrive_as_their_experts_would_have_rounded_them(width):
+    rows = torch.randn(17, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[3], rows[5] = 0.0, rows[5] * 1e-30
+    coded = Codec().encode(rows)
+    assert coded.dtype == torch.uint8
+    assert coded.shape == (17, width + 2 * -(-width // TILE))
+    there = Codec().decode(coded, width, torch.bfloat16)
+    expected = quantise(rows, (1, TILE), power_of_two=True).values()
+    assert torch.equal(there.float(), expected)
+    assert torch.equal(quantise(there, (1, TILE), power_of_two=True).values(), expected)

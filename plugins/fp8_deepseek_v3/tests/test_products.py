@@ -1,0 +1,272 @@
+"""The three products, and their backends, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nanotrain_fp8_deepseek_v3 import scaled
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, quantise
+from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Float32Products, Recipe
+from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nanotrain_core import weight_gradients
+from nanotrain_core.products import give_products, steady_weights
+from nanotrain_core.roles import Role, tag
+from nanotrain_core.weight_gradients import Postponed
+
+TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
+POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)
+RECIPES = pytest.mark.parametrize("recipe", [TILED, POWERS, WHOLE], ids=["tiled", "powers", "whole"])
+SHAPES = pytest.mark.parametrize("shape", [(96, 128, 256), (130, 200, 72), (5, 384, 16)], ids=str)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def outliers(*shape, seed=0):
+    x = normal(*shape, seed=seed)
+    x[:, 7] *= 300
+    x[3] *= 1e-3
+    return x
+
+
+def half_units(x, tile, form=E4M3, *, power_of_two=False):
+    """Return the most that rounding may move each element: half a unit in its last place."""
+    tiled = quantise(x, tile, form, power_of_two=power_of_two)
+    exponents = tiled.grid.abs().clamp_min(form.smallest).frexp().exponent - 1
+    tiled.grid.copy_(2.0**exponents * 0.5 * 2.0**-form.mantissa)
+    return tiled.values().double() * (1 + 2.0**-20)
+
+
+def furthest(a, error_a, b, error_b):
+    """Bound a product of sums: what rounding of the operands, float32 sums and a bfloat16 result may add."""
+    a, b = a.double().abs(), b.double().abs()
+    rounding = a @ error_b + error_a @ b + error_a @ error_b
+    return rounding + (a + error_a) @ (b + error_b) * (2.0**-8 + a.shape[1] * 2.0**-24)
+
+
+@RECIPES
+@SHAPES
+@pytest.mark.parametrize("data", [normal, outliers])
+def test_each_product_is_as_near_as_the_formats_theory_allows(data, shape, recipe):
+    M, K, N = shape
+    x, w, d_y = data(M, K), normal(N, K, seed=1), data(M, N, seed=2)
+    products = EmulatedFP8(recipe)
+    (y,), kept = products.forward(x, w)
+    tile = (1, 128) if recipe.tile else (0, 0)
+    turned = (128, 1) if recipe.tile else (0, 0)
+    of_x = half_units(x, tile, power_of_two=recipe.input_power_of_two)
+    of_w = half_units(w, (recipe.tile, recipe.tile))
+    assert ((y.double() - x.double() @ w.double().T).abs() <= furthest(x, of_x, w.T, of_w.T)).all()
+
+    form, powers = recipe.gradients, recipe.gradient_power_of_two
+    d_x, of_d_y = products.input_gradient(d_y, w), half_units(d_y, tile, form, power_of_two=powers)
+    assert ((d_x.double() - d_y.double() @ w.double()).abs() <= furthest(d_y, of_d_y, w, of_w)).all()
+
+    d_w, of_d_y = products.weight_gradient(d_y, kept), half_units(d_y, turned, form, power_of_two=powers)
+    once = quantise(x, tile, power_of_two=recipe.input_power_of_two).values()
+    twice = half_units(once, turned, power_of_two=recipe.input_power_of_two) if recipe.tile else 0.0
+    bound = furthest(d_y.T, of_d_y.T, x, of_x + twice)
+    assert ((d_w.double() - d_y.double().T @ x.double()).abs() <= bound).all()
+
+
+def test_error_of_a_product_of_normal_numbers():
+    """Each operand's is uniform within half a unit, 2.6% in the mean: 3.7% of the product together."""
+    x, w = normal(512, 512), normal(512, 512, seed=1)
+    (y,), _ = EmulatedFP8(TILED).forward(x, w)
+    exact = x.double() @ w.double().T
+    assert 0.03 < (y.double() - exact).norm() / exact.norm() < 0.04
+
+
+def test_an_outlier_costs_its_own_tile_only():
+    """Small numbers beside it are lost; with one scale for the tensor, all others would be too."""
+    x, w = normal(64, 384) * 0.01, normal(64, 384, seed=1)
+    x[:, 5] = 1e4
+    x[:, 5] *= w.new_zeros(())  # the outlier is 0 in the sum: only its scale remains
+    x[0, 5] = 1e4
+    w[:, 5] = 0
+    exact = x.double() @ w.double().T
+
+    def error(recipe):
+        (y,), _ = EmulatedFP8(recipe).forward(x, w)
+        return [
+            ((y - exact).norm(dim=1) / exact.norm(dim=1))[row].max().item() for row in (0, slice(1, None))
+        ]
+
+    own, others = error(TILED)
+    assert own < 0.7  # a third of its row is gone
+    assert others < 0.06
+    assert error(WHOLE)[1] > 0.9
+
+
+@RECIPES
+def test_stacked_weights_are_multiplied_each_by_its_rows(recipe):
+    counts = [40, 0, 130, 1, 29]
+    x, weights, d_y = normal(200, 130), normal(5, 48, 130, seed=1), normal(200, 48, seed=2)
+    if not recipe.tile:  # one scale for all rows together: make it that of each expert's too
+        starts = torch.tensor(counts).cumsum(0)[[0, 2, 3, 4]] - 1
+        x[starts, 0], d_y[starts, 0] = 8.0, 8.0
+    one, grouped = EmulatedFP8(recipe), EmulatedFP8(recipe).grouped(torch.tensor(counts))
+    (y,), kept = grouped.forward(x, weights)
+    d_x, d_w = grouped.input_gradient(d_y, weights), grouped.weight_gradient(d_y, kept)
+    first = 0
+    for e, count in enumerate(counts):
+        rows = slice(first, first + count)
+        (own,), kept = one.forward(x[rows], weights[e])
+        assert torch.equal(y[rows], own)
+        assert torch.equal(d_x[rows], one.input_gradient(d_y[rows], weights[e]))
+        assert torch.equal(d_w[e], one.weight_gradient(d_y[rows], kept))
+        first += count
+
+
+def test_no_rows_at_all():
+    products = EmulatedFP8(TILED)
+    (y,), kept = products.forward(normal(0, 128), normal(32, 128))
+    assert y.shape == (0, 32)
+    assert products.input_gradient(normal(0, 32), normal(32, 128)).shape == (0, 128)
+    assert not products.weight_gradient(normal(0, 32), kept).any()
+
+
+def test_what_is_kept_of_the_input_takes_a_byte_for_each_number():
+    x = normal(256, 512)
+    kept = EmulatedFP8(TILED).keep(x)
+    assert sum(tensor.nbytes for tensor in kept) == 256 * 512 + 4 * 256 * 4
+
+
+# --- in a layer -------------------------------------------------------------------------------
+
+
+def layer_of(products, *, bias=True):
+    torch.manual_seed(0)
+    layer = tag(nn.Linear(200, 72, bias=bias, dtype=torch.bfloat16), Role.COLUMN)
+    give_products(layer, {"weight": products})
+    return layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_any_class_uses_what_it_was_given(bias):
+    layer, x, d_y = layer_of(EmulatedFP8(TILED), bias=bias), normal(2, 65, 200), normal(2, 65, 72, seed=2)
+    x.requires_grad_()
+    layer(x).backward(d_y)
+    products, rows = EmulatedFP8(TILED), x.detach().flatten(0, 1)
+    (y,), kept = products.forward(rows, layer.weight)
+    assert torch.equal(layer(x).flatten(0, 1), y + layer.bias if bias else y)
+    assert torch.equal(x.grad.flatten(0, 1), products.input_gradient(d_y.flatten(0, 1), layer.weight))
+    assert torch.equal(layer.weight.grad, products.weight_gradient(d_y.flatten(0, 1), kept))
+
+
+def test_gradients_of_float32_products_are_autograds():
+    layer, x, d_y = layer_of(Float32Products()), normal(3, 5, 200).requires_grad_(), normal(3, 5, 72, seed=2)
+    layer(x).backward(d_y)
+    exact = [each.detach().double().requires_grad_() for each in (x, layer.weight)]
+    F.linear(*exact).backward(d_y.double())
+    for ours, theirs in zip((x, layer.weight), exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2.0**-8, atol=1e-6)
+
+
+def test_weight_gradients_can_be_put_off():
+    layer, x, d_y = layer_of(EmulatedFP8(TILED)), normal(3, 5, 200), normal(3, 5, 72, seed=2)
+    layer(x).backward(d_y)
+    at_once, later = layer.weight.grad, Postponed()
+    layer.weight.grad, inputs = None, x.requires_grad_()
+    y = layer(inputs)
+    with weight_gradients.postpone(later):
+        y.backward(d_y)
+    assert inputs.grad is not None
+    assert layer.weight.grad is None
+    later.compute()
+    assert torch.equal(layer.weight.grad, at_once)
+
+
+def test_frozen_weights_get_no_gradient():
+    layer = layer_of(EmulatedFP8(TILED)).requires_grad_(False)
+    x = normal(5, 200).requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad.any()
+
+
+def test_a_weight_is_rounded_once_in_a_pass_and_again_when_it_was_written():
+    made, weight = [], nn.Parameter(torch.zeros(3))
+    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1])
+    with steady_weights():
+        assert read(weight) is read(weight)
+        with torch.no_grad():
+            weight.add_(1)
+        assert read(weight).sum() == 3
+    memory = torch.ones(3)
+    weight.data = memory
+    with steady_weights():
+        assert read(weight).sum() == 3
+    memory.add_(1)  # as a collective writes: the parameter's version knows nothing of it
+    with steady_weights():
+        assert read(weight).sum() == 6
+    assert read(weight) is not read(weight)  # outside, anything may happen between two calls
+
+
+def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatches():
+    products, made = EmulatedFP8(TILED), []
+    products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w))
+    layer = layer_of(products)
+    with steady_weights():
+        for seed in range(3):
+            layer(normal(5, 200, seed=seed).requires_grad_()).sum().backward()
+    assert len(made) == 1
+
+
+# --- tensor cores -----------------------------------------------------------------------------
+
+
+def checked_product(left, right, scales_left, recipe_left, scales_right, recipe_right, output_dtype):
+    """Have torch check the operands as those of a CUDA device, then multiply them here."""
+    given = (left, right, scales_left, scales_right)
+    with FakeTensorMode():
+        fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
+        MULTIPLY(fake[0], fake[1], fake[2], recipe_left, fake[3], recipe_right, output_dtype=output_dtype)
+    a = left.float() * spread(scales_left, recipe_left, left.shape)
+    b = right.T.float() * spread(scales_right, recipe_right, right.T.shape)
+    return (a @ b.T).to(output_dtype)
+
+
+MULTIPLY = F.scaled_mm
+
+
+def spread(scales, recipe, shape):
+    """Return a scale for every element of [R, C]."""
+    if recipe is F.ScalingType.TensorWise:
+        return scales
+    if recipe is F.ScalingType.BlockWise1x128:
+        return scales.repeat_interleave(128, 1)
+    blocks = scales.T[:, : shape[1] // 128]
+    return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+@RECIPES
+@SHAPES
+@pytest.mark.parametrize("counts", [None, [40, 0, 1]], ids=["one", "grouped"])
+def test_what_tensor_cores_are_given_is_what_torch_asks_for_and_means_the_same(
+    counts, shape, recipe, monkeypatch
+):
+    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
+    M, K, N = shape
+    weight = normal(N, K, seed=1)
+    ours, theirs = ScaledFP8(recipe), EmulatedFP8(recipe)
+    if counts is not None:
+        counts = [*counts, 0]
+        M, weight = sum(counts), normal(4, N, K, seed=1)
+        ours, theirs = (each.grouped(torch.tensor(counts)) for each in (ours, theirs))
+    x, d_y = normal(M, K), normal(M, N, seed=2)
+    if counts is not None and not recipe.tile:
+        x[[39, 40], 0], d_y[[39, 40], 0] = 8.0, 8.0  # experts' rows have scales of their own here
+    found = products_of_one(ours, x, weight, d_y)
+    for mine, other in zip(found, products_of_one(theirs, x, weight, d_y), strict=True):
+        assert mine.shape == other.shape
+        torch.testing.assert_close(mine, other, rtol=2.0**-7, atol=1e-3)
+
+
+def products_of_one(products, x, weight, d_y):
+    (y,), kept = products.forward(x, weight)
+    return y, products.input_gradient(d_y, weight), products.weight_gradient(d_y, kept)

@@ -1,0 +1,71 @@
+"""FP8 products under every kind of parallelism: near bfloat16's losses, and near those of one process."""
+
+from functools import cache
+
+import pytest
+
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.checks.parallel import traces
+
+#: Its layers split into whole tiles of 128, so that layouts round the same numbers together.
+MODEL = {
+    "use": "deepseek",
+    "layers": 2,
+    "dense_layers": 1,
+    "width": 128,
+    "heads": 4,
+    "vocab": 64,
+    "q_rank": 128,
+    "kv_rank": 64,
+    "nope_size": 64,
+    "rope_size": 16,
+    "value_size": 64,
+    "ffn": 256,
+    "experts": 4,
+    "top_k": 2,
+    "shared_experts": 1,
+    "expert_ffn": 256,
+    "groups": 2,
+    "group_limit": 1,
+    "bias_update_rate": 0.01,
+    "mtp": 1,
+    "init_std": 0.05,
+}
+DDP, EP = {"use": "ddp"}, {"use": "ep_deepseek"}
+ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", "lr": 3e-3}}
+
+#: Topology, what stands around it, and how far losses may be from those of one process in FP8. Under tp, pp
+#: and ep gradients in bfloat16 are added up in another order, and in FP8 a different number may be rounded to
+#: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3.
+LAYOUTS = {
+    "tp2": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP]}, 0.01),
+    "ep2": ({"dp": 2, "ep": 2}, {"parallel": [EP, DDP]}, 0.01),
+    "pp2-zb_h1": ({"pp": 2}, {"schedule": {"use": "zb_h1"}, "parallel": [DDP]}, 0.01),
+    "dp2-zero2": ({"dp": 2}, ZERO2, 1e-6),
+    "ep2-etp2": ({"dp": 4, "ep": 2, "etp": 2}, {"parallel": [EP, DDP]}, 0.01),
+}
+
+
+@cache
+def losses_of(precision, layout, *, narrow_moments=False):
+    """Return the loss of each of six steps of 8 x 32 tokens; None: one process."""
+    topology, around, _ = LAYOUTS.get(layout, ({}, ZERO2 if narrow_moments else {}, 0))
+    around = {"optimizer": {"use": "adamw", "lr": 3e-3}, **around, "model": MODEL}
+    case = Case("precision", use=precision, topology=topology, overrides=around)
+    batch = {"sequences": 8, "microbatch": 2, "length": 32}
+    return [report.loss for report in traces(case, run={"steps": 6}, batch=batch)[0].reports]
+
+
+EXHAUSTIVE = {"ep2-etp2"}
+MARKED = [pytest.param(name, marks=[pytest.mark.full] * (name in EXHAUSTIVE)) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", MARKED)
+def test_fp8_trains_like_bfloat16_and_like_one_process_on_every_layout(layout):
+    found = losses_of("fp8_deepseek_v3", layout)
+    narrow = "optimizer" in LAYOUTS[layout][1]
+    alone, wide = (losses_of(p, None, narrow_moments=narrow) for p in ("fp8_deepseek_v3", "bf16"))
+    assert found == pytest.approx(alone, rel=LAYOUTS[layout][2])
+    assert found == pytest.approx(wide, rel=0.01)
+    assert found != wide
+    assert found[-1] < found[0] - 1
