@@ -22,10 +22,12 @@ from functools import cache
 
 import attrs
 import torch
-import torch.nn.functional as F
 
 #: The smallest scale, float32's smallest normal number: below, a quotient by it would lose bits.
 SMALLEST_SCALE = 2.0**-126
+
+#: Numbers that are rounded at once: they and their units stay in a processor's cache.
+IN_CACHE = 2**16
 
 EXPONENT = 0x7F800000
 MANTISSA = 0x007FFFFF
@@ -46,15 +48,18 @@ class Format:
         """Return the largest finite number."""
         return torch.finfo(self.dtype).max
 
-    def round(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 ``x`` rounded to numbers of this format, none of it being beyond the largest.
+    def round_(self, x: torch.Tensor) -> torch.Tensor:
+        """Round float32 ``x`` in place to numbers of this format, none of it being beyond the largest.
 
         Adding and taking away 1.5 * 2^23 units in the last place leaves no bit below them, and the addition
-        rounds to nearest even. Much faster on a CPU than to convert to eight bits and back, and the same.
+        rounds to nearest even. Faster on a CPU than to convert to eight bits and back, and the same but for
+        the sign of what becomes zero.
         """
-        units = x.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32).clamp_min_(self.smallest)
-        units.mul_(1.5 * 2.0 ** (23 - self.mantissa))
-        return (x + units).sub_(units).copysign_(x)  # what was rounded to zero has a sign, too
+        for piece in torch.split(x.view(-1), IN_CACHE):
+            units = piece.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
+            units.clamp_min_(self.smallest).mul_(1.5 * 2.0 ** (23 - self.mantissa))
+            piece.add_(units).sub_(units)
+        return x
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Return ``codes`` as float32: by table on a CPU, where torch converts one at a time."""
@@ -76,31 +81,36 @@ E5M2 = Format(torch.float8_e5m2, mantissa=2, smallest=2.0**-14)
 TILE = 128
 
 
-@attrs.define(frozen=True, eq=False)
+@attrs.define(eq=False)
 class Tiled:
-    """A tensor [..., R, C] on a format's grid, in float32, before its scales are multiplied back."""
+    """A tensor [..., R, C] divided by the scales of its tiles, to be rounded."""
 
-    grid: torch.Tensor
-    """[..., r, tile rows, c, tile columns]: filled up with zeros to whole tiles."""
+    quotients: torch.Tensor
+    """[..., r, tile rows, c, tile columns], float32: filled up with zeros to whole tiles."""
     scales: torch.Tensor
     """[..., r, 1, c, 1], float32."""
     shape: tuple[int, int]
     """(R, C)."""
     format: Format
+    _codes: torch.Tensor | None = None
 
     def codes(self) -> torch.Tensor:
-        """Return the numbers in eight bits [..., R, C]: exact, they are on the grid."""
-        return _cropped(_joined(self.grid.to(self.format.dtype)), self.shape).contiguous()
+        """Return the numbers in eight bits [..., R, C]."""
+        if self._codes is None:
+            self._codes = self.quotients.to(self.format.dtype)
+        return _cropped(_joined(self._codes), self.shape).contiguous()
 
     def values(self) -> torch.Tensor:
-        """Return grid times scales [..., R, C], float32. Call it last: it reuses the grid's memory."""
-        return _cropped(_joined(self.grid.mul_(self.scales)), self.shape)
+        """Return what the codes and scales mean [..., R, C], float32. The last call: it reuses memory."""
+        codes, form = self._codes, self.format
+        grid = form.round_(self.quotients) if codes is None else form.decode(codes)
+        return _cropped(_joined(grid.mul_(self.scales)), self.shape)
 
 
 def quantise(
     x: torch.Tensor, tile: tuple[int, int], format_: Format = E4M3, *, power_of_two: bool = False
 ) -> Tiled:
-    """Return ``x`` [..., R, C] scaled and rounded, tile by tile.
+    """Scale ``x`` [..., R, C] tile by tile; it is rounded when its codes or values are asked for.
 
     Args:
         x: of any floating-point dtype.
@@ -112,20 +122,27 @@ def quantise(
     rows, columns = (
         size if 0 < size <= length else max(1, length) for size, length in zip(tile, (R, C), strict=True)
     )
-    wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if R % rows or C % columns:
-        wide = F.pad(wide, (0, -C % columns, 0, -R % rows))
-    r, c = wide.shape[-2] // rows, wide.shape[-1] // columns
-    tiles = wide.view(*x.shape[:-2], r, rows, c, columns)
-    scales = scale_of(largest_of(tiles, rows, columns), format_, power_of_two=power_of_two)
-    return Tiled(format_.round(tiles.div_(scales)), scales, (R, C), format_)
+    wide = _float32_copy(x, -(-R // rows) * rows, -(-C // columns) * columns)
+    tiles = wide.view(*x.shape[:-2], -(-R // rows), rows, -(-C // columns), columns)
+    scales = scale_of(largest_of(tiles), format_, power_of_two=power_of_two)
+    return Tiled(tiles.div_(scales), scales, (R, C), format_)
 
 
-def largest_of(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _float32_copy(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return a float32 copy with so many rows and columns, zeros among them."""
+    R, C = x.shape[-2:]
+    wide = torch.empty(*x.shape[:-2], rows, columns, dtype=torch.float32, device=x.device)
+    wide[..., :R, :C].copy_(x)
+    wide[..., R:, :].zero_()
+    wide[..., :R, C:].zero_()
+    return wide
+
+
+def largest_of(tiles: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude in each tile, [..., r, 1, c, 1]; NaN where there is one."""
     if not tiles.numel():
         return tiles.new_zeros(*tiles.shape[:-3], 1, tiles.shape[-2], 1)
-    over = tuple(dim for dim, size in ((-1, columns), (-3, rows)) if size > 1)
+    over = tuple(dim for dim in (-1, -3) if tiles.shape[dim] > 1)
     return tiles.abs().amax(over, keepdim=True) if over else tiles.abs()
 
 
@@ -149,7 +166,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile:
         return values.mul_(scales)
     if C % tile:
         return values.mul_(scales.repeat_interleave(tile, 1)[:, :C])
-    return values.view(R, -1, tile).mul_(scales.unsqueeze(-1)).view(R, C)
+    return values.view(R, C // tile, tile).mul_(scales.unsqueeze(-1)).view(R, C)
 
 
 def _joined(tiles: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ import torch
 
 from nanotrain_core.builtin.linear import matmul
 from nanotrain_core.products import Kept
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise
-from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
 
 P = TypeVar("P", bound="Float32Products")
 
@@ -61,6 +61,11 @@ class Float32Products:
         """Return x for the weight's gradient."""
         return kept[0].float()
 
+    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+        """Return x for the weight's gradient: of each weight, the rows that are its own."""
+        groups = self.groups or [len(kept[0])]
+        return [self.of_kept(own) for own in zip(*(torch.split(k, groups) for k in kept), strict=True)]
+
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
         """Return dy for the gradient of the input, or of the weight."""
         return d_y_MN.float()
@@ -84,12 +89,13 @@ class Float32Products:
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x."""
         if self.groups is None:
-            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, self.of_kept(kept)).to(d_y_MN.dtype)
-        own_x = zip(*(torch.split(each, self.groups) for each in kept), strict=True)
+            (x,) = self.kept_by_group(kept)
+            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, x).to(d_y_MN.dtype)
         total = d_y_MN.new_zeros(len(self.groups), d_y_MN.shape[1], kept[0].shape[1])
-        for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), own_x, strict=True):
+        by_group = zip(total, torch.split(d_y_MN, self.groups), self.kept_by_group(kept), strict=True)
+        for d_w_NK, d_y, x in by_group:
             if len(d_y):
-                d_w_NK.copy_(matmul(self.of_gradient(d_y, for_weight=True).T, self.of_kept(x)))
+                d_w_NK.copy_(matmul(self.of_gradient(d_y, for_weight=True).T, x))
         return total
 
     def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -117,6 +123,11 @@ class Recipe:
     gradient_power_of_two: bool = False
 
 
+#: Of inputs that several layers read in a row, and what was kept of them: in this process the last.
+_inputs: Last[tuple[torch.Tensor, Kept]] = Last()
+_turned: Last[list[torch.Tensor]] = Last()
+
+
 class EmulatedFP8(Float32Products):
     """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
 
@@ -132,25 +143,22 @@ class EmulatedFP8(Float32Products):
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
-        tiled = self._of_input(x_MK)
-        kept = self._kept(tiled)
+        return _inputs.get(x_MK, self.recipe, lambda: self._round_input(x_MK))
+
+    def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        tiled = quantise(x_MK, self.along_row, power_of_two=self.recipe.input_power_of_two)
+        scales = tiled.scales.flatten(1) if self.recipe.tile else tiled.scales.sum().view(1, 1)
+        kept = tiled.codes(), scales.expand(len(x_MK), -1)
         return tiled.values(), kept
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return codes and scales."""
-        return self._kept(self._of_input(x_MK))
-
-    def _of_input(self, x_MK: torch.Tensor) -> Tiled:
-        return quantise(x_MK, self.along_row, power_of_two=self.recipe.input_power_of_two)
-
-    def _kept(self, tiled: Tiled) -> Kept:
-        scales = tiled.scales.flatten(1) if self.recipe.tile else tiled.scales.sum().view(1, 1)
-        return tiled.codes(), scales.expand(tiled.shape[0], -1)
+    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+        """Return x rounded once more, once for all layers that read it."""
+        return _turned.get(kept[0], self.recipe, lambda: super(EmulatedFP8, self).kept_by_group(kept))
 
     def of_kept(self, kept: Kept) -> torch.Tensor:
         """Return x rounded once more, along its columns."""
-        codes, scales = kept
-        values = dequantise(codes, scales, E4M3, self.recipe.tile or codes.shape[1])
+        codes_MK, scales = kept
+        values = dequantise(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
         if not self.recipe.tile:  # one scale for all of it: there is nothing to turn
             return values
         return quantise(values, self.along_column, power_of_two=self.recipe.input_power_of_two).values()

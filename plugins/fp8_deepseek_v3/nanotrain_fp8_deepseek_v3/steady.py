@@ -1,9 +1,9 @@
-"""What was made of a weight, kept for as long as the weight stands still: one step's microbatches."""
+"""What is made of a tensor once and used several times: of weights in a step, of inputs by several layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,3 +33,23 @@ class MadeOnce(Generic[T]):
             made = self.make(weight)
             self._made[id(weight)] = weight._version, made
         return made
+
+
+class Last(Generic[T]):
+    """Remembers what was made of the last tensor: queries, keys and values read one input, as gates do.
+
+    It holds on to that tensor, so that no other can come to lie at its place.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._held: torch.Tensor | None = None
+        self._made: T | None = None
+
+    def get(self, x: torch.Tensor, how: Any, make: Callable[[], T]) -> T:
+        """Return what was made of ``x``, unchanged since, in the way ``how``; else make it."""
+        key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, steady(), how)
+        if self._made is None or key != self._key:
+            self._made = None  # free it before there is another
+            self._made, self._held, self._key = make(), x, key
+        return self._made
