@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import attrs
 import torch
 
-from nanotrain_core.contracts import Precision
+from nanotrain_core.contracts import MasterWeight, Precision
 from nanotrain_core.placement import Piece
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -15,8 +14,8 @@ from nanotrain_core.testing.compare import assert_bitwise
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, drive, make_run
 
-#: Largest relative error of a master weight after ``store``; narrow formats may keep 3 bits.
-STORE_ERROR = 0.1
+#: Largest relative error of a master weight after ``store``; 4-bit formats may round at random.
+STORE_ERROR = 0.15
 #: How far losses may be from float32's, relative, in the mean over 20 steps of the tiny model.
 BAND = 0.02
 #: And at any one step: eight-bit products move single losses by up to 6%, their mean by at most 1.5%.
@@ -31,48 +30,88 @@ def precision_of(case: Case) -> Precision:
     return precision
 
 
-def masters_of(case: Case) -> list[tuple[str, torch.Tensor, Any]]:
-    """Return name, live parameter and a new master of it, for a freshly initialised tiny model."""
+@attrs.define(frozen=True, eq=False)
+class Mastered:
+    """A live parameter of a freshly initialised tiny model, and a master of it."""
+
+    piece: Piece
+    precision: Precision
+    master: MasterWeight
+
+    @property
+    def name(self) -> str:
+        return self.piece.name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.piece.weight
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what the making of a master leaves of ``weight``."""
+        copy = weight.to(self.weight.dtype, copy=True)
+        self.precision.master(copy, self.piece)
+        return copy
+
+
+def masters_of(case: Case) -> list[Mastered]:
+    """Return a new master of each parameter."""
     precision = precision_of(case)
-    placed = make_run(case.alone(), {}).placed
-    pieces = [Piece(p.parameter, p.placement) for p in placed]
-    return [(piece.name, piece.weight, precision.master(piece.weight, piece)) for piece in pieces]
+    pieces = [Piece(p.parameter, p.placement) for p in make_run(case.alone(), {}).placed]
+    return [Mastered(piece, precision, precision.master(piece.weight, piece)) for piece in pieces]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the distance in units of what is expected."""
+    wanted = expected.double()
+    return float(torch.dist(actual.double(), wanted) / wanted.norm())
 
 
 @check("precision", since="0.1")
 def parameters_have_the_declared_dtype(case: Case) -> None:
     """Every parameter of the built model has ``parameter_dtype``."""
     declared = precision_of(case).parameter_dtype
-    wrong = {name: weight.dtype for name, weight, _ in masters_of(case) if weight.dtype != declared}
+    wrong = {found.name: found.weight.dtype for found in masters_of(case) if found.weight.dtype != declared}
     assert not wrong, f"declared {declared}, but {wrong}"
 
 
 @check("precision", since="0.1")
 def storing_what_was_loaded_changes_nothing(case: Case) -> None:
     """``store(load())`` leaves the parameter and the master bitwise as they were."""
-    for name, weight, master in masters_of(case):
+    for found in masters_of(case):
+        weight, master = found.weight, found.master
         before = {"parameter": weight.clone(), **{k: v.clone() for k, v in master.state().items()}}
         master.store(master.load().clone())
-        assert_bitwise({"parameter": weight, **master.state()}, before, f"{name} after store(load())")
+        assert_bitwise({"parameter": weight, **master.state()}, before, f"{found.name} after store(load())")
 
 
 @check("precision", since="0.1")
 def stored_weights_reach_the_model(case: Case) -> None:
-    """After ``store(x)``, ``load()`` is x as near as the format allows and the parameter is that, rounded."""
-    for name, weight, master in masters_of(case):
+    """After ``store(x)``, ``load()`` is x as near as the format allows and the parameter is that, rounded.
+
+    Rounded to its dtype; or, where masters round weights further when they are made, to what they leave
+    alone.
+    """
+    for found in masters_of(case):
+        name, weight, master = found.name, found.weight, found.master
         wanted = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.1
         master.store(wanted.to(master.load().dtype))
-        kept = master.load().double()
-        error = (torch.dist(kept, wanted.double()) / wanted.double().norm()).item()
+        kept = master.load()
+        error = relative_error(kept, wanted)
         assert error <= STORE_ERROR, f"{name}: stored weights come back with a relative error of {error:.3g}"
         what = f"{name} after store"
-        assert_bitwise({"parameter": weight}, {"parameter": master.load().to(weight.dtype)}, what)
+        if torch.equal(found.rounded(kept), kept.to(weight.dtype)):
+            assert_bitwise({"parameter": weight}, {"parameter": kept.to(weight.dtype)}, what)
+            continue
+        assert_bitwise({"parameter": weight}, {"parameter": found.rounded(weight)}, f"{what}, rounded again")
+        error = relative_error(weight, kept)
+        assert error <= STORE_ERROR, f"{what}: the parameter differs from it by {error:.3g} of it"
 
 
 @check("precision", since="0.1")
 def master_keeps_small_updates(case: Case) -> None:
     """A thousand updates of 2**-12 of a weight add up instead of being rounded away one by one."""
-    for name, _, master in masters_of(case):
+    for found in masters_of(case):
+        name, master = found.name, found.master
         start = torch.ones_like(master.load())
         master.store(start)
         for _ in range(1000):

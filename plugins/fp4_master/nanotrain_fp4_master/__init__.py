@@ -1,0 +1,88 @@
+"""Low-bit master weights: the model computes with narrow weights, and little is kept beside them.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.errors import Problem
+from nanotrain_core.hookspecs import Register
+from nanotrain_core.layout import Layout
+from nanotrain_core.recipe.tree import Recipe
+
+__version__ = "0.1.0"
+
+#: Of each format, the block sizes there are; the first is the usual one.
+BLOCKS = {"nvfp4": (16,), "nf4": (64, 32, 16), "bf16": (1,)}
+
+
+@attrs.define(frozen=True, kw_only=True)
+class FP4MasterConfig:
+    """``[precision] use = "fp4_master"``."""
+
+    variant: Literal["residual", "eco", "remainder", "naive"] = "residual"
+    """What is kept beside a weight: `residual` 8 bits of what rounding lost, `remainder` all 16 bits of it
+    (bf16 only), `eco` nothing, but the optimizer's momentum carries it, `naive` nothing."""
+    format: Literal["nvfp4", "nf4", "bf16"] | None = None
+    """What weights are rounded to, for the model too. Unless said: `nvfp4`, and `bf16` for `remainder`."""
+    block_size: int | None = None
+    """Weights with one scale: 16 of `nvfp4`; of `nf4` 64, 32 or 16."""
+    roles: tuple[Literal["column", "row", "replicated", "experts"], ...] = (
+        "column",
+        "row",
+        "replicated",
+        "experts",
+    )
+    """Matrices with these roles get the format and variant above. All else (norms, biases, embeddings, the
+    head, routers) is kept as bfloat16 with a 16-bit remainder, which together are float32."""
+    keep: tuple[str, ...] = ()
+    """Patterns (`layers.0.*`) of parameters to keep so too."""
+
+    @property
+    def form(self) -> str:
+        """The format, where it was not said too."""
+        return self.format or ("bf16" if self.variant == "remainder" else "nvfp4")
+
+    @property
+    def block(self) -> int:
+        """The block size, where it was not said too."""
+        return self.block_size or BLOCKS[self.form][0]
+
+
+def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[Problem]:
+    """Refuse what formats do not have, and error feedback without a momentum."""
+    sizes = BLOCKS[config.form]
+    if config.variant == "remainder" and config.form != "bf16":
+        text = (
+            f"the remainder is of bfloat16: expected 'bf16' with variant = 'remainder', not '{config.form}'"
+        )
+        yield Problem("precision.format", text)
+    if config.block not in sizes:
+        known = ", ".join(map(str, sizes)) if config.form != "bf16" else "none: it has no blocks"
+        yield Problem("precision.block_size", f"{config.block} is no block size of {config.form}: {known}")
+    betas = getattr(recipe.optimizer.config, "betas", (1.0,))
+    if config.variant == "eco" and not betas[0]:
+        yield Problem(
+            "optimizer.betas", "'eco' carries errors in the first moment: expected betas[0] above 0"
+        )
+    if config.variant == "eco" and not getattr(recipe.optimizer.config, "momentum", 1.0):
+        yield Problem("optimizer.momentum", "'eco' carries errors in the momentum: expected one above 0")
+
+
+@hookimpl
+def nanotrain_register_precision(register: Register) -> None:
+    """Announce ``fp4_master``."""
+    register(
+        Component(
+            name="fp4_master",
+            config=FP4MasterConfig,
+            factory="nanotrain_fp4_master.precision:FP4Master",
+            summary="weights in NVFP4, NF4 or bfloat16, with 16, 8 or no bits of a master beside them",
+            check=check,
+        )
+    )

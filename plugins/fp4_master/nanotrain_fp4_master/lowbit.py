@@ -1,0 +1,165 @@
+"""Masters of 4-bit weights: the parameter is in the format, the master has what rounding lost, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.nn.functional import pad
+
+from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
+from nanotrain_fp4_master.noise import Noise
+
+#: A residual is a multiple of 1/120 of the largest error that rounding to nearest makes, and at most 127 of
+#: them.
+PARTS, REACH = 120, 127
+
+
+class Blocks:
+    """A weight seen as blocks, a chunk at a time, so that what is computed on the way stays small."""
+
+    def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
+        self.weight, self.form, self.noise = weight, form, noise
+
+    def of(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return elements as blocks [N, B] in float32, the last one filled with zeros."""
+        flat = tensor.reshape(-1)[begin:end].float()
+        return pad(flat, (0, -len(flat) % self.form.block)).view(-1, self.form.block)
+
+    def fit(self, value: torch.Tensor) -> Format:
+        """Return the format for weights as large as these."""
+        low, high = value.aminmax()
+        return self.form.fit(torch.maximum(-low, high).float())
+
+    def write(self, tensor: torch.Tensor, begin: int, end: int, blocks: torch.Tensor) -> None:
+        """Write blocks, less what filled the last one, into the elements of ``tensor``."""
+        tensor.view(-1)[begin:end] = blocks.view(-1)[: end - begin].to(tensor.dtype)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield first and last element of chunks of whole blocks."""
+        return self.noise.chunks(self.weight.numel())
+
+    def noise_for(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a random number for each weight [N, B], and one for each block [N, 1]."""
+        weights = self.noise.weights(begin, end)
+        weights = pad(weights, (0, -len(weights) % self.form.block)).view(-1, self.form.block)
+        return weights, self.noise.blocks(begin, end, self.form.block).unsqueeze(1)
+
+
+class Naive:
+    """Nothing beside the weight: every update is rounded to nearest, and most are lost. For comparison."""
+
+    bytes_beside = 0.0
+
+    def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
+        self.weight, self.blocks = weight, Blocks(weight, form, noise)
+        self.store_nearest(weight)
+
+    def load(self) -> torch.Tensor:
+        """Widen the parameter."""
+        return self.weight.float()
+
+    def store(self, value: torch.Tensor) -> None:
+        """Round to nearest."""
+        self.store_nearest(value)
+
+    def store_nearest(self, value: torch.Tensor) -> None:
+        """Round to nearest, into the parameter."""
+        form = self.blocks.fit(value)
+        for begin, end in self.blocks.chunks():
+            rounded = to_nearest(self.blocks.of(value, begin, end), form)
+            self.blocks.write(self.weight, begin, end, rounded)
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Nothing: see :mod:`nanotrain_fp4_master.blocks` for why the parameter is enough."""
+        return {}
+
+
+class Eco(Naive):
+    """Nothing beside the weight: rounded at random, and the optimizer carries the error in its momentum."""
+
+    def store(self, value: torch.Tensor) -> None:
+        """Round to one of the two nearest so that the mean is ``value``."""
+        self.blocks.noise.begin()
+        form = self.blocks.fit(value)
+        for begin, end in self.blocks.chunks():
+            noise, scale_noise = self.blocks.noise_for(begin, end)
+            rounded = at_random(self.blocks.of(value, begin, end), form, noise, scale_noise)
+            self.blocks.write(self.weight, begin, end, rounded)
+
+    def error(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what rounding lost."""
+        return value - self.weight
+
+
+class Residual(Naive):
+    """Eight bits beside the weight: what rounding lost, up to 1/20 more than rounding to nearest can lose.
+
+    That twentieth lets a weight keep its code, and a block its scale, until the master is surely on the
+    other side; were both always the nearest, one could not store what was loaded without changing some. The
+    parts of a residual are coarser than most updates, so it is rounded at random, and small updates arrive
+    in the mean.
+    """
+
+    bytes_beside = 1.0
+
+    def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
+        first = weight.clone()
+        super().__init__(weight, form, noise)
+        self.residual = torch.zeros_like(weight, dtype=torch.int8)
+        self.store(first)
+
+    def load(self) -> torch.Tensor:
+        """Add the residual to the weight."""
+        value = torch.empty_like(self.weight, dtype=torch.float32)
+        for begin, end in self.blocks.chunks():
+            rounded = self.blocks.of(self.weight, begin, end)
+            residual = self.blocks.of(self.residual, begin, end)
+            self.blocks.write(value, begin, end, rounded + residual * units(rounded, self.blocks.form))
+        return value
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep the code and the scale where the residual reaches, else round to nearest."""
+        self.blocks.noise.begin()
+        form = self.blocks.fit(value)
+        for begin, end in self.blocks.chunks():
+            wide, rounded = (self.blocks.of(each, begin, end) for each in (value, self.weight))
+            noise, _ = self.blocks.noise_for(begin, end)
+            rounded = follow(wide, rounded, form, noise)
+            self.blocks.write(self.weight, begin, end, rounded)
+            parts = residual_of(wide, rounded, form, noise).clamp_(-REACH, REACH)
+            self.blocks.write(self.residual, begin, end, parts)
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return the residual."""
+        return {"residual": self.residual}
+
+
+def units(rounded: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return what one part of each weight's residual is worth: a bfloat16 number; in blocks of zeros 0.
+
+    So all that is added and multiplied has few bits, and float32 makes no error of its own.
+    """
+    scales = form.scales_of(rounded)
+    return (form.half_gap(rounded / nonzero(scales)) * (scales / PARTS)).bfloat16().float()
+
+
+def residual_of(wide: torch.Tensor, rounded: torch.Tensor, form: Format, noise: torch.Tensor) -> torch.Tensor:
+    """Return how many parts ``wide`` lies above ``rounded``, at random up or down; of blocks of zeros 0."""
+    unit, empty = units(rounded, form), (form.scales_of(rounded) == 0).float()
+    return (wide - rounded).div_(unit.add_(empty)).add_(noise).floor_().mul_(1 - empty)
+
+
+def follow(wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Tensor) -> torch.Tensor:
+    """Return what blocks ``old`` of the format, [N, B], become when their masters are ``wide``.
+
+    A weight that the residual still reaches stays; another one of its block is rounded to nearest on the same
+    scale. A block is rounded anew if that leaves it without its largest number, or one out of reach.
+    """
+    scales = form.scales_of(old)
+    stays = residual_of(wide, old, form, noise).abs() <= REACH
+    moved = torch.where(stays, old, on_grid(form.nearest(wide / nonzero(scales)), scales))
+    largest = moved.abs().amax(dim=1, keepdim=True) == old.abs().amax(dim=1, keepdim=True)
+    reached = residual_of(wide, moved, form, noise).abs() <= REACH
+    keeps = largest & reached.all(dim=1, keepdim=True) & form.has(scales)
+    return torch.where(keeps, moved, to_nearest(wide, form))

@@ -1,0 +1,91 @@
+"""NF4: the sixteen quantiles of a normal distribution, and one scale for a block of 64: 4.5 bits a weight.
+
+The levels are asymmetric, seven below zero and eight above it, so that 0 and both ends are exact.
+A block's scale is its largest magnitude.
+
+Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3 and appendix E.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from nanotrain_fp4_master.pack import pack, unpack
+
+BLOCK = 64
+LARGEST = 1.0
+#: The published table: quantiles of a normal distribution, divided by the outermost, in float32.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@cache
+def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the levels [16], the middles between them [15], and half of each level's wider gap [16]."""
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
+    exact = (levels[1:].double() + levels[:-1].double()) / 2
+    middles = exact.float()  # if rounded up, the middle itself would be nearer to the level above
+    middles = torch.where(middles > exact, middles.nextafter(torch.tensor(-2.0)), middles)
+    gaps = torch.nn.functional.pad(levels.diff(), (1, 1))
+    wider = torch.maximum(gaps[1:], gaps[:-1]) / 2
+    return levels.to(device), middles.to(device), wider.to(device)
+
+
+def nearest_codes(x: torch.Tensor) -> torch.Tensor:
+    """Return the number, int32, of the level nearest to each of ``x``; of two the lower one."""
+    _, middles, _ = tables(x.device)
+    return torch.bucketize(x, middles, out_int32=True)
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """Round to levels."""
+    return tables(x.device)[0][nearest_codes(x)]
+
+
+def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the levels below and above ``x``; one that is a level itself is the lower one."""
+    levels = tables(x.device)[0]
+    below = torch.bucketize(x, levels[1:-1], right=True, out_int32=True)
+    return levels[below], levels[below + 1]
+
+
+def half_gap(x: torch.Tensor) -> torch.Tensor:
+    """Return half of the wider gap beside each level."""
+    return tables(x.device)[2][nearest_codes(x)]
+
+
+def quantise(x: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed codes, uint8, and float32 scales, one for each block of ``x`` flattened.
+
+    A ragged last block is filled with zeros. A block of zeros has the scale 0, one with a NaN the scale
+    NaN, and one with an infinity the scale infinity, from which no number comes back.
+    """
+    flat = x.float().flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+    scales = blocks.abs().amax(dim=1)
+    ratio = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
+    return pack(nearest_codes(ratio.nan_to_num(0.0)).to(torch.uint8)), scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, length: int, block: int = BLOCK) -> torch.Tensor:
+    """Return ``length`` weights in float32."""
+    numbers = tables(codes.device)[0][unpack(codes).int()].view(-1, block)
+    return (numbers * scales.unsqueeze(1)).flatten()[:length]

@@ -1,0 +1,136 @@
+"""Random numbers that depend on the run's seed, the parameter, the step and the element, and on nothing else.
+
+Each is a hash of a counter, so a rank computes those of its own elements alone: every layout rounds alike,
+and so do CPU and GPU.
+
+Source: the finaliser of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+
+from nanotrain_core.placement import Piece
+from nanotrain_core.random_state import stream_seed
+
+#: The odd number next to 2^64 over the golden ratio, and the two multipliers of the finaliser, as signed
+#: integers.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """Scramble int64 numbers in place, each into another one."""
+    for shift, factor in ((30, FIRST), (27, SECOND)):
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
+    return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
+
+
+def uniform(elements: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a float32 number in [0, 1) for each int64 of ``elements``.
+
+    It is a multiple of 2^-16: added to a number below 128 none of its bits is lost, which could round up.
+    """
+    mixed = mix(elements.mul(GOLDEN).add_(key))
+    return (mixed >> 48).bitwise_and_(2**16 - 1).float().mul_(2.0**-16)
+
+
+def stream(seed: int, name: str, step: int) -> int:
+    """Return the key of one parameter's numbers in one step: a signed 64-bit integer."""
+    return stream_seed(seed, f"rounding/{name}", step) * 2 - 2**63
+
+
+def elements_of(piece: Piece, begin: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return the places of elements ``begin`` to ``end`` of a piece in its whole tensor, row by row."""
+    placement = piece.placement
+    first = piece.span[0] if piece.span else 0
+    rest = torch.arange(first + begin, first + end, device=device)
+    whole = prod(placement.global_shape[1:])
+    if placement.shape[1:] == placement.global_shape[1:]:
+        return rest.add_(placement.offset[0] * whole if placement.shape else 0)
+    numbers, stride = torch.zeros_like(rest), 1
+    axes = zip(placement.shape, placement.offset, placement.global_shape, strict=True)
+    for size, offset, length in reversed(list(axes)):
+        numbers.add_((rest % size).add_(offset).mul_(stride))
+        rest, stride = rest // size, stride * length
+    return numbers
+
+
+def cut_blocks(piece: Piece, block: int) -> bool:
+    """Say whether blocks of ``block`` elements, counted in the whole tensor, lie on several ranks."""
+    placement = piece.placement
+    shape, whole, offset = placement.shape, placement.global_shape, placement.offset
+    begin, end = piece.span or (0, prod(shape))
+    if begin % block or (end % block and end != prod(shape)):
+        return True
+    split = [axis for axis in range(len(shape)) if shape[axis] != whole[axis]]
+    if not split:
+        return False
+    inner = split[-1]
+    runs = [prod(whole[axis + 1 :]) * offset[axis] for axis in split]
+    lengths = [prod(shape[inner:])] + ([prod(whole[inner:])] if inner else [])
+    at_the_end = inner == 0 and offset[0] + shape[0] == whole[0]
+    return any(start % block for start in runs) or (not at_the_end and any(n % block for n in lengths))
+
+
+#: Elements that are rounded at a time: what is computed on the way fits a CPU's cache, or 300 MB of a GPU.
+CHUNKS = {"cpu": 2**17, "cuda": 2**22}
+
+
+class Clock:
+    """What the masters of one precision have in common: the run's seed, and how many steps it has taken.
+
+    It is the precision's loss scale, which the core tells of every step and keeps in checkpoints; it scales
+    nothing.
+    """
+
+    value = 1.0
+
+    def __init__(self) -> None:
+        self.seed, self.step = 0, 0
+
+    def update(self, skipped: bool) -> None:
+        """Count a step."""
+        self.step += 1
+
+    def meta(self) -> dict[str, Any]:
+        """Return the number of steps."""
+        return {"step": self.step}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.step = meta.get("step", 0)
+
+
+class Noise:
+    """The random numbers of one piece."""
+
+    def __init__(self, piece: Piece, clock: Clock, device: torch.device) -> None:
+        self.piece, self.clock, self.device = piece, clock, device
+        self.step, self.turn = -1, 0
+
+    def begin(self) -> None:
+        """Draw other numbers from here on: once a step in training, but nobody is held to that."""
+        self.turn = self.turn + 1 if self.step == self.clock.step else 0
+        self.step = self.clock.step
+
+    def chunks(self, length: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of whole blocks."""
+        size = CHUNKS.get(self.device.type, CHUNKS["cuda"])
+        return ((begin, min(begin + size, length)) for begin in range(0, length, size))
+
+    def weights(self, begin: int, end: int) -> torch.Tensor:
+        """Return this step's number for each of these elements of the piece."""
+        return uniform(elements_of(self.piece, begin, end, self.device), self._stream("weight"))
+
+    def blocks(self, begin: int, end: int, block: int) -> torch.Tensor:
+        """Return another one for each block, after its first element."""
+        return uniform(elements_of(self.piece, begin, end, self.device)[::block], self._stream("scale"))
+
+    def _stream(self, use: str) -> int:
+        return stream(self.clock.seed, f"{self.piece.placement.name}/{use}/{self.turn}", self.step)

@@ -1,0 +1,133 @@
+"""The ``fp4_master`` component: which parameter is kept how."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from math import prod
+
+import attrs
+import structlog
+import torch
+from torch import nn
+
+from nanotrain_core.builtin.precisions import LiveMaster
+from nanotrain_core.contracts import MasterWeight
+from nanotrain_core.dtypes import cast
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.placement import Piece
+from nanotrain_core.roles import tagged
+from nanotrain_fp4_master import FP4MasterConfig, bfloat16, lowbit
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
+from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
+
+FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
+LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
+    "residual": lowbit.Residual,
+    "eco": lowbit.Eco,
+    "naive": lowbit.Naive,
+}
+BFLOAT16: dict[str, Callable[[torch.Tensor], MasterWeight]] = {
+    "residual": bfloat16.Residual8,
+    "remainder": bfloat16.Remainder,
+    "naive": bfloat16.Naive,
+}
+
+
+@attrs.define(frozen=True)
+class Row:
+    """What some of a model's parameters got."""
+
+    role: str
+    """Of their modules; ``pattern`` if a pattern of the recipe keeps them, ``none`` without a role."""
+    weights: str
+    """What the model computes with, and what is kept beside it."""
+    parameters: int
+    bytes_each: float
+    """Of the weight and what is beside it, without the optimizer's moments."""
+
+
+class FP4Master:
+    """See :class:`~nanotrain_core.contracts.Precision`."""
+
+    parameter_dtype = torch.bfloat16
+    gradient_dtype = torch.float32
+
+    def __init__(self, config: FP4MasterConfig) -> None:
+        self.config = config
+        self.loss_scale = self.clock = Clock()
+        self.roles: dict[str, str] = {}
+
+    def seed(self, number: int) -> None:
+        """Round at random after the run's seed."""
+        self.clock.seed = number
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Cast to bfloat16, and note what role each parameter's module has."""
+        for prefix, module, found in tagged(part):  # outermost first: the innermost role counts
+            for name, _ in module.named_parameters(prefix=prefix):
+                self.roles[name] = found.role.name.lower()
+        cast(part, self.parameter_dtype)
+        if structlog.contextvars.get_contextvars().get("rank", 0) == 0:
+            for row in self.table(part.named_parameters()):
+                structlog.get_logger("nanotrain.fp4_master").info("fp4_master", **attrs.asdict(row))
+        return part
+
+    def is_low(self, name: str, dimensions: int) -> bool:
+        """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
+        kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
+        role = self.roles.get(name, "none") if self.roles else self.config.roles[0]
+        return not kept and dimensions > 1 and role in self.config.roles
+
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
+        """Return the master of a weight, which is rounded to the format.
+
+        Raises:
+            NanotrainError: a block would lie on two ranks.
+        """
+        if weight.dtype != self.parameter_dtype:  # a module keeps it in a dtype of its own
+            return LiveMaster(weight)
+        if not self.is_low(piece.placement.name, len(piece.placement.global_shape)):
+            return bfloat16.Remainder(weight)
+        noise = Noise(piece, self.clock, weight.device)
+        if self.config.form == "bf16":
+            return of_bfloat16(self.config.variant, weight, noise)
+        if cut_blocks(piece, self.config.block):
+            raise NanotrainError(straddling(piece, self.config))
+        return LOW_BIT[self.config.variant](weight, FORMATS[self.config.form](self.config.block), noise)
+
+    def table(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Row]:
+        """Return what parameters got, those alike in one row."""
+        counts: Counter[tuple[str, str, float]] = Counter()
+        for name, parameter in parameters:
+            counts[self._kind(name, parameter)] += parameter.numel()
+        return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
+
+    def _kind(self, name: str, parameter: torch.Tensor) -> tuple[str, str, float]:
+        kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
+        role = "pattern" if kept else self.roles.get(name, "none")
+        if parameter.dtype != self.parameter_dtype:
+            return role, str(parameter.dtype).removeprefix("torch."), parameter.dtype.itemsize
+        if not self.is_low(name, parameter.dim()):
+            return role, "bf16 remainder", 4.0
+        beside = {"residual": 1.0, "remainder": 2.0}.get(self.config.variant, 0.0)
+        return role, f"{self.config.form} {self.config.variant}", 2.0 + beside
+
+
+def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeight:
+    """Return the master of a weight that is rounded to bfloat16 only."""
+    if variant == "eco":
+        return bfloat16.Eco(weight, noise)
+    return BFLOAT16[variant](weight)
+
+
+def straddling(piece: Piece, config: FP4MasterConfig) -> str:
+    """Return why a piece cannot be kept in blocks."""
+    placement, size = piece.placement, config.block
+    return (
+        f"{piece.name}: blocks of {size} weights that share a scale in {config.form} would lie on several "
+        f"ranks: this one holds {tuple(placement.shape)} of {tuple(placement.global_shape)} from "
+        f"{tuple(placement.offset)} on. Split it at multiples of {size} ({prod(placement.shape) % size} left "
+        f'over), choose a smaller precision.block_size, or keep it: precision.keep = ["{placement.name}"]'
+    )

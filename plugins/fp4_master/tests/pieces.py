@@ -1,0 +1,29 @@
+"""Pieces of parameters, for tests of masters by themselves."""
+
+import torch
+from nanotrain_fp4_master import FP4MasterConfig
+from nanotrain_fp4_master.precision import FP4Master
+from torch import nn
+
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.placement import Piece, Placement
+
+LAYOUT = Layout({"dense": View(("dp", "tp"), (2, 2))})
+
+FOUR_BIT = [(form, variant) for form in ("nvfp4", "nf4") for variant in ("residual", "eco", "naive")]
+BFLOAT16 = [("bf16", variant) for variant in ("remainder", "residual", "eco", "naive")]
+
+
+def numbers(*shape, seed=0, scale=0.05):
+    """Return normal float32 numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def master_of(value, form, variant, *, span=None, placement=None, seed=0, **config):
+    """Return a precision, and its master of a bfloat16 parameter that starts as ``value``."""
+    precision = FP4Master(FP4MasterConfig(format=form, variant=variant, **config))
+    precision.seed(seed)
+    parameter = nn.Parameter(value.bfloat16(), requires_grad=False)
+    placement = placement or Placement.whole("layers.0.w", value.shape, LAYOUT)
+    piece = Piece(parameter, placement, span)
+    return precision, precision.master(piece.weight, piece)

@@ -1,0 +1,163 @@
+"""Which parameters get what, what a recipe may ask for, and what all that costs."""
+
+import gc
+
+import pytest
+import torch
+from nanotrain_fp4_master import FP4MasterConfig
+from nanotrain_fp4_master.precision import FP4Master
+
+from nanotrain_core.errors import RecipeError
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_run, push
+
+ADAMW = {"use": "adamw", "lr": 0.01}
+
+
+def case(optimizer=ADAMW, model=None, **config):
+    overrides = {"optimizer": optimizer, "model": model or {}}
+    return Case("precision", use="fp4_master", config=config, overrides=overrides)
+
+
+# --- what each parameter gets -----------------------------------------------------------------------
+
+
+def masters(case):
+    """Return the name of every parameter with the class of its master."""
+    run = make_run(case, {})
+    return {slot.placement.name: type(slot.master).__name__ for slot in run.optimizer.slots}
+
+
+def test_matrices_of_linear_layers_are_low_and_all_else_is_kept():
+    found = masters(case())
+    low = {name for name, kind in found.items() if kind == "Residual"}
+    assert {name.split(".", 2)[2] for name in low if name.startswith("layers.1")} == {
+        "attn.q.weight",
+        "attn.k.weight",
+        "attn.v.weight",
+        "attn.o.weight",
+        "ffn.gate.weight",
+        "ffn.up.weight",
+        "ffn.down.weight",
+    }
+    assert {kind for name, kind in found.items() if name not in low} == {"Remainder"}
+
+
+def test_a_recipe_chooses_roles_and_keeps_what_matches_a_pattern():
+    found = masters(case(roles=["row"], keep=["layers.0.*"]))
+    assert {name for name, kind in found.items() if kind == "Residual"} == {
+        "layers.1.attn.o.weight",
+        "layers.1.ffn.down.weight",
+    }
+
+
+def test_routers_are_kept_and_experts_are_low():
+    routed = {"use": "routed", "vocab": 64}
+    run = make_run(case(model=routed), {})
+    kinds = {slot.placement.name: type(slot.master).__name__ for slot in run.optimizer.slots}
+    experts = {kind for name, kind in kinds.items() if "experts" in name}
+    routers = {kind for name, kind in kinds.items() if "router" in name}
+    assert experts == {"Residual"}
+    assert routers <= {"Remainder", "LiveMaster"}
+    assert routers
+
+
+def test_the_table_says_what_each_got_and_counts_every_parameter():
+    run = make_run(case(keep=["layers.0.attn.*"]), {})
+    precision = FP4Master(FP4MasterConfig(keep=("layers.0.attn.*",)))
+    (part,) = run.stages.values()
+    precision.convert(part)
+    rows = precision.table(part.named_parameters())
+    assert sum(row.parameters for row in rows) == sum(p.numel() for p in part.parameters())
+    assert {(row.role, row.weights, row.bytes_each) for row in rows} == {
+        ("column", "nvfp4 residual", 3.0),
+        ("row", "nvfp4 residual", 3.0),
+        ("pattern", "bf16 remainder", 4.0),
+        ("norm", "bf16 remainder", 4.0),
+        ("vocab", "bf16 remainder", 4.0),
+        ("head", "bf16 remainder", 4.0),
+    }
+
+
+# --- what a recipe may ask for ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "text"),
+    [
+        ({"variant": "remainder", "format": "nvfp4"}, ADAMW, r"precision\.format: .*expected 'bf16'"),
+        ({"format": "nvfp4", "block_size": 32}, ADAMW, r"precision\.block_size: 32 .*nvfp4: 16"),
+        ({"format": "nf4", "block_size": 48}, ADAMW, r"precision\.block_size: 48 .*nf4: 64, 32, 16"),
+        ({"format": "bf16", "block_size": 16}, ADAMW, r"precision\.block_size: 16 .*has no blocks"),
+        ({"variant": "eco"}, {"use": "sgd", "lr": 0.1}, r"optimizer\.momentum: 'eco'"),
+        ({"variant": "eco"}, {**ADAMW, "betas": [0.0, 0.9]}, r"optimizer\.betas: 'eco'"),
+        ({"variant": "best"}, ADAMW, r"precision\.variant"),
+        ({"roles": ["router"]}, ADAMW, r"precision\.roles"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_starts(config, optimizer, text):
+    with pytest.raises(RecipeError, match=text):
+        case(optimizer, **config).recipe()
+
+
+def test_a_remainder_needs_no_format():
+    assert FP4MasterConfig(variant="remainder").form == "bf16"
+    assert FP4MasterConfig().form == "nvfp4"
+    assert FP4MasterConfig(format="nf4").block == 64
+
+
+# --- what it costs ----------------------------------------------------------------------------------
+
+#: Bytes of a weight with its master: the table of the README.
+BYTES = {
+    ("bf16", "remainder"): 4,
+    ("bf16", "residual"): 3,
+    ("bf16", "eco"): 2,
+    ("bf16", "naive"): 2,
+    ("nvfp4", "residual"): 3,
+    ("nvfp4", "eco"): 2,
+    ("nvfp4", "naive"): 2,
+    ("nf4", "residual"): 3,
+    ("nf4", "eco"): 2,
+    ("nf4", "naive"): 2,
+}
+MODEL = {"width": 128, "ffn": 512, "layers": 4}
+
+
+def live_bytes():
+    """Return the bytes of all tensors this process holds, each storage once."""
+    gc.collect()
+    held = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
+def bytes_alive(case):
+    """Return the low parameters of a run, the others, and all it adds to this process after two steps."""
+    make_run(case, {})  # what is made once
+    before = live_bytes()
+    run = make_run(case, {})
+    for step in range(2):
+        push(run, step, 1.0)
+        run.optimizer.step()
+        run.gradients.zero()
+    kept = sum(s.size for s in run.optimizer.slots if s.placement.name in KEPT or len(s.placement.shape) < 2)
+    return sum(s.size for s in run.optimizer.slots) - kept, kept, live_bytes() - before
+
+
+KEPT = {"embed.weight", "head.weight"}
+
+
+@pytest.mark.parametrize(("form", "variant"), BYTES)
+def test_a_parameter_takes_the_bytes_of_the_table(form, variant):
+    """Weight, master and two float32 moments; two percent for everything else in the process."""
+    each = case(model=MODEL, format=form, variant=variant)
+    low, kept, held = bytes_alive(each)
+    assert low > 20 * kept
+    assert held == pytest.approx(low * (BYTES[form, variant] + 8) + kept * (4 + 8), rel=0.02)
+
+
+@pytest.mark.parametrize("use", ["bf16", "fp32"])
+def test_the_precisions_it_is_compared_with_take_more(use):
+    each = Case("precision", use=use, overrides={"optimizer": ADAMW, "model": MODEL})
+    low, kept, held = bytes_alive(each)
+    assert held == pytest.approx((low + kept) * {"bf16": 6 + 8, "fp32": 4 + 8}[use], rel=0.02)
