@@ -229,7 +229,7 @@ class Precision(Protocol):
     It may also have, and the core then calls in this order:
 
     * ``seed(number)``, of the run, before anything else: one that rounds at random rounds alike in two runs.
-    * ``settle(parts, mesh)``, once on every rank when all its parts are converted. It may talk to other ranks,
+    * ``settle(parts, mesh)``, once on every rank when all parts are converted. It may talk to other ranks,
       to learn whether a pattern of the recipe matches any module of the whole model.
     * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
     """

@@ -13,7 +13,11 @@ from nanotrain_core.testing.probe import train
 
 def case(name="", model=None, **topology):
     """Return ep_deepseek beside a gradient sync on that topology, with the harness's mixture of experts."""
-    overrides = {"model": {"use": "routed", **(model or {})}, "parallel": [{"use": "summed"}]}
+    overrides = {
+        "model": {"use": "routed", **(model or {})},
+        "parallel": [{"use": "summed"}],
+        "batch": {"sequences": max(8, 2 * topology["dp"])},
+    }
     return Case("parallel", use="ep_deepseek", topology=topology, overrides=overrides, name=name)
 
 
