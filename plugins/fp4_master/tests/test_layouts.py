@@ -13,6 +13,26 @@ from nanotrain_core.testing.probe import make_engine, train
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
 ZERO = {**ADAMW, "use": "zero12", "stage": 2, "bucket_mb": 0.02}
 NARROW = {**ZERO, "moment_dtype": "bfloat16"}
+#: Every width a multiple of a block of 16, also over two ranks.
+EXPERTS = {
+    "use": "deepseek",
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "vocab": 64,
+    "dense_layers": 1,
+    "q_rank": 16,
+    "kv_rank": 16,
+    "nope_size": 16,
+    "rope_size": 16,
+    "value_size": 16,
+    "ffn": 64,
+    "experts": 4,
+    "top_k": 2,
+    "shared_experts": 1,
+    "expert_ffn": 32,
+    "init_std": 0.2,
+}
 LAYOUTS = {
     "one": ({}, ADAMW, []),
     "dp2": ({"dp": 2}, ADAMW, [{"use": "ddp"}]),
@@ -20,12 +40,17 @@ LAYOUTS = {
     "tp2": ({"tp": 2}, ADAMW, [{"use": "tp"}, {"use": "ddp"}]),
     "narrow2": ({"dp": 2}, NARROW, []),
     "zero2-tp2": ({"dp": 2, "tp": 2}, ZERO, [{"use": "tp"}]),
+    "pp2": ({"pp": 2}, ADAMW, []),
+    "experts": ({}, ADAMW, []),
+    "ep2": ({"dp": 2, "ep": 2}, ZERO, [{"use": "ep_deepseek"}]),
 }
 
 
 def on(layout, variant, form="nvfp4", checkpoint="simple"):
     topology, optimizer, parallel = LAYOUTS[layout]
     overrides = {"optimizer": optimizer, "parallel": parallel, "checkpoint": {"use": checkpoint}}
+    overrides |= {"model": EXPERTS} if layout in ("experts", "ep2") else {}
+    overrides |= {"schedule": {"use": "1f1b"}} if layout == "pp2" else {}
     config = {"variant": variant, "format": form}
     return Case("precision", use="fp4_master", config=config, topology=topology, overrides=overrides)
 
@@ -38,10 +63,23 @@ def run(case, folder, steps=4, **options):
     return whole([[*t.weights, *t.state] for t in found]), own
 
 
-@pytest.mark.parametrize("checkpoint", ["simple", "sharded_v2"])
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
-    ("layout", "variant"),
-    [("one", "residual"), ("zero2", "residual"), ("narrow2", "eco"), ("tp2", "eco")],
+    ("layout", "variant", "checkpoint"),
+    [
+        ("zero2", "residual", "simple"),
+        ("narrow2", "eco", "sharded_v2"),
+        full("one", "residual", "simple"),
+        full("one", "eco", "sharded_v2"),
+        full("zero2", "residual", "sharded_v2"),
+        full("tp2", "eco", "simple"),
+        full("zero2-tp2", "residual", "sharded_v2"),
+        full("pp2", "eco", "simple"),
+        full("ep2", "residual", "sharded_v2"),
+    ],
 )
 def test_a_resumed_run_has_every_bit_of_one_that_went_through(layout, variant, checkpoint):
     case = on(layout, variant, checkpoint=checkpoint)
@@ -54,10 +92,13 @@ def test_a_resumed_run_has_every_bit_of_one_that_went_through(layout, variant, c
 
 MOVES = [
     ("one", "zero2", "residual", "simple"),
-    ("zero2", "one", "residual", "sharded_v2"),
-    ("dp2", "tp2", "residual", "sharded_v2"),
-    ("zero2", "tp2", "eco", "simple"),
+    ("zero2", "tp2", "residual", "sharded_v2"),
     ("tp2", "zero2", "remainder", "sharded_v2"),
+    full("zero2", "one", "residual", "sharded_v2"),
+    full("dp2", "tp2", "residual", "simple"),
+    full("zero2", "tp2", "eco", "simple"),
+    full("one", "zero2-tp2", "residual", "sharded_v2"),
+    full("one", "pp2", "residual", "simple"),
 ]
 
 
@@ -77,11 +118,19 @@ def first_steps(case):
     return trace.weights
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero2", "tp2", "zero2-tp2"])
-@pytest.mark.parametrize("variant", ["residual", "eco"])
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [
+        ("zero2", "eco"),
+        ("tp2", "residual"),
+        *(full(layout, "residual") for layout in ("dp2", "zero2", "zero2-tp2", "pp2", "ep2")),
+        *(full(layout, "eco") for layout in ("dp2", "tp2", "zero2-tp2", "pp2", "ep2")),
+    ],
+)
 def test_every_layout_rounds_alike(layout, variant):
     """But where gradients differ in their last bits, a few weights in a hundred fall the other way."""
-    one = whole(run_ranks(first_steps, 1, on("one", variant)))
+    alone = on("experts" if layout == "ep2" else "one", variant)
+    one = whole(run_ranks(first_steps, 1, alone))
     case = on(layout, variant)
     found = whole(run_ranks(first_steps, case.world_size, case))
     for name, wanted in one.items():
