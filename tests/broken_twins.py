@@ -16,7 +16,7 @@ from nanotrain_core.batch import Shard
 from nanotrain_core.builtin import configs, simple_checkpoint
 from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.builtin.grid import Grid
-from nanotrain_core.builtin.optimizers import SGD
+from nanotrain_core.builtin.optimizers import SGD, AdamW
 from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
 from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.builtin.synthetic import Synthetic
@@ -111,6 +111,13 @@ class NeverClips(SGD):
         super().__init__(attrs.evolve(config, clip_norm=0.0))
 
 
+class DropsErrors(AdamW):
+    """Takes masters that need their error carried, and does not carry it."""
+
+    def carry(self, slot, error):
+        pass
+
+
 class ForgetfulMaster(Float32Master):
     """Keeps the new weight and never shows it to the model."""
 
@@ -199,6 +206,7 @@ def nanotrain_register_schedule(register):
 @hookimpl
 def nanotrain_register_optimizer(register):
     register(twin(NeverClips, configs.SGDConfig))
+    register(twin(DropsErrors, configs.AdamWConfig))
 
 
 @hookimpl

@@ -42,6 +42,7 @@ FAULTS = [
     (Case("parallel", use="changes_nothing", topology={"tp": 2}, plugins=TWINS), {"its_dimensions_are_used"}),
     (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
+    (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
     (
         Case("precision", use="forgets_to_write_through", plugins=TWINS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},

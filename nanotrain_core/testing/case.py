@@ -36,8 +36,9 @@ TINY: Tables = {
     "data": {"use": "synthetic", "vocab": 64, "sequences": 64, "validation_sequences": 10},
 }
 
-#: Plugins that every case knows: ``summed``, a gradient sync, and ``routed``, a model with experts.
-HARNESS = tuple(str(Path(__file__).with_name(name)) for name in ("summed.py", "routed.py"))
+#: Plugins that every case knows: ``summed``, a gradient sync, ``routed``, a model with experts, ``coarse``, a
+#: precision that loses much.
+HARNESS = tuple(str(Path(__file__).with_name(name)) for name in ("summed.py", "routed.py", "coarse.py"))
 
 #: What to do about a recipe that cannot run.
 REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"

@@ -10,11 +10,13 @@ from typing import Any
 import attrs
 import torch
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.compare import EXACT, assert_bitwise, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Drive, drive, train
+from nanotrain_core.testing.probe import Drive, drive, make_run, push, train
+from nanotrain_core.testing.probe import weights as weights_of
 
 #: Sizes of the gradients of three steps: growing, so that clipping differs from a constant factor.
 SCALES = [1.0, 30.0, 3.0]
@@ -137,6 +139,40 @@ def resume_is_bit_equal(case: Case) -> None:
     for rank, (one, other) in enumerate(zip(through, resumed, strict=True)):
         assert_bitwise(whole_of(other), whole_of(one), f"rank {rank}, resumed after step 3")
         assert other.meta == one.meta, f"rank {rank}: {other.meta} instead of {one.meta}"
+
+
+@check("optimizer", since="0.1")
+def lost_weights_are_carried_or_refused(case: Case) -> None:
+    """Masters whose error must be carried are refused, or updates too small for them arrive with time."""
+    case = undecayed(case)
+    (exact,) = run_ranks(drift, 1, case.alone(), {"use": "fp64"})
+    assert exact is not None
+    coarse = {"use": "coarse", "step": 5 * exact / MANY}
+    for number, moved in enumerate(run_ranks(drift, case.world_size, case, coarse)):
+        if moved is not None:
+            assert 0.5 < moved / exact < 2, (
+                f"rank {number}: {MANY} updates moved weights by {moved:.3g} where masters round to 1/20 of "
+                f"{exact:.3g}, which is how far exact masters move: their error is dropped"
+            )
+
+
+#: Updates of equal sign. A coarse master rounds to five of them, so that none is seen by itself.
+MANY = 100
+
+
+def drift(case: Case, precision: dict[str, Any]) -> float | None:
+    """Return the mean way of all weights under equal gradients; None if the masters are refused."""
+    try:
+        run = make_run(case, {"precision": precision, "optimizer": {"clip_norm": 0.0}})
+    except NanotrainError:
+        return None
+    before = weights_of(run)
+    for _ in range(MANY):
+        push(run, 0, 1.0)
+        run.optimizer.step()
+        run.gradients.zero()
+    ways = [(new.tensor - old.tensor).abs() for old, new in zip(before, weights_of(run), strict=True)]
+    return sum(way.sum().item() for way in ways) / sum(way.numel() for way in ways)
 
 
 def whole_of(trace: Any) -> dict[str, torch.Tensor]:

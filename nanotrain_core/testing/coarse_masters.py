@@ -1,0 +1,47 @@
+"""What ``coarse`` builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from nanotrain_core.builtin.precisions import NoLossScale, Uniform
+from nanotrain_core.contracts import MasterWeight
+from nanotrain_core.placement import Piece
+
+
+class CoarseMaster:
+    """Rounds to multiples of a step, and says what that loses: see ``ErrorFeedback`` of the contracts."""
+
+    def __init__(self, weight: torch.Tensor, step: float) -> None:
+        self.weight, self.step = weight, step
+        self.store(weight.clone())
+
+    def load(self) -> torch.Tensor:
+        """Return a copy, as a master that decodes does."""
+        return self.weight.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        """Round to nearest."""
+        self.weight.copy_((value / self.step).round() * self.step)
+
+    def error(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what that lost."""
+        return value - self.weight
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Nothing."""
+        return {}
+
+
+class Coarse(Uniform):
+    """float64 with coarse masters."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__(torch.float64, NoLossScale())
+        self.step = step
+
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
+        """Round the weight at once."""
+        return CoarseMaster(weight, self.step)
