@@ -119,19 +119,21 @@ def first_steps(case):
 
 
 @pytest.mark.parametrize(
-    ("layout", "variant"),
+    ("layout", "variant", "form"),
     [
-        ("zero2", "eco"),
-        ("tp2", "residual"),
-        *(full(layout, "residual") for layout in ("dp2", "zero2", "zero2-tp2", "pp2", "ep2")),
-        *(full(layout, "eco") for layout in ("dp2", "tp2", "zero2-tp2", "pp2", "ep2")),
+        ("zero2", "eco", "nvfp4"),
+        ("tp2", "residual", "nvfp4"),
+        full("zero2", "residual", "nf4"),
+        full("tp2", "eco", "bf16"),
+        *(full(layout, "residual", "nvfp4") for layout in ("dp2", "zero2", "zero2-tp2", "pp2", "ep2")),
+        *(full(layout, "eco", "nvfp4") for layout in ("dp2", "tp2", "zero2-tp2", "pp2", "ep2")),
     ],
 )
-def test_every_layout_rounds_alike(layout, variant):
+def test_every_layout_rounds_alike(layout, variant, form):
     """But where gradients differ in their last bits, a few weights in a hundred fall the other way."""
-    alone = on("experts" if layout == "ep2" else "one", variant)
+    alone = on("experts" if layout == "ep2" else "one", variant, form)
     one = whole(run_ranks(first_steps, 1, alone))
-    case = on(layout, variant)
+    case = on(layout, variant, form)
     found = whole(run_ranks(first_steps, case.world_size, case))
     for name, wanted in one.items():
         differing = (found[name] != wanted).float().mean().item()
