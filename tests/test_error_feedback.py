@@ -176,6 +176,24 @@ def test_weights_are_loaded_in_waves_that_change_nothing(limit, expected, monkey
     whole, optimizer = train(AdamW, config, 3)
     assert [len(wave) for wave in waves(optimizer.slots, limit)] == expected
     monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, limit))
-    cut, _ = train(AdamW, config, 3)
+    cut, optimizer = train(AdamW, config, 3)
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [2, 4]
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
+    """An optimizer of torch's need not skip those without a gradient."""
+    _, gradients, optimizer = set_up(AdamW, AdamWConfig(), Coarse())
+    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    seen, step = [], optimizer.inner.step
+
+    def look():
+        seen.append([w.numel() for group in optimizer.inner.param_groups for w in group["params"]])
+        step()
+
+    optimizer.inner.step = look
+    for parameter in (slot.parameter for slot in optimizer.slots):
+        gradients._wide[parameter] = torch.ones_like(parameter)
+    optimizer.step()
+    assert seen == [[35, 7], [14, 7, 7, 2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,21 @@ def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
         wave.append(slot)
     if wave:
         yield wave
+
+
+@contextmanager
+def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
+    """Have ``inner`` see the weights of these slots alone: all others are not loaded."""
+    groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
+    try:
+        for group in groups:
+            group["params"] = [slot.weight for slot in slots if slot.group is group]
+        inner.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        inner.param_groups = groups
+        for group, each in zip(groups, weights, strict=True):
+            group["params"] = each
 
 
 class MasterOptimizer:
@@ -147,7 +163,8 @@ class MasterOptimizer:
             for slot in wave:
                 slot.load()
                 slot.weight.grad = next(found).to(slot.weight.device)
-            self.inner.step()  # those without a gradient, of other waves, stay as they are
+            with only(self.inner, wave):
+                self.inner.step()
             for slot in wave:
                 lost = slot.store()
                 if lost is not None and slot.group["lr"]:
