@@ -13,7 +13,9 @@ ZERO = {"optimizer": {"use": "zero12", **SMALL, "stage": 2}}
 
 
 def case(stage, config, topology, name=""):
-    return Case("optimizer", use="zero12", config={**config, "stage": stage}, topology=topology, name=name)
+    batch = {"batch": {"sequences": max(8, 2 * topology.get("dp", 1))}}
+    config = {**config, "stage": stage}
+    return Case("optimizer", use="zero12", config=config, topology=topology, overrides=batch, name=name)
 
 
 test_conformance = conformance(
