@@ -59,8 +59,8 @@ _ATTRIBUTE = "nanotrain_products"
 def multiplied(module: nn.Module) -> tuple[str, ...]:
     """Return the parameters of ``module`` whose products can be given: see :func:`give_products`."""
     found = tag_of(module)
-    if found is None or (found.role in LINEAR and taken_over_by(module) is not None):
-        return ()
+    if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
+        return ()  # a wrapper computes on other rows than it is called with
     return ("weight",) if found.role in LINEAR else tuple(found.products)
 
 
@@ -73,7 +73,7 @@ def give_products(module: nn.Module, products: Mapping[str, LinearProducts]) -> 
     """
     setattr(module, _ATTRIBUTE, dict(products))
     found = tag_of(module)
-    if found is not None and found.role in LINEAR:
+    if products and found is not None and found.role in LINEAR:
         take_over(module, _forward)
 
 

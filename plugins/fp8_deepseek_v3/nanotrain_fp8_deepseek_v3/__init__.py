@@ -6,6 +6,7 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 from typing import Literal
 
 import attrs
+from attrs.validators import ge
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
@@ -53,6 +54,14 @@ class FP8HybridConfig(ModuleFormats):
     """Who makes FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU of Ada, Hopper or later."""
 
 
+@attrs.define(frozen=True, kw_only=True)
+class FP8MonitorConfig:
+    """``[[monitor]] use = "fp8"``."""
+
+    every: int = attrs.field(default=50, validator=ge(1))
+    """Watch the first step, and each one after as many steps."""
+
+
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
     """Announce ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
@@ -62,6 +71,7 @@ def nanotrain_register_precision(register: Register) -> None:
             config=FP8DeepSeekV3Config,
             factory=f"{__name__}.precision:FP8DeepSeekV3",
             summary="bf16 with all products of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
+            provides={"fp8_products"},
         )
     )
     register(
@@ -70,5 +80,20 @@ def nanotrain_register_precision(register: Register) -> None:
             config=FP8HybridConfig,
             factory=f"{__name__}.precision:FP8Hybrid",
             summary="bf16 with products in E4M3 and gradients in E5M2, one scale for each tensor",
+            provides={"fp8_products"},
+        )
+    )
+
+
+@hookimpl
+def nanotrain_register_monitor(register: Register) -> None:
+    """Announce ``fp8``."""
+    register(
+        Component(
+            name="fp8",
+            config=FP8MonitorConfig,
+            factory=f"{__name__}.monitor:FP8Monitor",
+            summary="sizes of FP8 operands, and how many are lost to zero, module by module",
+            requires={"fp8_products"},
         )
     )

@@ -1,0 +1,63 @@
+"""A plugin: float64 whose products of linear layers are given, and exact, wherever a module takes them."""
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin.configs import PrecisionConfig
+from nanotrain_core.component import Component
+
+
+@hookimpl
+def nanotrain_register_precision(register):
+    factory = f"{__name__}:build"
+    register(Component(name="given", config=PrecisionConfig, factory=factory, summary="given products"))
+
+
+def build(config):
+    import torch
+
+    from nanotrain_core.builtin.precisions import NoLossScale, Uniform
+    from nanotrain_core.products import give_products, multiplied, steady
+    from nanotrain_core.roles import tagged
+
+    class Exact:
+        """Keeps of an input its half, as if in another format; counts what it makes of weights."""
+
+        groups = None
+
+        def grouped(self, counts_E):
+            new = Exact()
+            new.groups = counts_E.tolist()
+            return new
+
+        def forward(self, x_MK, *weights_NK):
+            assert steady() is not None
+            return [self.times(x_MK, weight.mT) for weight in weights_NK], self.keep(x_MK)
+
+        def keep(self, x_MK):
+            return (x_MK / 2,)
+
+        def input_gradient(self, d_y_MN, weight_NK):
+            return self.times(d_y_MN, weight_NK)
+
+        def weight_gradient(self, d_y_MN, kept):
+            if self.groups is None:
+                return d_y_MN.T @ kept[0] * 2
+            pairs = zip(d_y_MN.split(self.groups), kept[0].split(self.groups), strict=True)
+            return torch.stack([d_y.T @ x * 2 for d_y, x in pairs])
+
+        def times(self, rows, right):
+            if self.groups is None:
+                return rows @ right
+            return torch.cat([own @ w for own, w in zip(rows.split(self.groups), right, strict=True)])
+
+    class Given(Uniform):
+        def settle(self, parts, mesh):
+            self.names = []
+            for part in parts:
+                for name, module, _ in tagged(part):
+                    give_products(module, dict.fromkeys(multiplied(module), Exact()))
+                    self.names += [f"{name}.{key}" for key in multiplied(module)]
+
+        def describe(self):
+            return self.names
+
+    return Given(torch.float64, NoLossScale())

@@ -1,0 +1,80 @@
+"""Products that a precision gives stand in for a layer's own under every wrapper and schedule."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from nanotrain_core.products import give_products, multiplied, products_of, steady, steady_weights
+from nanotrain_core.roles import Role, tag, take_over
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.compare import assert_same, whole
+from nanotrain_core.testing.probe import make_run
+
+PLUGIN = str(Path(__file__).with_name("given_products.py"))
+GPT = {"bias": True, "norm": "layernorm", "activation": "gelu", "positions": "learned", "max_length": 16}
+DEEPSEEK = {
+    "use": "deepseek", "layers": 2, "dense_layers": 1, "width": 32, "vocab": 64, "heads": 4, "q_rank": 8,
+    "kv_rank": 8, "nope_size": 8, "rope_size": 4, "value_size": 8, "ffn": 48, "experts": 4, "top_k": 2,
+    "shared_experts": 1, "expert_ffn": 16, "groups": 2, "group_limit": 1, "mtp": 1, "init_std": 0.2,
+}  # fmt: skip
+DDP, TP, EP = {"use": "ddp"}, {"use": "tp"}, {"use": "ep_deepseek"}
+LAYOUTS = {
+    "alone": ({}, {"model": DEEPSEEK}),
+    "tp-biases": ({"tp": 2}, {"model": GPT, "parallel": [TP, DDP]}),
+    "tp": ({"tp": 2}, {"model": DEEPSEEK, "parallel": [{**TP, "sequence_parallel": False}, EP, DDP]}),
+    "ep": ({"dp": 2, "ep": 2}, {"model": DEEPSEEK, "parallel": [EP, DDP]}),
+    "etp": ({"dp": 2, "etp": 2}, {"model": DEEPSEEK, "parallel": [EP, DDP]}),
+    "zb_h1": ({"pp": 2}, {"model": DEEPSEEK, "parallel": [DDP], "schedule": {"use": "zb_h1"}}),
+    "routed": ({}, {"model": {"use": "routed"}}),
+}
+
+
+def case_of(layout, precision):
+    topology, around = LAYOUTS[layout]
+    return Case("precision", use=precision, topology=topology, overrides=around, plugins=[PLUGIN])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_products_have_the_gradients_of_a_layers_own_on_one_process(layout):
+    ranks, (alone,) = traces(case_of(layout, "given")), traces(case_of(layout, "fp64").alone())
+    for part in ("gradients", "weights"):
+        found = whole([getattr(trace, part) for trace in ranks], atol=1e-10)
+        assert_same(found, whole([getattr(alone, part)]), part, atol=1e-10)
+    assert [r.loss for r in ranks[0].reports] == pytest.approx([r.loss for r in alone.reports], abs=1e-10)
+
+
+def test_every_linear_layer_and_the_experts_that_ask_take_products():
+    taken = set(make_run(case_of("alone", "given"), {}).described)
+    names = {p.placement.name for p in make_run(case_of("alone", "fp64"), {}).placed}
+    left = {name.rpartition(".")[0].rpartition(".")[2] for name in names - taken}
+    assert left == {"embed", "head", "norm", "router", "attn_norm", "ffn_norm", "q_a_norm", "kv_a_norm",
+                    "hidden_norm", "embed_norm"}  # fmt: skip
+    assert "layers.1.moe.experts.down" in taken
+    assert not any("experts" in name for name in make_run(case_of("routed", "given"), {}).described)
+
+
+def test_a_layer_that_a_wrapper_computes_keeps_its_products():
+    layer = take_over(tag(nn.Linear(2, 2), Role.COLUMN), lambda module, x: x)
+    assert multiplied(layer) == ()
+    assert multiplied(nn.Linear(2, 2)) == ()
+    assert products_of(layer) == {}
+
+
+def test_products_can_be_given_anew():
+    layer = tag(nn.Linear(2, 2), Role.ROW)
+    give_products(layer, {"weight": "one"})
+    assert multiplied(layer) == ("weight",)
+    give_products(layer, {"weight": "other"})
+    assert products_of(layer) == {"weight": "other"}
+
+
+def test_what_is_made_of_weights_holds_while_they_are_steady():
+    assert steady() is None
+    with steady_weights():
+        first = steady()
+        assert first == steady()
+    with steady_weights():
+        assert steady() not in (None, first)
+    assert steady() is None
