@@ -23,6 +23,8 @@ class Format(Protocol):
     """How a block of weights [N, B], float32, is rounded. Noise is uniform in [0, 1); None: to nearest."""
 
     block: int
+    fits: tuple[float, float]
+    """Between which a block's largest weight over its scale may lie before the scale is chosen anew."""
 
     def fit(self, largest: torch.Tensor) -> Format:
         """Return the format for weights of which this is the largest magnitude."""
@@ -63,6 +65,7 @@ def four_bits(x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
 class NVFP4Blocks:
     """Sixteen weights to a block. See :mod:`nanotrain_fp4_master.nvfp4`."""
 
+    fits = (5.5, 6.5)
     nearest = staticmethod(nvfp4.nearest)
     neighbours = staticmethod(nvfp4.neighbours)
     half_gap = staticmethod(nvfp4.half_gap)
@@ -104,6 +107,7 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
 class NF4Blocks:
     """See :mod:`nanotrain_fp4_master.nf4`."""
 
+    fits = (0.97, 1.03)
     nearest = staticmethod(nf4.nearest)
     neighbours = staticmethod(nf4.neighbours)
     half_gap = staticmethod(nf4.half_gap)

@@ -10,9 +10,11 @@ from torch.nn.functional import pad
 from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import Noise
 
-#: A residual is a multiple of 1/120 of the largest error that rounding to nearest makes, and at most 127 of
+#: A residual is a multiple of 1/124 of the largest error that rounding to nearest makes, and at most 127 of
 #: them.
-PARTS, REACH = 120, 127
+PARTS, REACH = 124, 127
+#: A weight keeps its code until its master is by so much of the way beyond the middle to the next one.
+SLACK = 0.05
 
 
 class Blocks:
@@ -93,12 +95,12 @@ class Eco(Naive):
 
 
 class Residual(Naive):
-    """Eight bits beside the weight: what rounding lost, up to 1/20 more than rounding to nearest can lose.
+    """Eight bits beside the weight: what rounding lost, and a little more than rounding to nearest can lose.
 
-    That twentieth lets a weight keep its code, and a block its scale, until the master is surely on the
-    other side; were both always the nearest, one could not store what was loaded without changing some. The
-    parts of a residual are coarser than most updates, so it is rounded at random, and small updates arrive
-    in the mean.
+    That lets a weight keep its code, and a block its scale, until the master is surely on the other side;
+    were they always the nearest, one could not store what was loaded without changing some. The parts of a
+    residual are coarser than most updates, so it is rounded at random, and small updates arrive in the
+    mean.
     """
 
     bytes_beside = 1.0
@@ -153,13 +155,18 @@ def residual_of(wide: torch.Tensor, rounded: torch.Tensor, form: Format, noise: 
 def follow(wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Tensor) -> torch.Tensor:
     """Return what blocks ``old`` of the format, [N, B], become when their masters are ``wide``.
 
-    A weight that the residual still reaches stays; another one of its block is rounded to nearest on the same
-    scale. A block is rounded anew if that leaves it without its largest number, or one out of reach.
+    A weight that is still nearest to its master, or all but, stays; another one of its block is rounded to
+    nearest on the same scale. A block is rounded anew if that leaves a weight out of reach, or a scale that
+    fits its largest badly. All is decided by what would be read back, so that storing that does not decide
+    otherwise.
     """
     scales = form.scales_of(old)
-    stays = residual_of(wide, old, form, noise).abs() <= REACH
+    near = torch.addcmul(old, residual_of(wide, old, form, noise), units(old, form), value=1 - SLACK)
+    stays = on_grid(form.nearest(near / nonzero(scales)), scales) == old
     moved = torch.where(stays, old, on_grid(form.nearest(wide / nonzero(scales)), scales))
-    largest = moved.abs().amax(dim=1, keepdim=True) == old.abs().amax(dim=1, keepdim=True)
-    reached = residual_of(wide, moved, form, noise).abs() <= REACH
-    keeps = largest & reached.all(dim=1, keepdim=True) & form.has(scales)
+    parts = residual_of(wide, moved, form, noise)
+    back = torch.addcmul(moved, parts, units(moved, form))
+    fit = back.abs().amax(dim=1, keepdim=True) / nonzero(scales)
+    keeps = (parts.abs() <= REACH).all(dim=1, keepdim=True) & form.has(scales)
+    keeps &= (fit > form.fits[0]) & (fit < form.fits[1])
     return torch.where(keeps, moved, to_nearest(wide, form))
