@@ -36,6 +36,7 @@ class Slot:
 
     def __init__(self, piece: Piece, master: MasterWeight) -> None:
         self.piece, self.master = piece, master
+        self.feedback = master if isinstance(master, ErrorFeedback) else None
         self.parameter, self.placement = piece.parameter, piece.placement
         self.weight = torch.nn.Parameter(master.load().detach(), requires_grad=False)
         self.size = self.weight.numel()
@@ -48,7 +49,7 @@ class Slot:
         """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
         value = self.weight.detach()
         self.master.store(value)
-        lost = self.master.error(value) if isinstance(self.master, ErrorFeedback) else None
+        lost = None if self.feedback is None else self.feedback.error(value)
         self.forget()
         return lost
 
@@ -61,11 +62,13 @@ class Slot:
 def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
     """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
     wave: list[Slot] = []
+    size = 0
     for slot in slots:
-        if wave and sum(each.size for each in wave) + slot.size > limit:
+        if wave and size + slot.size > limit:
             yield wave
-            wave = []
+            wave, size = [], 0
         wave.append(slot)
+        size += slot.size
     if wave:
         yield wave
 
@@ -137,7 +140,7 @@ class MasterOptimizer:
 
     def _refuse_loss(self) -> None:
         """Refuse masters whose error nobody would carry: their weights would stand still or wander."""
-        lossy = [slot.piece.name for slot in self.slots if isinstance(slot.master, ErrorFeedback)]
+        lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
         if lossy and not self.carries:
             raise NanotrainError(
                 f"the precision has the optimizer carry rounding errors, of {lossy[0]} and {len(lossy) - 1} "

@@ -1,4 +1,7 @@
-"""Checkpoints of narrow weights: bitwise on the layout they are of, and the same weights on every other."""
+"""Low-bit masters beside the other plugins: sharded by zero12, saved and loaded on any layout, split by tp.
+
+Checkpoints are bitwise on the layout they are of, and have the same weights on every other.
+"""
 
 import tempfile
 from pathlib import Path
@@ -6,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -161,3 +164,19 @@ def test_another_variants_checkpoint_is_refused():
         run(on("one", "residual"), folder, steps=2, save_at=2)
         with pytest.raises(Exception, match="does not fit this run"):
             run(on("one", "eco"), folder, steps=2, resume="2")
+
+
+def sharded(variant):
+    config = {"format": "nvfp4", "variant": variant}
+    zero = {"optimizer": {"use": "zero12", "lr": 0.01, "clip_norm": 1.0, "stage": 2, "bucket_mb": 0.01}}
+    return Case(
+        "precision", use="fp4_master", config=config, topology={"dp": 2}, overrides=zero, name=variant
+    )
+
+
+test_sharded_masters = pytest.mark.full(
+    conformance(
+        *map(sharded, ("residual", "eco")),
+        expected_failures={"loss_follows_float32": "the model computes with 4-bit weights"},
+    )
+)
