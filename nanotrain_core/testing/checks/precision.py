@@ -14,12 +14,10 @@ from nanotrain_core.testing.compare import assert_bitwise
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, drive, make_run
 
-#: Largest relative error of a master weight after ``store``; 4-bit formats may round at random.
-STORE_ERROR = 0.15
-#: How far losses may be from float32's, relative, in the mean over 20 steps of the tiny model.
+#: Largest relative error of a master weight after ``store``; narrow formats may keep 3 bits.
+STORE_ERROR = 0.1
+#: How far a run's loss may be from float32's, relative, over 20 steps of the tiny model.
 BAND = 0.02
-#: And at any one step: eight-bit products move single losses by up to 6%, their mean by at most 1.5%.
-BAND_OF_A_STEP = 0.1
 
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}
 
@@ -109,32 +107,26 @@ def stored_weights_reach_the_model(case: Case) -> None:
 
 @check("precision", since="0.1")
 def master_keeps_small_updates(case: Case) -> None:
-    """250 updates of 2**-10 of a weight add up instead of being rounded away one by one."""
-    one_of_each_shape = {(tuple(found.weight.shape), type(found.master)): found for found in masters_of(case)}
-    for found in one_of_each_shape.values():
+    """A thousand updates of 2**-12 of a weight add up instead of being rounded away one by one."""
+    for found in masters_of(case):
         name, master = found.name, found.master
         start = torch.ones_like(master.load())
         master.store(start)
-        for _ in range(250):
-            master.store(master.load() + 2.0**-10)
-        moved = (master.load().double() - 1).mean().item() / (250 * 2.0**-10)
-        assert 0.9 < moved < 1.1, f"{name}: 250 small updates moved the weight by {moved:.3g} of their sum"
+        for _ in range(1000):
+            master.store(master.load() + 2.0**-12)
+        moved = (master.load().double() - 1).mean().item() / (1000 * 2.0**-12)
+        assert 0.9 < moved < 1.1, f"{name}: 1000 small updates moved the weight by {moved:.3g} of their sum"
 
 
 @check("precision", since="0.1")
 def loss_follows_float32(case: Case) -> None:
-    """Over 20 steps of the tiny model, losses are within 2% of float32's in the mean, each within 10%."""
+    """Over 20 steps of the tiny model, every loss is within 2% of the same run in float32."""
     changes = {"run": {"steps": 20}, "optimizer": ADAMW, "batch": {"microbatch": 4}}
     (narrow,) = traces(case.alone(), **changes)
     (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
-    apart = []
     for got, want in zip(narrow.reports, wide.reports, strict=True):
-        apart.append(got.loss / want.loss - 1)
-        assert abs(apart[-1]) < BAND_OF_A_STEP, (
-            f"loss {got.loss:.4f} at step {got.step}, float32 has {want.loss:.4f}"
-        )
-    mean = sum(apart) / len(apart)
-    assert abs(mean) < BAND, f"losses are {mean:+.2%} from float32's in the mean of {len(apart)} steps"
+        relative = abs(got.loss / want.loss - 1)
+        assert relative < BAND, f"loss {got.loss:.4f} at step {got.step}, float32 has {want.loss:.4f}"
     assert wide.reports[-1].loss < wide.reports[0].loss, "the float32 run does not learn: nothing was tested"
 
 
