@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -28,6 +29,13 @@ def remove_leftovers(folder: Path) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """Write UTF-8 text so that a reader sees the old file or the new one."""
     write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:
+    """Yield each file that matches, and its text; files that are gone before they are read are left out."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            yield path, path.read_text(encoding="utf-8")
 
 
 def _write_text(path: Path, text: str) -> None:

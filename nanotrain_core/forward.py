@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nanotrain_core.files import read_each
 from nanotrain_core.hang import kill
 
 #: Seconds ranks get for a last step and checkpoint after a signal.
@@ -53,7 +54,7 @@ class SignalForwarder:
         """Tell ranks that have not been told; those that start late are told late."""
         if self.received is None:
             return
-        pids = {int(path.read_text() or 0) for path in self.scratch.glob("pid-*")} - {0}
+        pids = {int(text or 0) for _, text in read_each(self.scratch, "pid-*")} - {0}
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
         else:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import attrs
 
+from nanotrain_core.files import read_each
+
 #: How many times longer the start, the first step and a checkpoint may take than other steps.
 PATIENCE = 5
 #: Seconds that ranks get to end by themselves after another has gone.
@@ -115,7 +117,7 @@ class HangWatch:
             self._alone = 0.0
             for pattern in ("beat-*.json", "pid-*", "failure-*.json"):
                 for path in self.scratch.glob(pattern):
-                    path.unlink()
+                    path.unlink(missing_ok=True)
 
     def look(self) -> None:
         """Notice ranks without progress, and ranks that outlive one that is gone."""
@@ -135,11 +137,11 @@ class HangWatch:
             self._end_all(beats)
 
     def _beats(self) -> list[Beat]:
-        return [Beat(**json.loads(path.read_text())) for path in self.scratch.glob("beat-*.json")]
+        return [Beat(**json.loads(text)) for _, text in read_each(self.scratch, "beat-*.json")]
 
     def _end_the_left_behind(self, passed: float) -> None:
         """Kill ranks that go on long after another one died: they may wait for it in vain."""
-        pids = {path: int(path.read_text() or 0) for path in self.scratch.glob("pid-*")}
+        pids = {path: int(text or 0) for path, text in read_each(self.scratch, "pid-*")}
         alive = [pid for pid in pids.values() if pid and is_alive(pid)]
         self._alone = self._alone + passed if 0 < len(alive) < len(pids) else 0.0
         if self._alone > LEFT_BEHIND:

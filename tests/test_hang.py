@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -11,7 +12,8 @@ from test_run import SMALL, metrics
 
 from nanotrain_core.cause import first_cause
 from nanotrain_core.errors import Exit
-from nanotrain_core.hang import Beat, Stuck, culprits
+from nanotrain_core.forward import SignalForwarder
+from nanotrain_core.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.progress import Progress
 from nanotrain_core.watchdog import Watchdog
 
@@ -38,6 +40,19 @@ def stuck(rank, count, stack=SLEEPS, *, silent=False):
 )
 def test_the_rank_that_others_wait_for_is_named(ranks, guilty):
     assert [one.beat.rank for one in culprits(ranks)] == guilty
+
+
+def test_ranks_may_end_while_the_launcher_looks(tmp_path):
+    """A file that is listed and gone when it is opened is that of a rank that has just ended."""
+    watch, forwarder = HangWatch(tmp_path, None, timeout=60), SignalForwarder(tmp_path)
+    (tmp_path / "pid-0").write_text(str(os.getpid()))
+    for name in ("pid-1", "beat-1.json"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+    watch._look(time.monotonic())
+    assert watch.hang is None
+    forwarder.received = signal.SIGCONT  # harmless
+    forwarder._forward()
+    assert forwarder._told == {os.getpid()}
 
 
 def test_the_place_is_the_innermost_frame_of_the_main_thread():
