@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.roles import Role, tag_of, take_over, taken_over_by
-from nanotrain_core.weight_gradients import weight_gradient
+from nanotrain_core.weight_gradients import Place, take_place, weight_gradient
 
 #: Roles of layers that are ``x @ weight.T + bias`` and nothing else.
 LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
@@ -86,16 +86,24 @@ def products_of(module: nn.Module) -> Mapping[str, LinearProducts]:
 def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Run in a linear layer's place; a hook may have taken its bias out."""
     bias = module.bias
-    products = products_of(module)["weight"]
-    y: torch.Tensor = _Linear.apply(x, module.weight, products)  # type: ignore[no-untyped-call]
+    products, place = products_of(module)["weight"], take_place(module)
+    handle = None if place is None else place.handle
+    y: torch.Tensor = _Linear.apply(x, module.weight, products, place, handle)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias  # type: ignore[operator]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, products: LinearProducts) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_NK: torch.Tensor,
+        products: LinearProducts,
+        place: Place | None,
+        handle: torch.Tensor | None,
+    ) -> torch.Tensor:
         (y_MN,), kept = products.forward(x.reshape(-1, x.shape[-1]), weight_NK)
-        ctx.products, ctx.shape = products, x.shape
+        ctx.products, ctx.shape, ctx.place = products, x.shape, place
         ctx.save_for_backward(weight_NK, *kept)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
@@ -107,8 +115,10 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = products.input_gradient(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(weight_NK, lambda: products.weight_gradient(d_y_MN, tuple(kept)))
-        return d_x, d_weight_NK, None
+            d_weight_NK = weight_gradient(
+                weight_NK, lambda: products.weight_gradient(d_y_MN, tuple(kept)), ctx.place
+            )
+        return d_x, d_weight_NK, None, None, None
 
 
 # --- weights that stand still -------------------------------------------------------------------

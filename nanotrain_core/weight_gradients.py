@@ -2,9 +2,10 @@
 
 A linear layer's backward pass makes two products. The gradient of its input is what others wait for: the
 pipeline stage before, or the ranks that must add it up. The gradient of its weight is needed only at
-the end of the step. Layers that ask :func:`weight_gradient` let others choose the moment.
+the end of the step. Layers that ask :func:`weight_gradient` let others choose the moment: a later pass
+(:class:`Postponed`), or a later place in the same one (:class:`Place`).
 
-Source: the split of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
+Source of the split: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 Product = Callable[[], torch.Tensor]
 
@@ -72,12 +75,63 @@ def postpone(into: Postponed) -> Iterator[None]:
         _open.pop()
 
 
-def weight_gradient(weight: torch.Tensor, product: Product) -> torch.Tensor | None:
-    """Return ``product()``, the gradient of ``weight``, or None if it was put off.
+def weight_gradient(
+    weight: torch.Tensor, product: Product, place: Place | None = None
+) -> torch.Tensor | None:
+    """Return ``product()``, the gradient of ``weight``, or None if it was put off, or left at ``place``.
 
     For the backward pass of an autograd function: return what this returns.
     """
     if _open and isinstance(weight, nn.Parameter):
         _open[-1].add(weight, product)
         return None
+    if place is not None:
+        place.left.append(product)
+        return None
     return product()
+
+
+# --- a later place in the same backward pass ----------------------------------------------------
+
+
+class Place:
+    """Where in a backward pass one use of a weight has the product for its gradient made.
+
+    Autograd runs what is ready in the reverse order of forward. Who makes a place, then begins something,
+    and then calls the layer, has in backward the layer's other product first, what that beginning's
+    backward does next, and this product after it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.left: list[Product] = []
+        self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
+        """An input of the layer's autograd function, which returns no gradient for it."""
+
+
+class _Make(torch.autograd.Function):
+    """Forward: a handle. Backward: the product that was left, if one was."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, left: list[Product]) -> torch.Tensor:
+        ctx.left = left
+        ctx.set_materialize_grads(False)
+        return weight.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_handle: None) -> tuple[torch.Tensor | None, None]:
+        return ctx.left.pop()() if ctx.left else None, None
+
+
+_ATTRIBUTE = "nanotrain_place"
+
+
+def give_place(module: nn.Module, place: Place | None) -> None:
+    """Have the next call of ``module`` leave its product there, if it is a layer that can."""
+    setattr(module, _ATTRIBUTE, place)
+
+
+def take_place(module: nn.Module) -> Place | None:
+    """Return what :func:`give_place` was given for this call of ``module``."""
+    place: Place | None = vars(module).pop(_ATTRIBUTE, None)
+    return place

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.weight_gradients import in_use, weight_gradient
+from nanotrain_core.weight_gradients import Place, in_use, take_place, weight_gradient
 
 #: Multiplications from which oneDNN is faster.
 LARGE = 2**21
@@ -29,16 +29,20 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., K] times the transposed weight [N, K], plus the bias [N] if there is one."""
-        rows = x.numel() // max(1, x.shape[-1])
-        if not in_use() and not _prefers_onednn(x, rows * self.weight.numel()):
+        rows, place = x.numel() // max(1, x.shape[-1]), take_place(self)
+        if place is None and not in_use() and not _prefers_onednn(x, rows * self.weight.numel()):
             return F.linear(x, self.weight, self.bias)
-        y: torch.Tensor = _Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        handle = None if place is None else place.handle
+        y: torch.Tensor = _Linear.apply(x, self.weight, place, handle)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, place: Place | None, handle: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.place = place
         ctx.save_for_backward(x, weight_NK)
         rows_MK = x.reshape(-1, x.shape[-1])
         return matmul(rows_MK, weight_NK.T).view(*x.shape[:-1], len(weight_NK))
@@ -51,8 +55,10 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = matmul(d_y_MN, weight_NK).view_as(x)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(weight_NK, lambda: matmul(d_y_MN.T, x.reshape(-1, x.shape[-1])))
-        return d_x, d_weight_NK
+            d_weight_NK = weight_gradient(
+                weight_NK, lambda: matmul(d_y_MN.T, x.reshape(-1, x.shape[-1])), ctx.place
+            )
+        return d_x, d_weight_NK, None, None
 
 
 def matmul(

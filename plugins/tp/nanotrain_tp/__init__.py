@@ -30,6 +30,8 @@ class TensorParallelConfig:
 
     sequence_parallel: bool = True
     """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
+    overlap: bool = True
+    """In backward, sum inputs' gradients over ranks while each computes its weights' gradients."""
     shared_memory: bool = True
     """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
 

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.routing import Routing
+from nanotrain_core.weight_gradients import Place, give_place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import split_cross_entropy
+from nanotrain_tp.overlap import Crossing
 
 #: The dimension of tokens [B, S, ...] that sequence parallelism splits.
 SEQUENCE = 1
@@ -35,6 +37,10 @@ class Entry:
         """As split layers read it: their gradients of it are partial."""
         self.whole: torch.Tensor | None = None
         """As those read it that every rank runs alike."""
+        self.first: nn.Module | None = None
+        """The first of the layers that read it."""
+        self.places: dict[nn.Module, Place] = {}
+        """Where those that are known to read it have their weights' products made."""
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Say whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
@@ -51,6 +57,12 @@ class Entry:
         return None if known is None else known.detach()
 
 
+def place_of(layer: nn.Module) -> Place | None:
+    """Return a new place for the weight of ``layer``, if it is trained."""
+    weight = layer.get_parameter("weight")
+    return Place(weight) if weight.requires_grad else None
+
+
 class Boundary:
     """Takes tokens into split layers and out again.
 
@@ -58,9 +70,12 @@ class Boundary:
     once. Gradients of all split layers that read it are summed here before they are summed over ranks.
     """
 
-    def __init__(self, ranks: Ranks, *, sequence_parallel: bool) -> None:
-        self.ranks, self.sequence_parallel = ranks, sequence_parallel
+    def __init__(self, ranks: Ranks, *, sequence_parallel: bool, overlap: bool = True) -> None:
+        """``overlap``: in backward, sum gradients over ranks while weights' gradients are computed."""
+        self.ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
         self._last: Entry | None = None
+        self._readers: dict[nn.Module, list[nn.Module]] = {}
+        """Layers that read one tensor, by the first of them, as they came in a pass before."""
 
     def _entry(self, x: torch.Tensor) -> Entry:
         if self._last is None or not self._last.is_of(x):
@@ -76,6 +91,33 @@ class Boundary:
             entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         inside: torch.Tensor = entry.inside
         return inside
+
+    def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        """As :meth:`enter`, and give ``layer`` the place for its weight's product where there can be one."""
+        entry = self._entry(x)
+        if entry.inside is None and self.overlap and x.requires_grad and torch.is_grad_enabled():
+            self._cross(entry, layer)
+        give_place(layer, None if entry.first is None else self._place(entry, layer))
+        return self.enter(x)
+
+    def _cross(self, entry: Entry, first: nn.Module) -> None:
+        """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
+        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None)
+        held = crossing.hold(entry.outside, entry.values)
+        entry.first, readers = first, self._readers.setdefault(first, [first])
+        entry.places = {layer: place for layer in readers if (place := place_of(layer))}
+        entry.inside = crossing.open(held)
+
+    def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
+        """Return a place of ``layer``. One that was not expected comes by before the sum begins.
+
+        It has one all the same: a layer that is run again for its backward pass must do as it did.
+        """
+        assert entry.first is not None
+        readers = self._readers[entry.first]
+        if layer not in readers:
+            readers.append(layer)
+        return entry.places.pop(layer, None) or place_of(layer)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""
@@ -104,8 +146,12 @@ class Boundary:
         return GatherWhole.apply(x, self.ranks, dim, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter_first(self, module: nn.Module, args: Args) -> Args:
-        """Take the first argument in: the pre-hook of COLUMN and SHARED."""
+        """Take the first argument in: the pre-hook of SHARED."""
         return self.enter(args[0]), *args[1:]
+
+    def enter_linear(self, module: nn.Module, args: Args) -> Args:
+        """Take the input in: the pre-hook of COLUMN."""
+        return self.enter_layer(args[0], module), *args[1:]
 
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Sum the output: the hook of a ROW without bias."""

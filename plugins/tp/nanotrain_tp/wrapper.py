@@ -44,7 +44,8 @@ class TensorParallel:
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
         ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
-        boundary = Boundary(ranks, sequence_parallel=self.config.sequence_parallel)
+        config = self.config
+        boundary = Boundary(ranks, sequence_parallel=config.sequence_parallel, overlap=config.overlap)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
         for name, module, tag in list(tagged(part)):
@@ -131,7 +132,9 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
 def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
     """Hook in what a role has to do with other ranks."""
     match tag.role:
-        case Role.COLUMN | Role.SHARED:
+        case Role.COLUMN:
+            module.register_forward_pre_hook(boundary.enter_linear)
+        case Role.SHARED:
             module.register_forward_pre_hook(boundary.enter_first)
         case Role.ROW if getattr(module, "bias", None) is not None:
             row = BiasedRow(boundary)

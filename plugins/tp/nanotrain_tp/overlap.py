@@ -1,0 +1,82 @@
+"""Ranks sum up the gradient of an input while each of them makes its weights' gradients.
+
+Layers that read one tensor each make two products in backward: a part of that tensor's gradient, and their
+weight's gradient. Only the first is what other ranks wait for. Autograd runs what is ready in the reverse
+order of forward, so the order of forward is::
+
+    hold     backward: wait for the sum, and pass it on
+    places   backward: the products for the weights, one place for each layer
+    open     backward: begin to sum
+    layers   backward: the products for the input; autograd adds them up for `open`
+
+Only the time it takes depends on that order. A place comes by after its layer by an edge, and
+the collectives of all ranks have one order, since their graphs are the same.
+
+Sources: Megatron-LM's ``LinearWithGradAccumulationAndAsyncCommunication``; the order is that of PyTorch's
+autograd engine, which takes the highest ``sequence_nr`` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nanotrain_tp.collectives import Pending, Ranks
+
+
+class Crossing:
+    """One tensor's way into split layers."""
+
+    def __init__(self, ranks: Ranks, dim: int | None) -> None:
+        """``dim``: along which ranks have shares of it; None: it is whole."""
+        self.ranks, self.dim = ranks, dim
+        self._under_way: list[Pending] = []
+
+    def hold(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+        """Return the whole ``x``, for :meth:`open`. ``known``: it, if it was gathered before."""
+        held: torch.Tensor = _Hold.apply(x, self, known)  # type: ignore[no-untyped-call]
+        return held
+
+    def open(self, held: torch.Tensor) -> torch.Tensor:
+        """Return what split layers read: their gradients of it are partial."""
+        inside: torch.Tensor = _Open.apply(held, self)  # type: ignore[no-untyped-call]
+        return inside
+
+    def begin(self, d_x: torch.Tensor) -> None:
+        """All-reduce or reduce-scatter: begin to sum every rank's ``d_x``."""
+        begin = self.ranks.begin_all_reduce
+        pending = begin(d_x) if self.dim is None else self.ranks.begin_reduce_scatter(d_x, self.dim)
+        self._under_way.append(pending)
+
+    def end(self) -> torch.Tensor:
+        """Wait for the sum, or this rank's share of it."""
+        return self._under_way.pop()()
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, crossing: Crossing, known: torch.Tensor | None) -> torch.Tensor:
+        ctx.crossing = crossing
+        if crossing.dim is None:
+            return x.view_as(x)
+        return crossing.ranks.all_gather(x, crossing.dim) if known is None else known.view_as(known)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_held: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.crossing.end(), None, None
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+        ctx.crossing = crossing
+        return held.view_as(held)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.crossing.begin(d_x)
+        return d_x.new_empty(()).expand_as(d_x), None  # a shape without memory: `hold` has the sum

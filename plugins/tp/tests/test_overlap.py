@@ -1,0 +1,227 @@
+"""Gradients of inputs are summed over ranks while weights get theirs, and every number stays what it was."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from nanotrain_tp.collectives import Ranks
+from nanotrain_tp.regions import Boundary
+from nanotrain_tp.wrapper import hook
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nanotrain_core.builtin import linear
+from nanotrain_core.builtin.linear import Linear
+from nanotrain_core.layout import Layout, View
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.products import give_products
+from nanotrain_core.roles import Role, tag, tag_of
+from nanotrain_core.testing import run_ranks
+from nanotrain_core.weight_gradients import Postponed, postpone
+
+RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
+COLUMNS = ("q", "k", "v")
+
+
+class Region(nn.Module):
+    """Three layers that read one tensor, and one whose output is summed."""
+
+    def __init__(self, kind):
+        super().__init__()
+        for name in COLUMNS:
+            setattr(self, name, tag(kind(WIDTH, INNER, bias=False), Role.COLUMN))
+        self.o = tag(kind(INNER, WIDTH, bias=False), Role.ROW)
+
+    def forward(self, x):
+        return self.o(self.q(x).tanh() * self.k(x) + self.v(x))
+
+
+class Twice(Region):
+    """``q`` reads the same tensor twice, and ``k`` another one too, which only it reads."""
+
+    def forward(self, x):
+        y = self.q(x).tanh() * self.q(x) + self.k(x) * self.v(x)
+        return self.o(y + self.k(2 * x))
+
+
+class Tied(Region):
+    """``k`` and ``v`` have one weight."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.v.weight = self.k.weight
+
+
+class Noted:
+    """Products that tell when they are made."""
+
+    def __init__(self, name, events):
+        self.name, self.events = name, events
+
+    def forward(self, x, *weights):
+        return [x @ weight.T for weight in weights], (x,)
+
+    def input_gradient(self, d_y, weight):
+        self.events.append(f"input {self.name}")
+        return d_y @ weight
+
+    def weight_gradient(self, d_y, kept):
+        self.events.append(f"weight {self.name}")
+        return d_y.T @ kept[0]
+
+
+def numbers(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def fill(region, index=0, ranks=1):
+    """Give ``region`` its rank's part of weights that depend on nothing but their names."""
+    for seed, (name, parameter) in enumerate(region.named_parameters()):
+        axis = 1 if name.startswith("o.") else 0
+        whole = numbers(seed, *((WIDTH, INNER) if axis else (INNER, WIDTH)))
+        parameter.data = whole.chunk(ranks, axis)[index].clone()
+    return region
+
+
+def expected(region):
+    """Return output, and gradients of input and weights, of one process."""
+    region, x = fill(region(Linear)), numbers(10, BATCH, LENGTH, WIDTH).requires_grad_()
+    y = region(x)
+    y.backward(numbers(11, *y.shape))
+    return y.detach(), x.grad, {name: p.grad for name, p in region.named_parameters()}
+
+
+def split(region, kind=Linear, *, sp, shared=True, overlap=True):
+    """Return this rank's part, hooked, and what cuts a tensor for it."""
+    rank = dist.get_rank()
+    team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
+    boundary = Boundary(team, sequence_parallel=sp, overlap=overlap)
+    region = fill(region(kind), rank, RANKS)
+    for name in (*COLUMNS, "o"):
+        module = getattr(region, name)
+        hook(module, tag_of(module), boundary)
+    return region, (lambda x: team.own(x, 1)) if sp else (lambda x: x)
+
+
+def one_pass(region, own, run=None):
+    """Return output and gradients of one pass, and how often each weight's gradient was announced."""
+    told = []
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda _, name=name: told.append(name))
+        for name, p in region.named_parameters()
+    ]
+    x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+    y = (run or region)(x)
+    y.backward(own(numbers(11, BATCH, LENGTH, WIDTH)))
+    for each in hooks:
+        each.remove()
+    found = y.detach(), x.grad, {name: p.grad for name, p in region.named_parameters()}
+    region.zero_grad()
+    return found, told
+
+
+def compare(ranks, region, *, sp):
+    """Hold every rank's pass against one process."""
+    y, d_x, d_weights = expected(region)
+    for rank, (mine, my_d_x, mine_d) in enumerate(ranks):
+        pairs = [(mine, y), (my_d_x, d_x)]
+        pairs = [(got, want.chunk(RANKS, 1)[rank] if sp else want) for got, want in pairs]
+        pairs += [
+            (got, d_weights[name].chunk(RANKS, 1 if name.startswith("o.") else 0)[rank])
+            for name, got in mine_d.items()
+        ]
+        for got, want in pairs:
+            torch.testing.assert_close(torch.as_tensor(got), want, rtol=0, atol=1e-12)
+
+
+def passes(region, kind, run, **options):
+    """Run three passes: layers that read one tensor are known from the second on."""
+    part, own = split(region, kind, **options)
+    return [one_pass(part, own, None if run is None else partial(run, part)) for _ in range(3)]
+
+
+def recomputed(region, x):
+    return checkpoint(region, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["shares", "whole"])
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
+@pytest.mark.parametrize("region", [Region, Twice, Tied])
+def test_gradients_are_those_of_one_process_and_are_announced_once(region, shared, sp):
+    ranks = run_ranks(passes, RANKS, region, Linear, None, sp=sp, shared=shared, check_collectives=not shared)
+    for found in zip(*ranks, strict=True):
+        compare([numbers_of for numbers_of, _ in found], region, sp=sp)
+        for _, told in found:
+            assert sorted(told) == sorted({name for name, _ in region(Linear).named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"), [(nn.Linear, None), (Linear, recomputed)], ids=["torchs", "recomputed"]
+)
+def test_layers_that_cannot_leave_a_product_and_layers_run_again_have_the_same_gradients(kind, run):
+    for found in zip(*run_ranks(passes, RANKS, Region, kind, run, sp=True), strict=True):
+        compare([numbers_of for numbers_of, _ in found], Region, sp=True)
+
+
+def order_of_events(sp, shared, overlap):
+    """Return what happened in the backward passes of the split layers, pass by pass."""
+    region, own = split(Region, sp=sp, shared=shared, overlap=overlap)
+    found, begins = [], {name: getattr(Ranks, name) for name in ("begin_all_reduce", "begin_reduce_scatter")}
+    events = []
+    for name in COLUMNS:
+        give_products(getattr(region, name), {"weight": Noted(name, events)})
+
+    def noted(begin, ranks, *args, **options):
+        events.append("begin")
+        pending = begin(ranks, *args, **options)
+        return lambda: events.append("end") or pending()
+
+    patches = {name: partial(noted, begin).__call__ for name, begin in begins.items()}
+    with mock.patch.multiple(Ranks, **{n: lambda *a, f=f, **k: f(*a, **k) for n, f in patches.items()}):
+        for _ in range(2):
+            x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+            y = region(x)
+            events.clear()
+            y.backward(torch.ones_like(y))
+            found.append(list(events))
+    return found
+
+
+@pytest.mark.parametrize("sp", [True, False], ids=["shares", "whole"])
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
+def test_the_sum_begins_before_the_products_for_weights_and_is_awaited_after_them(sp, shared):
+    before = [f"input {name}" for name in reversed(COLUMNS)]
+    after = [f"weight {name}" for name in reversed(COLUMNS)]
+    for _, known in run_ranks(order_of_events, RANKS, sp, shared, True, check_collectives=not shared):
+        assert known[:4] == [*before, "begin"]
+        assert sorted(known[4:7]) == sorted(after)
+        assert known[7:] == ["end"], "one collective for all three layers"
+
+
+def test_without_overlap_the_sum_comes_last():
+    for found in run_ranks(order_of_events, RANKS, True, False, False):
+        for events in found:
+            assert sorted(events[:6]) == sorted(
+                f"{of} {name}" for of in ("input", "weight") for name in COLUMNS
+            )
+            assert events[6:] == ["begin", "end"]
+
+
+def split_backward():
+    """Return gradients where weights wait for a pass of their own, as in zero-bubble schedules."""
+    region, own = split(Region, sp=True)
+    for _ in range(2):
+        region.zero_grad()
+        x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+        y = region(x)
+        with postpone(waiting := Postponed()), mock.patch.object(linear, "in_use", return_value=True):
+            y.backward(own(numbers(11, *expected(Region)[0].shape)))
+        assert all(getattr(region, name).weight.grad is None for name in COLUMNS)
+        waiting.compute()
+    return y.detach(), x.grad, {name: p.grad for name, p in region.named_parameters()}
+
+
+def test_a_backward_pass_that_is_split_leaves_weights_for_later():
+    compare(run_ranks(split_backward, RANKS), Region, sp=True)
