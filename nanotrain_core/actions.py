@@ -28,6 +28,47 @@ class Part:
         return cls(first=0, last=layers, has_embedding=True, has_head=True)
 
 
+@attrs.define(frozen=True, kw_only=True)
+class Costs:
+    """What each piece of a model costs, in any one unit: a model says it in FLOPs."""
+
+    embedding: float = 0.0
+    layers: tuple[float, ...]
+    """In their order."""
+    head: float = 0.0
+    """With all that hangs there."""
+
+    @classmethod
+    def alike(cls, layers: int) -> Costs:
+        """Return those of a model known by its number of layers only: each costs 1, all else nothing."""
+        return cls(layers=(1.0,) * layers)
+
+    @property
+    def total(self) -> float:
+        """Return the cost of the whole model."""
+        return self.embedding + sum(self.layers) + self.head
+
+    def of(self, part: Part) -> float:
+        """Return the cost of a part."""
+        ends = self.embedding * part.has_embedding + self.head * part.has_head
+        return ends + sum(self.layers[part.first : part.last])
+
+
+def describe_stages(parts: Sequence[Part], costs: Costs) -> str:
+    """Say for people how many layers each stage has, and how even the pipeline's ranks are.
+
+    >>> costs = Costs(layers=(2.0, 2.0, 2.0, 2.0), head=3.0)
+    >>> describe_stages(parts_between([0, 3, 4], [0, 1]), costs)
+    'stages 3 | 1 + head: the busiest rank has 1.09 times the mean FLOPs'
+    """
+    loads = [0.0] * (1 + max(part.rank for part in parts))
+    for part in parts:
+        loads[part.rank] += costs.of(part)
+    sizes = " | ".join(f"{part.last - part.first}{' + head' if part.has_head else ''}" for part in parts)
+    busiest = len(loads) * max(loads) / costs.total
+    return f"stages {sizes}: the busiest rank has {busiest:.2f} times the mean FLOPs"
+
+
 def parts_between(edges: Sequence[int], ranks: Sequence[int]) -> tuple[Part, ...]:
     """Return consecutive parts, the first with the embedding, the last with the head.
 

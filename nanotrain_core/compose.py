@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.actions import Action, Part
+from nanotrain_core.actions import Action, Part, describe_stages
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import (
     Checkpoint,
@@ -74,7 +74,7 @@ class Run:
     strict_monitors: bool = False
     log_every: int = 1
     described: Sequence[str] = ()
-    """What the precision says of how this run multiplies, for people to read."""
+    """How the model is cut into stages, and what the precision says of its products, for people to read."""
 
 
 def compose(
@@ -116,7 +116,8 @@ def compose(
     _check_same_data(data, mesh)
 
     pp, pp_rank = pipeline(mesh)
-    parts = schedule.parts(model.layers, pp)
+    costs = model.flops(recipe.batch.length)
+    parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh)
     placements = share_between_stages(place(stages.values(), layout), mesh)
     for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
@@ -153,7 +154,7 @@ def compose(
         model_table=model_table(recipe.model),
         free_model_keys=training_keys(recipe.model.config),
         loss_weights=model.loss_weights,
-        flops_per_token=model.flops_per_token(recipe.batch.length),
+        flops_per_token=costs.total,
         gradients=gradients,
         optimizer=optimizer,
         optimizer_config=recipe.optimizer.config,
@@ -165,7 +166,10 @@ def compose(
         monitors=monitors,
         strict_monitors=recipe.run.strict_monitors,
         log_every=recipe.run.log_every,
-        described=tuple(precision.describe()) if hasattr(precision, "describe") else (),
+        described=(
+            *((describe_stages(parts, costs),) if pp > 1 else ()),
+            *(precision.describe() if hasattr(precision, "describe") else ()),
+        ),
     )
 
 

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.actions import Action, Part
+from nanotrain_core.actions import Action, Costs, Part
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.boxes import boxes
 from nanotrain_core.layout import Layout
@@ -95,8 +95,11 @@ class Model(Protocol):
         """
         ...
 
-    def flops_per_token(self, length: int) -> float:
-        """Return model FLOPs of forward and backward for one token of a sequence of ``length``."""
+    def flops(self, length: int) -> Costs:
+        """Return model FLOPs of forward and backward for one token of a sequence of ``length``, by piece.
+
+        Pipelines are balanced by them.
+        """
         ...
 
 
@@ -352,13 +355,15 @@ class Optimizer(Protocol):
 class Schedule(Protocol):
     """A pipeline schedule as data. Torch-free."""
 
-    def parts(self, layers: int, pp: int) -> tuple[Part, ...]:
-        """Return the stages in the order of the model: consecutive, and all ``layers`` of them.
+    def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
+        """Return the stages in the order of the model: consecutive, and with all of its layers.
 
-        Each names the pipeline rank that holds it; a rank with several holds virtual stages.
+        Each names the pipeline rank that holds it; a rank with several holds virtual stages. Before a run
+        only the number of layers is known, and ``costs`` are alike: whether there are stages must depend
+        on nothing else.
 
         Raises:
-            ValueError: ``layers`` cannot be cut like that; the text says what can.
+            ValueError: so many layers cannot be cut like that; the text says what can.
         """
         ...
 
@@ -562,7 +567,7 @@ class RunInfo:
     progress: Progress
     """Where this rank is, and how long its phases took."""
     described: Sequence[str] = ()
-    """Lines of the precision about its modules, the same on every rank."""
+    """Lines about stages, and of the precision about its modules, the same on every rank."""
 
 
 @attrs.define(frozen=True)

@@ -85,6 +85,13 @@ def test_a_recipe_draws_its_own_schedule(capsys, tmp_path):
     assert out.endswith("stage 0 on rank 0: embedding, layer 0\nstage 1 on rank 1: layer 1, head\n")
 
 
+def test_a_recipe_has_the_stages_of_its_run(capsys, tmp_path):
+    path = write(tmp_path, SMALL + '[topology]\npp = 2\n[schedule]\nuse = "1f1b"\n')
+    large = ["--set", "model.layers=4", "--set", "model.vocab=1024"]  # the head costs 2.6 of these layers
+    _, out, _ = call(capsys, path, "--set", "run.ranks=2", *large)
+    assert out.endswith("stage 0 on rank 0: embedding, layers 0 to 2\nstage 1 on rank 1: layer 3, head\n")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

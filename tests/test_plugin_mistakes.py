@@ -95,7 +95,7 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
     [
         (
             "model",
-            "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops_per_token",
+            "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops",
         ),
         ("monitor", r"without .*on_start, .*\(see nanotrain_core.contracts.Monitor\)"),
         ("parallel", "returned a object without apply"),

@@ -187,7 +187,7 @@ class Wrong:
     def __init__(self, config):
         pass
 
-    def parts(self, layers, pp):
+    def parts(self, costs, pp):
         return ()
 
     def actions(self, pp, microbatches):

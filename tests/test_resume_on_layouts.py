@@ -77,3 +77,17 @@ def test_a_resumed_run_may_change_how_the_model_is_trained(saved):
     }
     traces = run_ranks(train, 4, SOURCE.case(), changes, folder=folder, resume="2")
     assert [r.step for r in traces[0].reports] == [3]
+
+
+def test_goes_on_with_the_layers_split_otherwise(saved):
+    kind, folder, straight = saved
+    changes = {
+        "optimizer": ADAMW,
+        "checkpoint": {"use": kind},
+        "schedule": {"use": "1f1b", "layers": [1, 3]},  # balanced, they are 3 and 1: MTP hangs at the head
+    }
+    found = run_ranks(train, 4, SOURCE.case(), changes, folder=folder, resume="2")
+    names = {block.name for block in found[0].weights}
+    assert not any(name.startswith("layers.1.") for name in names), "rank 0 has one layer now"
+    assert any(block.name.startswith("layers.2.") for block in straight[0].weights), "rank 0 had three"
+    assert_goes_on(found, straight, atol=1e-9)

@@ -55,6 +55,17 @@ def metrics(folder, event="step"):
     return [row for row in rows if row["event"] == event]
 
 
+def test_a_pipeline_says_how_the_model_is_split_by_what_its_pieces_cost(recipe, tmp_path):
+    changes = ["topology.pp=2", 'schedule.use="1f1b"', "model.layers=4", "model.vocab=512", "run.steps=1"]
+    options = [word for change in changes for word in ("--set", change)]
+    done = nanotrain("run", "small.toml", "--nproc", "2", "--folder", "2", *options, cwd=tmp_path)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    # forward, a token: a layer 2 * 16 * 16^2 + 16 * 2 * 16 = 8,704, the head 2 * 512 * 16 = 16,384
+    assert "stages 3 | 1 + head: the busiest rank has 1.02 times the mean FLOPs" in done.out
+    drawn = nanotrain("schedule", "small.toml", *options, "--set", "run.ranks=2", cwd=tmp_path)
+    assert drawn.out.endswith("0: embedding, layers 0 to 2\nstage 1 on rank 1: layer 3, head\n")
+
+
 def first_line(outcome):
     return outcome.err.splitlines()[0]
 

@@ -363,7 +363,11 @@ def test_flops_per_token_equal_a_count_by_hand():
     weights = 3 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 40 * 32) + 23 * 32
     # 100 keys, half of them in the past: 2 * 50 * 8 for the scores of a head, as many for its values.
     attention = 3 * 4 * (2 * 50 * 8 + 2 * 50 * 8)
-    assert model.flops_per_token(100) == 3 * (2 * weights + attention)
+    costs = model.flops(100)
+    assert costs.total == 3 * (2 * weights + attention)
+    assert (costs.embedding, costs.head) == (0.0, 3 * 2 * 23 * 32)
+    assert len(costs.layers) == 3
+    assert len(set(costs.layers)) == 1
 
 
 def test_a_sequence_longer_than_the_model_is_refused():

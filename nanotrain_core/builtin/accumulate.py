@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_core.actions import Action, Part
+from nanotrain_core.actions import Action, Costs, Part
 from nanotrain_core.builtin.configs import AccumulateConfig
 
 
@@ -12,7 +12,7 @@ class Accumulate:
     def __init__(self, config: AccumulateConfig) -> None:
         del config  # it has no keys
 
-    def parts(self, layers: int, pp: int) -> tuple[Part, ...]:
+    def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
         """Return one part, the whole model.
 
         Raises:
@@ -20,7 +20,7 @@ class Accumulate:
         """
         if pp != 1:
             raise ValueError(f"schedule 'accumulate' has one stage, but pp = {pp}: use a pipeline schedule")
-        return (Part.whole(layers),)
+        return (Part.whole(len(costs.layers)),)
 
     def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
         """Return F and B of every microbatch in turn."""

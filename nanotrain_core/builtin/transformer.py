@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.actions import Part
+from nanotrain_core.actions import Costs, Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.attention import causal_attention
 from nanotrain_core.builtin.configs import TransformerConfig
@@ -53,7 +53,7 @@ class Transformer:
         """Return the number of target tokens."""
         return {"lm": batch.target_tokens()}
 
-    def flops_per_token(self, length: int) -> float:
+    def flops(self, length: int) -> Costs:
         """Return 3 times the forward pass: 2 FLOPs per weight of a matrix product, and causal attention.
 
         The head is a matrix product, the embedding a look-up that costs nothing. A token attends to
@@ -62,9 +62,9 @@ class Transformer:
         c = self.config
         attention = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
         ffn = (3 if c.activation == "swiglu" else 2) * c.width * c.ffn
-        weights = c.layers * (attention + ffn) + c.vocab * c.width
-        scores_and_values = c.layers * length * c.heads * (c.head_size + c.head_size)
-        return 3.0 * (2 * weights + scores_and_values)
+        scores_and_values = length * c.heads * (c.head_size + c.head_size)
+        layer = 3.0 * (2 * (attention + ffn) + scores_and_values)
+        return Costs(layers=(layer,) * c.layers, head=3.0 * 2 * c.vocab * c.width)
 
 
 class TransformerPart(nn.Module):

@@ -7,11 +7,11 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nanotrain_core.actions import Part
+from nanotrain_core.actions import Costs, Part
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit, NanotrainError, RecipeError
-from nanotrain_core.recipe.combine import microbatches_of, model_layers, pipeline_of
+from nanotrain_core.recipe.combine import microbatches_of, pipeline_of
 from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.recipe.source import override_source, shipped_recipes
 from nanotrain_core.recipe.structure import structure
@@ -20,7 +20,7 @@ from nanotrain_core.registry import load_plugins
 from nanotrain_core.timeline import simulate
 
 if TYPE_CHECKING:
-    from nanotrain_core.contracts import Schedule
+    from nanotrain_core.contracts import Model, Schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline."""
-    if args.subject.endswith(".toml") or f"{args.subject}.toml" in shipped_recipes():
-        title, schedule, pp, microbatches, layers = _of_recipe(args)
-    else:
-        title, schedule, pp, microbatches, layers = _of_name(args)
+    is_recipe = args.subject.endswith(".toml") or f"{args.subject}.toml" in shipped_recipes()
+    title, schedule, pp, microbatches, costs = _of_recipe(args) if is_recipe else _of_name(args)
     try:
-        parts = schedule.parts(layers, pp) if layers else ()
+        parts = schedule.parts(costs, pp) if costs else ()
         timeline = simulate(schedule.actions(pp, microbatches))
     except ValueError as error:
         raise NanotrainError(f"{title}: {error}") from None
@@ -60,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int | None]:
-    """Return title, schedule, ranks, microbatches and layers of a schedule without a recipe."""
+def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs | None]:
+    """Return title, schedule, ranks, microbatches and equal layers of a schedule without a recipe."""
     asked = plugin_arguments(args)
     registry = load_plugins(block=asked.blocked, local=asked.local)
     component = registry.get("schedule", args.subject)
@@ -75,11 +73,12 @@ def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int | N
     schedule: Schedule = registry.build(Selection("schedule", args.subject, config))
     if pp > 1 and "pp" not in component.mesh_dims:
         raise NanotrainError(f"schedule '{args.subject}' has no pipeline: expected --pp 1, got {pp}")
-    return args.subject, schedule, pp, args.microbatches or 8, args.layers
+    costs = Costs.alike(args.layers) if args.layers else None
+    return args.subject, schedule, pp, args.microbatches or 8, costs
 
 
-def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int | None]:
-    """Return title, schedule, ranks, microbatches and layers of a recipe's run."""
+def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs]:
+    """Return title, schedule, ranks, microbatches and the model's costs, for which torch is needed."""
     remedies = {
         "pp": "topology.pp",
         "v": "schedule.v",
@@ -91,12 +90,13 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, int |
             raise NanotrainError(f"--{option} goes with a schedule's name; of a recipe --set {key}=N")
     found = resolve_recipe(args.subject, overrides=args.set, plugins=plugin_arguments(args))
     schedule: Schedule = found.registry.build(found.recipe.schedule)
+    model: Model = found.registry.build(found.recipe.model)
     return (
         f"{args.subject}: {found.recipe.schedule.use}",
         schedule,
         pipeline_of(found.layout),
         microbatches_of(found.recipe, found.layout),
-        model_layers(found.recipe),
+        model.flops(found.recipe.batch.length),
     )
 
 

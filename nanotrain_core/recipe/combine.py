@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from nanotrain_core.actions import Costs
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.extents import either, multiples_near
@@ -79,7 +80,7 @@ def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
     schedule = registry.build(recipe.schedule)
     try:
         if layers is not None:
-            schedule.parts(layers, pipeline_of(layout))
+            schedule.parts(Costs.alike(layers), pipeline_of(layout))
         schedule.actions(pipeline_of(layout), microbatches_of(recipe, layout))
     except ValueError as error:
         yield Problem("schedule", f"'{recipe.schedule.use}': {error}")

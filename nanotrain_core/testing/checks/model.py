@@ -238,7 +238,10 @@ def _logits(parts: list[nn.Module], batch: Batch) -> torch.Tensor:
 
 @check("model", since="0.1")
 def flops_are_counted(case: Case) -> None:
-    """FLOPs per token are positive and do not fall as sequences grow."""
+    """FLOPs per token are positive, do not fall as sequences grow, and name every layer."""
     model, length = model_of(case), case.recipe().batch.length
-    short, long = model.flops_per_token(length // 2), model.flops_per_token(length)
-    assert 0 < short <= long, f"{short} FLOPs per token at half the length, {long} at full"
+    short, long = model.flops(length // 2), model.flops(length)
+    assert 0 < short.total <= long.total, f"{short} FLOPs per token at half the length, {long} at full"
+    assert len(long.layers) == model.layers, f"FLOPs of {len(long.layers)} layers; expected {model.layers}"
+    pieces = [long.embedding, *long.layers, long.head]
+    assert min(pieces) >= 0, f"a piece of the model has a negative number of FLOPs: {pieces}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from nanotrain_core.actions import Action
+from nanotrain_core.actions import Action, Costs, Part
 from nanotrain_core.contracts import Schedule
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -33,7 +34,7 @@ def microbatch_counts(case: Case) -> list[int]:
 
 def stages_of(case: Case) -> list[list[int]]:
     """Return the stage numbers that each pipeline rank holds."""
-    parts = schedule_of(case).parts(_layers(case), pipeline_of(case))
+    parts = schedule_of(case).parts(Costs.alike(_layers(case)), pipeline_of(case))
     return [[s for s, part in enumerate(parts) if part.rank == rank] for rank in range(pipeline_of(case))]
 
 
@@ -43,14 +44,23 @@ def _layers(case: Case) -> int:
 
 @check("schedule", since="0.1")
 def parts_cover_the_layers(case: Case) -> None:
-    """The parts are consecutive and hold every layer once, embedding and head at the ends."""
+    """The parts are consecutive and hold every layer once, whatever they cost, with the ends at the ends."""
     layers = _layers(case)
-    parts = schedule_of(case).parts(layers, pipeline_of(case))
+    for costs in (Costs.alike(layers), _uneven(layers)):
+        _assert_covered(schedule_of(case).parts(costs, pipeline_of(case)), layers, pipeline_of(case))
+
+
+def _uneven(layers: int) -> Costs:
+    """Return costs of cheap layers, then dear ones, and of a head like several."""
+    return Costs(layers=(1.0, 1.0, *[2.5] * (layers - 2)), head=7.0)
+
+
+def _assert_covered(parts: Sequence[Part], layers: int, pp: int) -> None:
     held: list[int] = []
     for stage, part in enumerate(parts):
         assert part.has_embedding == (stage == 0), f"stage {stage}: {part}: the first has the embedding"
         assert part.has_head == (stage == len(parts) - 1), f"stage {stage}: {part}: the last has the head"
-        assert 0 <= part.rank < pipeline_of(case), f"stage {stage}: {part}: no such pipeline rank"
+        assert 0 <= part.rank < pp, f"stage {stage}: {part}: no such pipeline rank"
         held += range(part.first, part.last)
     assert held == list(range(layers)), f"of layers 0 to {layers - 1} the parts hold {held}"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from nanotrain_core.actions import Part
+from nanotrain_core.actions import Costs, Part
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import later_targets
@@ -60,21 +60,26 @@ class DeepSeek:
         depths = range(1, self.config.mtp + 1)
         return torch.stack([(later_targets(batch.targets, d) != IGNORE).sum() for d in depths]).sum()
 
-    def flops_per_token(self, length: int) -> float:
+    def flops(self, length: int) -> Costs:
         """Return 3 times the forward pass: 2 FLOPs per weight that a token meets, and causal attention.
 
-        The head is a matrix product, the embedding a look-up that costs nothing. A token attends to
-        ``length`` / 2 others on average: 2 FLOPs for each number of their keys and of their values.
+        The head is a matrix product, the embedding a look-up that costs nothing. Each module for a further
+        token is an MoE layer, a projection and a head. A token attends to ``length`` / 2 others on average:
+        2 FLOPs for each number of their keys and of their values.
         """
         c = self.config
         dense = min(c.dense_layers, c.layers)
-        blocks = c.layers + c.mtp
-        dense_ffn = 3 * c.width * c.ffn
         experts = 3 * c.width * c.expert_ffn * (c.top_k + c.shared_experts) + c.width * c.experts
-        weights = blocks * self._attention_weights() + dense * dense_ffn + (blocks - dense) * experts
-        weights += (1 + c.mtp) * c.vocab * c.width + c.mtp * 2 * c.width**2
-        scores_and_values = blocks * length * c.heads * (c.qk_size + c.value_size)
-        return 3.0 * (2 * weights + scores_and_values)
+        scores_and_values = length * c.heads * (c.qk_size + c.value_size)
+        dense_layer, moe_layer = (
+            3.0 * (2 * (self._attention_weights() + ffn) + scores_and_values)
+            for ffn in (3 * c.width * c.ffn, experts)
+        )
+        projection, vocabulary = 6.0 * 2 * c.width**2, 6.0 * c.vocab * c.width
+        return Costs(
+            layers=(dense_layer,) * dense + (moe_layer,) * (c.layers - dense),
+            head=vocabulary + c.mtp * (projection + moe_layer + vocabulary),
+        )
 
     def _attention_weights(self) -> int:
         c = self.config

@@ -60,11 +60,17 @@ def test_v3_activates_36_6_billion_parameters_without_the_embedding():
 )
 def test_megatron_1784_and_1475_operations_per_token_of_4096_are_those_computed(name, gigaflops):
     digits = len(gigaflops.partition(".")[2])
-    assert f"{fragment(name, mtp=0).flops_per_token(4096) / 1e9:.{digits}f}" == gigaflops
+    assert f"{fragment(name, mtp=0).flops(4096).total / 1e9:.{digits}f}" == gigaflops
 
 
 def test_second_token_costs_10_19_gigaflops():
-    more = fragment("deepseek_v3").flops_per_token(4096) - fragment("deepseek_v3", mtp=0).flops_per_token(
-        4096
-    )
-    assert f"{more / 1e9:.2f}" == "10.19"
+    with_mtp, without = (fragment("deepseek_v3", mtp=mtp).flops(4096) for mtp in (1, 0))
+    assert f"{(with_mtp.total - without.total) / 1e9:.2f}" == "10.19"
+    assert with_mtp.layers == without.layers, "what predicts further tokens hangs at the head"
+
+
+def test_dense_layers_of_v3_cost_as_many_weights_less():
+    costs = fragment("deepseek_v3").flops(4096)
+    dense, moe = costs.layers[0], costs.layers[-1]
+    assert costs.layers == (dense,) * 3 + (moe,) * 58
+    assert dense - moe == 6 * (3 * 7168 * 18432 - 3 * 7168 * 2048 * 9 - 7168 * 256)

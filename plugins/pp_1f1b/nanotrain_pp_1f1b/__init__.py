@@ -14,7 +14,7 @@ from nanotrain_core.hookspecs import Register
 
 __version__ = "0.1.0"
 
-_cost: Any = ge(0.0)
+_cost: Any = optional(ge(0.0))
 _layers: Any = optional(and_(min_len(1), deep_iterable(ge(0))))
 
 
@@ -24,10 +24,10 @@ class PipelineConfig:
 
     layers: tuple[int, ...] | None = attrs.field(default=None, validator=_layers)
     """Layers of each stage: 0 leaves a stage to embedding or head. Unset: balanced."""
-    embedding_cost: float = attrs.field(default=0.0, validator=_cost)
-    """Time of the embedding, in layers: where stages are balanced, the first one gets as many fewer."""
-    head_cost: float = attrs.field(default=0.0, validator=_cost)
-    """Time of the head with all that hangs there, in layers: the last stage gets as many fewer."""
+    embedding_cost: float | None = attrs.field(default=None, validator=_cost)
+    """Time of the embedding, in (mean) layers, where stages are balanced. Unset: by the model's FLOPs."""
+    head_cost: float | None = attrs.field(default=None, validator=_cost)
+    """Time of the head with all that hangs there, in (mean) layers. Unset: by the model's FLOPs."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_core.actions import Action, Part
+from nanotrain_core.actions import Action, Costs, Part
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig, orders
 from nanotrain_pp_1f1b.split import split
 
@@ -21,13 +21,13 @@ class Pipeline:
         """Return one rank's list."""
         raise NotImplementedError
 
-    def parts(self, layers: int, pp: int) -> tuple[Part, ...]:
+    def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
         """Return the stages.
 
         Raises:
             ValueError: there are fewer layers than stages, or the config lists others.
         """
-        return split(self.config, layers, self.placement(pp))
+        return split(self.config, costs, self.placement(pp))
 
     def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
         """Return every rank's list; any number of microbatches will do."""

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
+from math import inf
+from typing import NamedTuple
 
-from nanotrain_core.actions import Part, parts_between
+import attrs
+
+from nanotrain_core.actions import Costs, Part, parts_between
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 
+#: How many splits of the first layers over the first stages are kept for every number of layers.
+KEPT = 8
 
-def split(config: PipelineConfig, layers: int, ranks: Sequence[int]) -> tuple[Part, ...]:
-    """Return the stages of a model with ``layers`` layers; ``ranks``: the pipeline rank of each.
+
+def split(config: PipelineConfig, costs: Costs, ranks: Sequence[int]) -> tuple[Part, ...]:
+    """Return the stages of a model whose pieces cost ``costs``; ``ranks``: the pipeline rank of each.
 
     Raises:
         ValueError: the config's list does not fit, or there are fewer layers than stages.
     """
+    layers = len(costs.layers)
     if config.layers is not None:
         check_list(config.layers, layers, ranks)
         return parts_between([0, *accumulate(config.layers)], ranks)
     if layers < len(ranks):
         raise ValueError(too_few(layers, ranks, v_can_change=isinstance(config, InterleavedConfig)))
-    sizes = balance(layers, ranks, config.embedding_cost, config.head_cost)
-    return parts_between([0, *accumulate(sizes)], ranks)
+    return parts_between([0, *accumulate(balance(in_effect(config, costs), ranks))], ranks)
+
+
+def in_effect(config: PipelineConfig, costs: Costs) -> Costs:
+    """Return the model's costs, those of its ends as the config says if it does."""
+    mean = sum(costs.layers) / len(costs.layers)
+    if config.embedding_cost is not None:
+        costs = attrs.evolve(costs, embedding=config.embedding_cost * mean)
+    if config.head_cost is not None:
+        costs = attrs.evolve(costs, head=config.head_cost * mean)
+    return costs
 
 
 def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
@@ -44,35 +61,83 @@ def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
         )
 
 
-def balance(layers: int, ranks: Sequence[int], embedding_cost: float, head_cost: float) -> list[int]:
-    """Return layers per stage, at least one each, such that the slowest stage is as fast as can be.
+class Beginning(NamedTuple):
+    """Layers for the first stages. Of two that give away as many layers, the smaller one is better."""
 
-    Each layer in turn goes to the stage that is then the fastest. Of equally fast ones it is that whose rank
-    has least to do; then a later one, since the first stages hold most activations; the last one last.
+    busiest: float
+    """What the busiest rank has to do: the ends of the model, and what it got so far."""
+    squares: float
+    """Sum over stages of their squared cost: small if they are even."""
+    in_last: int
+    """Layers of the last stage, once it has them."""
+    sizes: tuple[int, ...]
+    loads: tuple[float, ...]
+    """What each rank has to do."""
+
+    def then(self, size: int, cost: float, end: float, rank: int, *, final: bool) -> Beginning:
+        """Return it with one stage more: ``size`` layers that cost ``cost``, and an end of the model."""
+        load = round(self.loads[rank] + cost, 9)  # so that rounding decides nothing
+        return Beginning(
+            max(self.busiest, load),
+            round(self.squares + (cost + end) ** 2, 9),
+            size * final,
+            (*self.sizes, size),
+            (*self.loads[:rank], load, *self.loads[rank + 1 :]),
+        )
+
+
+def balance(costs: Costs, ranks: Sequence[int]) -> list[int]:
+    """Return layers per stage such that the slowest stage is as fast as can be.
+
+    Every stage has a layer, but that the first and the last may be left to an embedding or a head that costs
+    something. Of splits with an equal slowest stage it is one whose busiest rank has least to do (where ranks
+    have several stages, as far as the :data:`KEPT` best beginnings tell); then one with even stages; then the
+    last stage gets least, and other later ones more, since the first hold most activations.
 
     Args:
-        layers: of the whole model, no fewer than stages.
+        costs: of a model with no fewer layers than stages.
         ranks: the pipeline rank of each stage.
-        embedding_cost: time of the embedding, in layers.
-        head_cost: time of head and loss, in layers.
 
-    >>> balance(10, [0, 1, 2, 3], 0.0, 1.5)
+    >>> balance(Costs(layers=(1.0,) * 10, head=1.5), [0, 1, 2, 3])
     [3, 3, 3, 1]
+    >>> balance(Costs(layers=(1.0, 1.0, 1.0, 2.0, 2.0), head=4.0), [0, 1, 2])
+    [3, 2, 0]
     """
-    final = len(ranks) - 1
-    sizes = [1] * len(ranks)
-    costs = [1.0] * len(ranks)
-    costs[0] += embedding_cost
-    costs[final] += head_cost
+    total, count, final = costs.total or 1.0, len(costs.layers), len(ranks) - 1
+    ends = [0.0] * len(ranks)
+    ends[0] += costs.embedding / total
+    ends[final] += costs.head / total
+    edges = [edge / total for edge in accumulate(costs.layers, initial=0.0)]
+    limit = slowest(edges, ends) + 1e-9
     loads = [0.0] * (max(ranks) + 1)
-    for rank, cost in zip(ranks, costs, strict=True):
-        loads[rank] += cost
-    for _ in range(layers - len(ranks)):
-        stage = min(range(len(ranks)), key=lambda s: (costs[s], loads[ranks[s]], s == final, -s))
-        sizes[stage] += 1
-        costs[stage] += 1
-        loads[ranks[stage]] += 1
-    return sizes
+    for end, rank in zip(ends, ranks, strict=True):
+        loads[rank] += end
+    found = {0: [Beginning(max(loads), 0.0, 0, (), tuple(loads))]}  # by how many layers are given away
+    for stage, (end, rank) in enumerate(zip(ends, ranks, strict=True)):
+        longer: dict[int, list[Beginning]] = {}
+        for first, last in product(found, range(count + 1)):
+            size, cost = last - first, edges[last] - edges[first]
+            if size >= (not end) and cost + end <= limit:
+                new = [each.then(size, cost, end, rank, final=stage == final) for each in found[first]]
+                longer.setdefault(last, []).extend(new)
+        found = {last: sorted(each)[:KEPT] for last, each in longer.items()}
+    return list(found[count][0].sizes)
+
+
+def slowest(edges: Sequence[float], ends: Sequence[float]) -> float:
+    """Return the cost of the slowest stage in the best split.
+
+    Args:
+        edges: cost of the first 0, 1, 2 ... layers.
+        ends: what each stage costs besides its layers; one that costs nothing has a layer at least.
+    """
+    best = [0.0, *[inf] * (len(edges) - 1)]  # of splitting the first 0, 1, 2 ... layers over no stage
+    for end in ends:
+        best = [
+            min((max(best[f], edge - edges[f] + end) for f in range(last + 1 - (not end))), default=inf)
+            for last, edge in enumerate(edges)
+        ]
+    return best[-1]
 
 
 def too_few(layers: int, ranks: Sequence[int], *, v_can_change: bool) -> str:

@@ -1,6 +1,6 @@
 """Layers are split as listed, or such that the slowest stage is as fast as can be."""
 
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -9,32 +9,64 @@ from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 from nanotrain_pp_1f1b.schedules import DualPipeV, Interleaved, OneForwardOneBackward
 from nanotrain_pp_1f1b.split import balance
 
-from nanotrain_core.actions import Part
+from nanotrain_core.actions import Costs, Part
 
-costs = st.sampled_from([0.0, 0.3, 1.0, 1.5, 4.0])
-
-
-def every_split(layers, stages):
-    """Yield every way to give each stage at least one layer."""
-    for cuts in combinations(range(1, layers), stages - 1):
-        edges = [0, *cuts, layers]
-        yield [last - first for first, last in pairwise(edges)]
+ends = st.sampled_from([0.0, 0.3, 1.0, 1.5, 4.0])
+layer = st.sampled_from([1.0, 1.5, 2.25])
 
 
-def slowest(sizes, embedding, head):
-    times = [float(size) for size in sizes]
-    times[0] += embedding
-    times[-1] += head
-    return max(times)
+def every_split(costs, stages):
+    """Yield every way to give each stage a layer at least, unless it has an end of the model that costs."""
+    empty = {0: costs.embedding > 0, stages - 1: costs.head > 0}
+    count = len(costs.layers)
+    for sizes in product(range(count + 1), repeat=stages):
+        if sum(sizes) == count and all(size or empty.get(stage) for stage, size in enumerate(sizes)):
+            yield sizes
 
 
-@given(st.integers(1, 5), st.integers(0, 6), costs, costs)
-def test_no_split_has_a_faster_slowest_stage(stages, extra, embedding, head):
-    sizes = balance(stages + extra, list(range(stages)), embedding, head)
-    assert sum(sizes) == stages + extra
-    assert min(sizes) >= 1
-    best = min(slowest(each, embedding, head) for each in every_split(stages + extra, stages))
-    assert slowest(sizes, embedding, head) == best
+def times(sizes, costs, ranks):
+    """Return what the slowest stage and the busiest rank have to do."""
+    edges = [0, *accumulate(sizes)]
+    stages = [sum(costs.layers[first:last]) for first, last in pairwise(edges)]
+    stages[0] += costs.embedding
+    stages[-1] += costs.head
+    loads = [sum(s for s, r in zip(stages, ranks, strict=True) if r == rank) for rank in set(ranks)]
+    return pytest.approx(max(stages)), pytest.approx(max(loads))
+
+
+def best_times(costs, ranks):
+    found = (times(sizes, costs, ranks) for sizes in every_split(costs, len(ranks)))
+    return min(found, key=lambda each: [round(one.expected, 9) for one in each])
+
+
+@given(st.data(), st.integers(1, 4), ends, ends)
+def test_no_split_has_a_faster_slowest_stage(data, stages, embedding, head):
+    layers = data.draw(st.lists(layer, min_size=stages, max_size=stages + 5))
+    costs = Costs(embedding=embedding, layers=tuple(layers), head=head)
+    sizes = balance(costs, range(stages))
+    assert tuple(sizes) in {*every_split(costs, stages)}
+    assert times(sizes, costs, range(stages)) == best_times(costs, range(stages))
+
+
+@given(st.sampled_from([[0, 1, 0, 1], [0, 1, 1, 0]]), st.integers(0, 3), st.integers(4, 8), layer, ends, ends)
+def test_of_these_none_has_a_faster_busiest_rank(ranks, dense, count, moe, embedding, head):
+    layers = (1.0,) * dense + (moe,) * (count - dense)
+    costs = Costs(embedding=embedding, layers=layers, head=head)
+    assert times(balance(costs, ranks), costs, ranks) == best_times(costs, ranks)
+
+
+def test_the_unit_of_costs_does_not_matter():
+    costs = Costs(embedding=0.1, layers=(1.0, 1.0, *[1.7] * 15), head=2.3)
+    flops = Costs(embedding=0.1e12, layers=tuple(1e12 * each for each in costs.layers), head=2.3e12)
+    for ranks in (range(4), [0, 1, 2, 3, 3, 2, 1, 0]):
+        assert balance(costs, ranks) == balance(flops, ranks)
+
+
+def test_a_deep_model_over_many_stages_is_split_at_once():
+    costs = Costs(layers=(0.6,) * 3 + (1.0,) * 123, head=1.7)
+    sizes = balance(costs, [*range(32), *reversed(range(32))])
+    assert times(sizes, costs, [*range(32), *reversed(range(32))])[0] == 2.0
+    assert sum(sizes) == 126
 
 
 @pytest.mark.parametrize(
@@ -48,27 +80,51 @@ def test_no_split_has_a_faster_slowest_stage(stages, extra, embedding, head):
     ],
 )
 def test_balance_by_hand(layers, costs, expected):
-    assert balance(layers, range(4), *costs) == expected
+    embedding, head = costs
+    assert balance(Costs(embedding=embedding, layers=(1.0,) * layers, head=head), range(4)) == expected
 
 
 def test_virtual_stages_spread_over_the_ranks():
-    parts = Interleaved(InterleavedConfig(v=2)).parts(11, 4)
+    parts = Interleaved(InterleavedConfig(v=2)).parts(Costs.alike(11), 4)
     assert [part.last - part.first for part in parts] == [1, 1, 1, 1, 2, 2, 2, 1]
     load = [sum(p.last - p.first for p in parts if p.rank == rank) for rank in range(4)]
     assert sorted(load) == [2, 3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, [3, 1]),  # 3 and 1 + 1.22 layers in place of 2 and 2 + 1.22
+        ({"head_cost": 0.0}, [2, 2]),
+        ({"head_cost": 4.0}, [4, 0]),
+        ({"head_cost": 0.0, "embedding_cost": 2.0}, [1, 3]),
+        ({"layers": (2, 2)}, [2, 2]),
+    ],
+    ids=str,
+)
+def test_ends_cost_what_the_model_says_unless_the_recipe_does(config, sizes):
+    costs = Costs(layers=(5.14e6,) * 4, head=6.29e6)
+    parts = OneForwardOneBackward(PipelineConfig(**config)).parts(costs, 2)
+    assert [part.last - part.first for part in parts] == sizes
+
+
+def test_the_recipe_counts_in_mean_layers():
+    costs = Costs(layers=(1.0, 3.0, 3.0, 1.0), head=100.0)
+    parts = OneForwardOneBackward(PipelineConfig(head_cost=2.0)).parts(costs, 2)
+    assert [part.last - part.first for part in parts] == [3, 1]  # 7 and 1 + 2 * 2
+
+
 def test_placements():
-    v = DualPipeV(PipelineConfig()).parts(8, 2)
+    v = DualPipeV(PipelineConfig()).parts(Costs.alike(8), 2)
     assert [part.rank for part in v] == [0, 1, 1, 0]
     assert v[0] == Part(first=0, last=2, has_embedding=True, has_head=False, rank=0)
     assert v[3] == Part(first=6, last=8, has_embedding=False, has_head=True, rank=0)
-    loop = Interleaved(InterleavedConfig(v=3)).parts(6, 2)
+    loop = Interleaved(InterleavedConfig(v=3)).parts(Costs.alike(6), 2)
     assert [part.rank for part in loop] == [0, 1, 0, 1, 0, 1]
 
 
 def test_a_list_may_leave_a_stage_without_layers():
-    parts = OneForwardOneBackward(PipelineConfig(layers=(3, 2, 0))).parts(5, 3)
+    parts = OneForwardOneBackward(PipelineConfig(layers=(3, 2, 0))).parts(Costs.alike(5), 3)
     assert [(part.first, part.last) for part in parts] == [(0, 3), (3, 5), (5, 5)]
     assert parts[2].has_head
 
@@ -124,6 +180,8 @@ def test_a_list_may_leave_a_stage_without_layers():
     ],
 )
 def test_what_cannot_be_split_says_what_can(schedule, layers, pp, text):
-    with pytest.raises(ValueError, match="layers") as caught:
-        schedule.parts(layers, pp)
-    assert str(caught.value) == text
+    whatever_they_cost = Costs(embedding=2.0, layers=tuple(1.0 + n for n in range(layers)), head=9.0)
+    for costs in (Costs.alike(layers), whatever_they_cost):
+        with pytest.raises(ValueError, match="layers") as caught:
+            schedule.parts(costs, pp)
+        assert str(caught.value) == text
