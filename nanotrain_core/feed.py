@@ -17,6 +17,8 @@ class Feed(Protocol):
 
     tokens_per_step: int
     """Of the whole run."""
+    tokens: int
+    """Of the whole run, trained on since its beginning."""
     bytes_per_token: float | None
     data: Any
     """The data component or loader behind it, for monitors."""
@@ -68,6 +70,9 @@ class DataFeed:
         """Sequences taken from the data since the beginning of the run, those skipped included."""
         self.skipped: list[tuple[int, int]] = []
         """Ranges of these that are not trained on."""
+        self.tokens = 0
+        self._sizes = [(0, batch.sequences)]
+        """From which sequence on a batch has how many: a resumed run may change it."""
 
     def use(self, train: Any, validation: Any) -> None:
         """Refuse loaders: the recipe names the data.
@@ -80,36 +85,43 @@ class DataFeed:
 
     def microbatches(self) -> list[Batch]:
         """Return this rank's share of the next global batch."""
-        while self._is_skipped(self.taken):
+        while self._is_skipped(self.taken, self.batch.sequences):
             self._take()
+        self.tokens += self.tokens_per_step
         return list(self._take().to(self.device).split(self.batch.microbatch))
 
     def _take(self) -> Batch:
         self.taken += self.batch.sequences
         return self.data.train_batch(self.batch.sequences, self.shard)
 
-    def _is_skipped(self, position: int) -> bool:
+    def _is_skipped(self, position: int, sequences: int) -> bool:
         """Say whether any sequence of the batch at ``position`` is in a skipped range."""
-        return any(first < position + self.batch.sequences and position < end for first, end in self.skipped)
+        return any(first < position + sequences and position < end for first, end in self.skipped)
 
     def of_last(self, steps: int) -> tuple[int, int]:
         """Return which sequences the last ``steps`` steps took, those they skipped among them."""
         first = self.taken
-        for _ in range(steps):
-            first -= self.batch.sequences
-            while first > 0 and self._is_skipped(first):
-                first -= self.batch.sequences
+        while steps and first > 0:
+            size = next(size for begin, size in reversed(self._sizes) if begin < first)
+            first -= size
+            steps -= 0 if self._is_skipped(first, size) else 1
         return first, self.taken
 
     def meta(self) -> dict[str, Any]:
         """Return the position in the data and what is skipped, as JSON."""
-        return {**self.data.meta(), "taken": self.taken, "skipped": [list(pair) for pair in self.skipped]}
+        pairs = {"skipped": self.skipped, "batch_sizes": self._sizes}
+        known = {name: [list(pair) for pair in found] for name, found in pairs.items()}
+        return {**self.data.meta(), "taken": self.taken, "tokens": self.tokens, **known}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position."""
         self.data.load_meta(meta)
         self.taken = int(meta.get("taken", 0))
         self.skipped = [(first, end) for first, end in meta.get("skipped", ())]
+        self.tokens = int(meta.get("tokens", self.taken * self.batch.length))
+        self._sizes = [(begin, size) for begin, size in meta.get("batch_sizes", [(0, self.batch.sequences)])]
+        if self._sizes[-1][1] != self.batch.sequences:
+            self._sizes.append((self.taken, self.batch.sequences))
 
     def validation(self) -> Iterator[Batch]:
         """Yield this rank's microbatches of ``[evaluation] sequences``, rounded up to whole global batches.

@@ -220,7 +220,7 @@ class LoaderFeed:
         self.accumulate, self.mesh = accumulate, mesh
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
-        self.tokens_per_step = 0
+        self.tokens_per_step = self.tokens = 0
 
     def use(self, train: Loader | None, validation: Loader | None) -> None:
         """Take the loaders of one call of fit.
@@ -250,6 +250,7 @@ class LoaderFeed:
         """Return the loader's next batches."""
         taken = list(islice(self.batches, self.accumulate))
         self.tokens_per_step = sum(batch.tokens.numel() for batch in taken) * self.mesh.world_size
+        self.tokens += self.tokens_per_step
         return taken
 
     def validation(self) -> Iterator[Batch]:
