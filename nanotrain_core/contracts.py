@@ -623,6 +623,16 @@ class CheckpointReport:
 
 
 @attrs.define(frozen=True)
+class FailedSaveReport:
+    """A checkpoint that could not be saved: nothing of it is left, and no older one is harmed."""
+
+    step: int
+    problem: str
+    in_a_row: int
+    """Saves that have failed since one succeeded, this one included: the third ends the run."""
+
+
+@attrs.define(frozen=True)
 class EndReport:
     """How a run ended."""
 
@@ -674,6 +684,8 @@ class Monitor:
     def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
 
     def on_checkpoint(self, report: CheckpointReport) -> None: ...
+
+    def on_save_failed(self, report: FailedSaveReport) -> None: ...
 
     def on_rollback(self, report: RollbackReport) -> None: ...
 

@@ -143,7 +143,8 @@ class RuntimeEngine:
         self.stop.clear()
         self.run.gradients.zero()
         self.skipped_in_a_row, self._saved = 0, -1
-        self.saves = Saves(self.run.checkpoint if self.folder else None, self.events.checkpoint)
+        checkpoint = self.run.checkpoint if self.folder else None
+        self.saves = Saves(checkpoint, self.events.checkpoint, self.events.save_failed)
         self._restore()
         self._first = self.step
         self.pace.restart(self.step)
@@ -177,10 +178,8 @@ class RuntimeEngine:
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
             due = self.saves.due(self.step)
-            if last or due:
-                agree_now(
-                    self.stop, self.run.mesh
-                )  # a state that somebody wants to leave is not worth saving
+            if last or due:  # a state that somebody wants to leave is not worth saving
+                agree_now(self.stop, self.run.mesh)
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
@@ -257,7 +256,7 @@ class RuntimeEngine:
                 losses=means,
                 grad_norm=stats.grad_norm.item(),
                 lr=lr,
-                tokens=self.step * run.feed.tokens_per_step,
+                tokens=run.feed.tokens,
                 tokens_per_second=run.feed.tokens_per_step / seconds,
                 seconds=seconds,
                 loss_scale=run.loss_scale.value,
@@ -348,7 +347,7 @@ class RuntimeEngine:
     # --- reports ---------------------------------------------------------------------
 
     def _end(self, reason: Any) -> EndReport:
-        return EndReport(self.step, reason, self.step * self.run.feed.tokens_per_step)
+        return EndReport(self.step, reason, self.run.feed.tokens)
 
     def _info(self) -> RunInfo:
         run = self.run

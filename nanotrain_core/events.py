@@ -12,6 +12,7 @@ from nanotrain_core.contracts import (
     CheckpointReport,
     EndReport,
     EvaluationReport,
+    FailedSaveReport,
     Monitor,
     RollbackReport,
     RunInfo,
@@ -57,6 +58,10 @@ class Events:
     def checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is complete."""
         self._tell("on_checkpoint", report)
+
+    def save_failed(self, report: FailedSaveReport) -> None:
+        """A checkpoint could not be saved."""
+        self._tell("on_save_failed", report)
 
     def rollback(self, report: RollbackReport) -> None:
         """The run went back to a checkpoint."""

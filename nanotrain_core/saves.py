@@ -7,7 +7,7 @@ from typing import Final
 
 import structlog
 
-from nanotrain_core.contracts import Checkpoint, CheckpointReport, TrainState
+from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
 from nanotrain_core.errors import CheckpointError, SaveFailed
 
 #: Saves in a row that may fail before a run is ended: it would lose more with every step.
@@ -17,9 +17,14 @@ MOST_FAILED: Final = 3
 class Saves:
     """Begins saves and tells of those that are complete. Nothing happens without a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint | None, tell: Callable[[CheckpointReport], None]) -> None:
-        self.checkpoint, self._tell = checkpoint, tell
-        self._failed = 0
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        tell: Callable[[CheckpointReport], None],
+        tell_failed: Callable[[FailedSaveReport], None],
+    ) -> None:
+        self.checkpoint, self._tell, self._tell_failed = checkpoint, tell, tell_failed
+        self._failed = self._step = 0
         self._log = structlog.get_logger("nanotrain.checkpoint")
 
     def due(self, step: int) -> bool:
@@ -37,6 +42,7 @@ class Saves:
         if checkpoint is None:
             return
         self.advance(wait=True)
+        self._step = step
         self._bear(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 
@@ -57,6 +63,7 @@ class Saves:
             act()
         except CheckpointError as problem:
             self._failed += 1
+            self._tell_failed(FailedSaveReport(self._step, str(problem), self._failed))
             if last or self._failed == MOST_FAILED:
                 raise SaveFailed(f"{problem}; saves that failed in a row: {self._failed}") from None
             self._log.warning("a checkpoint could not be saved and the run goes on", problem=str(problem))

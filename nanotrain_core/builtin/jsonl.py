@@ -14,6 +14,7 @@ from nanotrain_core.contracts import (
     CheckpointReport,
     EndReport,
     EvaluationReport,
+    FailedSaveReport,
     Monitor,
     RollbackReport,
     RunInfo,
@@ -63,6 +64,10 @@ class Jsonl(Monitor):
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Write a checkpoint's place."""
         self._row("checkpoint", attrs.asdict(report))
+
+    def on_save_failed(self, report: FailedSaveReport) -> None:
+        """Write which checkpoint is not there, and why."""
+        self._row("save_failed", attrs.asdict(report))
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Write where the run went back to, and which data it leaves out."""

@@ -73,6 +73,8 @@ class DiskFull(Row):
         yield from expect(ended, Exit.DONE)
         if step in {row["step"] for row in trial.rows("checkpoint")}:
             yield f"the checkpoint of step {step} was announced though there was no space"
+        if step not in saved and step not in {row["step"] for row in trial.rows("save_failed")}:
+            yield f"no monitor was told that step {step} could not be saved"
 
 
 class Vanish(Row):

@@ -117,6 +117,9 @@ def build(config: ChaosConfig) -> Any:
         def on_checkpoint(self, report: Any) -> None:
             self.write("checkpoint", step=report.step)
 
+        def on_save_failed(self, report: Any) -> None:
+            self.write("save_failed", step=report.step)
+
         def on_rollback(self, report: RollbackReport) -> None:
             self.step = report.restored
             self.write("rollback", **attrs.asdict(report))
