@@ -65,15 +65,19 @@ class Executor:
         """
         self._begin(actions, weights, microbatches)
         began, waited = time.perf_counter(), self.handover.waited
-        for position, action in enumerate(actions):
-            closing = self._closing.get(position, ())
-            if closing:
-                self.gradients.last_microbatch(closing)
-            self._execute(action)
-            if self._ends_backward(action):
-                self.gradients.microbatch(self._parameters[action.stage])
-            if closing:
-                self.gradients.complete(closing)
+        try:
+            for position, action in enumerate(actions):
+                closing = self._closing.get(position, ())
+                if closing:
+                    self.gradients.last_microbatch(closing)
+                self._execute(action)
+                if self._ends_backward(action):
+                    self.gradients.microbatch(self._parameters[action.stage])
+                if closing:
+                    self.gradients.complete(closing)
+        finally:  # all are done, unless the step is broken off
+            for postponed in self._postponed.values():
+                postponed.forget()
         self.handover.flush()
         self.idle = (self.handover.waited - waited) / (time.perf_counter() - began)
         return self._sums

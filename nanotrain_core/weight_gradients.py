@@ -36,13 +36,22 @@ class Postponed:
     def compute(self) -> None:
         """Make all products and accumulate them, as backward would have, hooks included."""
         while self._waiting:
-            weight, product = self._waiting.popleft()
-            _pending[weight] -= 1
-            if not _pending[weight]:
-                del _pending[weight]  # or it would keep a finished run's weights, and all that hangs on them
+            weight, product = self._take()
             with torch.no_grad():  # as a backward pass is
                 gradient = product()
             weight.backward(gradient)  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Leave uncomputed what a step that was broken off has put off."""
+        while self._waiting:
+            self._take()
+
+    def _take(self) -> tuple[nn.Parameter, Product]:
+        weight, product = self._waiting.popleft()
+        _pending[weight] -= 1
+        if not _pending[weight]:
+            del _pending[weight]  # or it would keep a finished run's weights, and all that hangs on them
+        return weight, product
 
 
 _open: list[Postponed] = []

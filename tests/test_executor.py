@@ -9,7 +9,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.executor import Executor
-from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.gradients import LocalGradients, watch
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 
@@ -127,3 +127,20 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next(world):
     for module in modules.values():
         for name, parameter in module.named_parameters():
             assert torch.equal(gradients.gradient(parameter), expected[name]), name
+
+
+def test_gradients_put_off_by_a_step_that_broke_off_are_not_waited_for(world):
+    """Else no later gradient of these weights would count as complete, and the weights were never freed."""
+    modules, gradients, complete = stages(*HALVES), LocalGradients(), []
+    placed = [parameter for module in modules.values() for parameter in module.parameters()]
+    for parameter in placed:
+        watch(parameter, gradients)
+    gradients.dtype, gradients.completed = None, complete.append
+    executor = Executor(modules, gradients, world, owners=[0, 0])
+    with pytest.raises(KeyError):
+        executor.run(order("F0.0 F1.0 B1.0 B0.1 W1.0 W0.0"), batches(1), {"lm": torch.tensor(0.5)})
+    assert not any(map(weight_gradients.is_pending, placed))
+    for parameter in placed:
+        parameter.grad = None
+    executor.run(order("F0.0 F1.0 B1.0 B0.0"), batches(1), {"lm": torch.tensor(0.5)})
+    assert {id(parameter) for parameter in complete} == {id(parameter) for parameter in placed}
