@@ -13,20 +13,17 @@ from typing import Any
 from nanotrain_core.files import read_each
 from nanotrain_core.hang import kill
 
-#: Seconds ranks get for a last step and checkpoint after a signal.
-GRACE = 120.0
-
 POLL = 0.1
 
 
 class SignalForwarder:
     """Waits for the agent while handing the first SIGINT or SIGTERM on to every rank, once.
 
-    A second signal, or the end of the grace period, kills the ranks.
+    A second signal, or the end of the ``grace`` period, in seconds, kills the ranks.
     """
 
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
+    def __init__(self, scratch: Path, grace: float) -> None:
+        self.scratch, self.grace = scratch, grace
         self.received: signal.Signals | None = None
         self._told: set[int] = set()
         self._deadline = float("inf")
@@ -46,7 +43,7 @@ class SignalForwarder:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
-            self.received, self._deadline = signal.Signals(number), time.monotonic() + GRACE
+            self.received, self._deadline = signal.Signals(number), time.monotonic() + self.grace
         else:
             self._deadline = 0.0
 

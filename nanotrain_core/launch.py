@@ -38,15 +38,10 @@ from nanotrain_core.folder import RunFolder
 from nanotrain_core.forward import SignalForwarder
 from nanotrain_core.hang import HangWatch
 from nanotrain_core.recipe import Recipe
-from nanotrain_core.stop import SIGNALS
+from nanotrain_core.stop import EXITS, SIGNALS
 from nanotrain_core.worker import HAS_SAVED, Job, run_rank, train
 
-EXIT_OF = {
-    "done": Exit.DONE,
-    "stopped": Exit.DONE,
-    "preempted": Exit.PREEMPTED,
-    "interrupted": Exit.INTERRUPTED,
-}
+EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -106,7 +101,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
     _silence_torch()
     scratch = Path(job.scratch or "")
-    forwarder = SignalForwarder(scratch)
+    forwarder = SignalForwarder(scratch, recipe.run.grace)
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
     start_again = partial(_start_again, scratch, watch, forwarder, nodes.max_restarts)
     with ThreadPoolExecutor(1) as thread:

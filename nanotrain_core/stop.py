@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -11,7 +14,7 @@ from typing import Literal
 
 import attrs
 
-from nanotrain_core.errors import Preempted
+from nanotrain_core.errors import Exit, Preempted
 
 StopReason = Literal["stopped", "preempted", "interrupted"]
 
@@ -19,6 +22,9 @@ StopReason = Literal["stopped", "preempted", "interrupted"]
 REASONS: tuple[StopReason, ...] = ("interrupted", "preempted", "stopped")
 
 SIGNALS: dict[signal.Signals, StopReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted"}
+
+#: Exit codes of runs that were stopped.
+EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED}
 
 
 @attrs.define(frozen=True)
@@ -43,6 +49,9 @@ def end_on_sigterm() -> None:
 
 class StopRequest:
     """Collects wishes to stop on this rank; ``reason`` is set once every rank knows of one."""
+
+    grace: float | None = None
+    """Seconds after a signal in which training must end, or this process does; None: it may take its time."""
 
     def __init__(self) -> None:
         self.reason: StopReason | None
@@ -87,15 +96,32 @@ class StopRequest:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        received: list[tuple[float, signal.Signals]] = []
+        over = threading.Event()
 
         def handle(number: int, frame: FrameType | None) -> None:
+            received.append((time.monotonic(), signal.Signals(number)))
             self.wish(SIGNALS[signal.Signals(number)])
             signal.signal(number, before[signal.Signals(number)])
+
+        if self.grace is not None:
+            threading.Thread(target=_end_after, args=(self.grace, received, over), daemon=True).start()
 
         for number in SIGNALS:
             signal.signal(number, handle)
         try:
             yield
         finally:
+            over.set()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _end_after(grace: float, received: Sequence[tuple[float, signal.Signals]], over: threading.Event) -> None:
+    """End this process if training is not over so long after the first signal: a rank may wait for ever."""
+    while not over.wait(0.2):
+        if received and time.monotonic() - received[0][0] > grace:
+            number = received[0][1]
+            text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"
+            print(f"nanotrain: {text} after {number.name}", file=sys.stderr, flush=True)
+            os._exit(EXITS[SIGNALS[number]])

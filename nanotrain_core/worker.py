@@ -151,7 +151,7 @@ def train(job: Job, ranks: Ranks) -> str:
             folder=folder,
             resume=start_from(job, ranks.rank, store),
         )
-        engine.progress = progress
+        engine.progress, engine.stop.grace = progress, recipe.run.grace
         if scratch is not None:
             engine.events.monitors = [*engine.events.monitors, Mark(scratch / HAS_SAVED)]
         if "placements" in job.show:

@@ -44,7 +44,7 @@ def test_the_rank_that_others_wait_for_is_named(ranks, guilty):
 
 def test_ranks_may_end_while_the_launcher_looks(tmp_path):
     """A file that is listed and gone when it is opened is that of a rank that has just ended."""
-    watch, forwarder = HangWatch(tmp_path, None, timeout=60), SignalForwarder(tmp_path)
+    watch, forwarder = HangWatch(tmp_path, None, timeout=60), SignalForwarder(tmp_path, grace=60)
     (tmp_path / "pid-0").write_text(str(os.getpid()))
     for name in ("pid-1", "beat-1.json"):
         (tmp_path / name).symlink_to(tmp_path / "gone")

@@ -65,6 +65,9 @@ class RunConfig:
     """Seconds without progress after which ranks are named, their stacks kept, and all of them ended; 0 never
     does. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
     collective fails first."""
+    grace: float = attrs.field(default=120.0, validator=gt(0.0))
+    """Seconds for a last step and checkpoint after Ctrl-C or SIGTERM; ranks that take longer are ended. Less
+    than the cluster waits before it kills."""
     max_restarts: int = attrs.field(default=0, validator=ge(0))
     """How often all ranks are started again after a failure; `--max-restarts` overrides it."""
     strict_monitors: bool = False
