@@ -16,10 +16,11 @@ read. Only when all ranks found everything in order is the first live number rep
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class ShardedCheckpoint:
         """Use ``folder``, made on the first save; clear away what a killed save left."""
         self.folder, self.mesh = folder, mesh
         self._last_save = time.monotonic()
-        self._verified: set[int] = set()
+        self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
         self._flight = self._agreed = None
         self._on_first(lambda: folders.clear_leftovers(folder))
@@ -119,6 +120,7 @@ class ShardedCheckpoint:
         began = self._last_save = time.monotonic()
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
+        state = attrs.evolve(state, meta=json.loads(json.dumps(state.meta)))  # it is written later
         flight = Flight(step, scratch, state, began, old=self._retire_old())
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
@@ -193,7 +195,6 @@ class ShardedCheckpoint:
             return ()
         self._flight = None
         path = self._publish(flight)
-        self._verified.add(flight.step)
         now = time.monotonic()
         return [CheckpointReport(flight.step, path, now - flight.began, flight.blocked + now - began)]
 
@@ -208,6 +209,7 @@ class ShardedCheckpoint:
                     files = {name: file for files in everyone for name, file in files.items()}
                     text = manifest.write(self._manifest(flight, files))
                     folders.publish(flight.scratch, text, flight.step)
+                    self._verified[flight.step] = files
             except OSError as error:
                 problem = f"step {flight.step} could not be put in place in {self.folder}: {error}"
             agree(problem, self.mesh)
@@ -244,12 +246,13 @@ class ShardedCheckpoint:
     def _retire_old(self) -> list[Path]:
         """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
         gone: list[Path] = []
-        if self.mesh.rank == 0:
+        if self.mesh.rank:
+            return gone
+        try:
             for step in folders.expendable(self.folder, self.config.keep, self._restored, self._verified):
-                try:
-                    gone.append(folders.retire(self.folder, step))
-                except OSError as error:
-                    self.log.warning("an old checkpoint could not be deleted", step=step, problem=str(error))
+                gone.append(folders.retire(self.folder, step))
+        except OSError as error:
+            self.log.warning("old checkpoints could not be deleted", problem=str(error))
         return gone
 
     # --- load ---------------------------------------------------------------------------------
@@ -263,21 +266,21 @@ class ShardedCheckpoint:
         problems = misfits(saved, state.blocks)
         more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
         agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else "", self.mesh)
-        streams = self._fill(path, saved, state.blocks)
-        if path.parent == self.folder:
+        streams = self._fill(path, saved, state)
+        if path.resolve().parent == self.folder.resolve():
             later = (step for step in self.steps() if step > saved.step)
             self._on_first(lambda: folders.set_aside(self.folder, [*later]))
-        self._restored.add(saved.step)
-        if self.config.verify == "full":
-            self._verified.add(saved.step)
+            self._restored.add(saved.step)
+            if self.config.verify == "full":
+                self._verified[saved.step] = saved.files
         return TrainState(state.blocks, saved.meta, streams)
 
-    def _fill(self, path: Path, saved: Manifest, wanted: Sequence[Block]) -> dict[str, torch.Tensor]:
+    def _fill(self, path: Path, saved: Manifest, state: TrainState) -> dict[str, torch.Tensor]:
         """Fill blocks and return this rank's streams, or fail on every rank."""
         problem, streams = "", dict[str, torch.Tensor]()
         try:
-            reading = Reading(path, saved, wanted)
-            streams = self._streams(path, saved)
+            reading = Reading(path, saved, state.blocks)
+            streams = self._streams(path, saved, state.rank_tensors)
         except CheckpointError as error:
             problem = str(error)
         agree(problem, self.mesh)
@@ -288,16 +291,23 @@ class ShardedCheckpoint:
         agree(problem, self.mesh)
         return streams
 
-    def _streams(self, path: Path, saved: Manifest) -> dict[str, torch.Tensor]:
+    def _streams(
+        self, path: Path, saved: Manifest, wanted: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return this rank's streams if the layout is the same: elsewhere they mean nothing."""
         name = streams_name(self.mesh.rank)
         if saved.layout != self._layout() or name not in saved.files:
             return {}
         shard.read_header(path / name)
         try:
-            return load_file(path / name)
+            found: dict[str, torch.Tensor] = load_file(path / name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path / name} cannot be read: {error}") from None
+        for stream in found.keys() & wanted.keys():
+            form, expected = ((t.dtype, tuple(t.shape)) for t in (found[stream], wanted[stream]))
+            if form != expected:
+                raise CheckpointError(f"{path / name}: {stream} is {form}, expected {expected}")
+        return found
 
     def _named(self, which: str) -> tuple[Path, Manifest]:
         """Return exactly the checkpoint asked for."""

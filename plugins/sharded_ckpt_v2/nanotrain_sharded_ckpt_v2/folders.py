@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -115,20 +115,29 @@ def _free(folder: Path, stem: str) -> Path:
     return next(folder / name for name in names if not (folder / name).exists())
 
 
-def expendable(folder: Path, keep: int, protected: Collection[int], verified: Collection[int]) -> list[int]:
+def expendable(
+    folder: Path, keep: int, protected: Collection[int], verified: Mapping[int, Mapping[str, manifest.File]]
+) -> list[int]:
     """Return the steps that retention may delete: all but ``keep`` newest sound ones.
 
-    Kept for certain are those ``protected`` and the newest ``verified`` one. While none was verified,
-    nothing goes. Sound is what has a good manifest and files of the right size.
+    Kept for certain are those ``protected`` and the newest ``verified`` one that is sound. While there is
+    none, nothing goes. Sound is what has a good manifest and files of the right size; the manifest of a
+    verified one is not read again.
     """
     there = steps(folder)
-    known = [step for step in there if step in verified]
+    sound = [step for step in there if not _damaged(step_folder(folder, step), verified.get(step))]
+    known = [step for step in sound if step in verified]
     if not known:
         return []
-    sound = [step for step in there if step in verified or not damage(step_folder(folder, step), full=False)]
     stay = {*sound[-keep:], known[-1], *protected}
     oldest = min(sound[-keep:])
     return [step for step in there if step < oldest and step not in stay]
+
+
+def _damaged(path: Path, known: Mapping[str, manifest.File] | None) -> bool:
+    if known is None:
+        return bool(damage(path, full=False))
+    return any(shard.damage(path, name, file, full=False) for name, file in known.items())
 
 
 def retire(folder: Path, step: int) -> Path:

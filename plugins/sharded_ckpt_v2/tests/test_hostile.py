@@ -6,6 +6,8 @@ import pickle
 from hashlib import sha256
 
 import pytest
+import torch
+from safetensors.torch import save as serialize
 from small_run import opened, reseal, save, state
 
 from nanotrain_core.errors import CheckpointError
@@ -35,6 +37,11 @@ def header(path, change):
     change(table)
     text = json.dumps(table).encode()
     forge(path, SHARD, len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def streams(**changes):
+    """Replace the file of random-number streams."""
+    return lambda path: forge(path, "rank-00000.safetensors", serialize(changes))
 
 
 def rename(name):
@@ -106,6 +113,15 @@ FORGERIES = {
     "header_with_other_dtype": (
         lambda path: header(path, lambda table: table["w@0,0"].update(dtype="I32")),
         "w@0,0 is I32 (1, 3) there, F32 (1, 3) in the manifest",
+    ),
+    "stream_of_other_size": (
+        streams(torch=torch.zeros(2, dtype=torch.int64)),
+        "torch is (torch.int64, (2,)), expected (torch.int64, (3,))",
+    ),
+    "stream_of_other_dtype": (streams(torch=torch.zeros(3)), "torch is (torch.float32, (3,)), expected"),
+    "pickle_as_stream": (
+        lambda path: forge(path, "rank-00000.safetensors", pickle.dumps(Payload())),
+        "rank-00000.safetensors is no safetensors file",
     ),
     "header_with_more": (
         lambda path: header(path, lambda table: table.update(x=table["w@0,0"])),

@@ -1,6 +1,7 @@
 """When checkpoints are saved, what appears when, what retention keeps, and what failures leave."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,8 +66,8 @@ def test_a_write_that_fails_in_the_thread_leaves_nothing_and_the_next_succeeds(t
 
 
 def test_a_run_bears_two_failures_and_ends_with_the_third(tmp_path, monkeypatch):
-    checkpoint, told = opened(tmp_path), []
-    saves = Saves(checkpoint, told.append)
+    checkpoint, told, failed = opened(tmp_path), [], []
+    saves = Saves(checkpoint, told.append, failed.append)
 
     def full(path, tensors):
         raise OSError(28, "No space left on device")
@@ -80,6 +81,7 @@ def test_a_run_bears_two_failures_and_ends_with_the_third(tmp_path, monkeypatch)
             saves.begin(3, state(3), last=True)
     saves.begin(4, state(4), last=True)
     assert [report.step for report in told] == [4]
+    assert [(report.step, report.in_a_row) for report in failed] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_the_last_save_may_not_fail(tmp_path, monkeypatch):
@@ -88,7 +90,7 @@ def test_the_last_save_may_not_fail(tmp_path, monkeypatch):
 
     monkeypatch.setattr(blocks, "write", full)
     with pytest.raises(SaveFailed):
-        Saves(opened(tmp_path), print).begin(1, state(1), last=True)
+        Saves(opened(tmp_path), print, print).begin(1, state(1), last=True)
 
 
 def test_due_by_steps_and_by_minutes(tmp_path, monkeypatch):
@@ -197,3 +199,69 @@ def test_what_does_not_fit_is_refused_and_not_fallen_back_over(tmp_path, change,
     with pytest.raises(CheckpointError, match=said):
         checkpoint.load("latest", other)
     assert checkpoint.steps() == [1]
+
+
+def test_a_state_that_changes_in_place_is_saved_as_it_was(tmp_path, held):
+    """The manifest is written when all files are, some steps later."""
+    checkpoint, live = opened(tmp_path), state(1)
+    live = TrainState(live.blocks, {"step": 1, "monitors": {"Mine": {"losses": [1.0]}}}, live.rank_tensors)
+    checkpoint.save(1, live)
+    live.meta["monitors"]["Mine"]["losses"].append(2.0)
+    held.set()
+    checkpoint.advance(wait=True)
+    found = checkpoint.load("latest", state(1))
+    assert found.meta["monitors"] == {"Mine": {"losses": [1.0]}}
+
+
+@pytest.mark.parametrize("way", ["absolute", "relative", "linked"])
+def test_later_steps_are_left_behind_however_the_older_one_is_named(tmp_path, monkeypatch, way):
+    """Else the next resume would go on with the branch that was left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    checkpoint = opened(tmp_path / "run" if way == "relative" else Path("run"), keep=9)
+    for step in (1, 2, 3):
+        save(checkpoint, step)
+    start = {"absolute": tmp_path, "relative": Path("."), "linked": tmp_path / "link"}[way]
+    checkpoint.load(str(start / "run/step-00000002"), state(2))
+    assert checkpoint.steps() == [1, 2]
+
+
+def test_a_checkpoint_of_another_folder_vouches_for_none_of_this(tmp_path):
+    save(opened(tmp_path / "other"), 2)
+    mine = opened(tmp_path / "mine", keep=9)
+    for step in (1, 2):
+        save(mine, step)
+    checkpoint = opened(tmp_path / "mine", keep=1)
+    checkpoint.load(str(tmp_path / "other/step-00000002"), state(2))
+    checkpoint.save(3, state(3))
+    assert checkpoint.steps() == [1, 2]  # nobody has looked at either
+    checkpoint.advance(wait=True)
+
+
+def test_retention_keeps_the_older_one_when_the_newest_was_damaged_since(tmp_path):
+    checkpoint = opened(tmp_path, keep=1)
+    for step in (1, 2):
+        save(checkpoint, step)
+    assert checkpoint.steps() == [1, 2]
+    shard = tmp_path / "step-00000002/shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    save(checkpoint, 3)
+    assert checkpoint.steps() == [1, 2, 3]
+    save(checkpoint, 4)
+    assert checkpoint.steps() == [3, 4]
+
+
+def test_an_old_checkpoint_that_cannot_be_looked_at_harms_no_save(tmp_path, monkeypatch):
+    """pytorch/torchtitan#909: a large run died of a rank that could not list what it was to delete."""
+    checkpoint = opened(tmp_path, keep=1)
+    for step in (1, 2):
+        save(checkpoint, step)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("nanotrain_sharded_ckpt_v2.folders.steps", denied)
+    monkeypatch.setattr(type(checkpoint), "steps", lambda self: [1, 2])
+    save(checkpoint, 3)
+    monkeypatch.undo()
+    assert checkpoint.steps() == [1, 2, 3]
