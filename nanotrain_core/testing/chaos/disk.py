@@ -71,7 +71,8 @@ class DiskFull(Row):
         # Rank 0, since every format has it write something.
         ended = trial.launch(order={"act": "full", "step": step, "last": step + 2, "rank": 0, "amount": room})
         yield from expect(ended, Exit.DONE)
-        if step in {row["step"] for row in trial.rows("checkpoint")}:
+        saved = {row["step"] for row in trial.rows("checkpoint")}
+        if step in saved:
             yield f"the checkpoint of step {step} was announced though there was no space"
         if step not in saved and step not in {row["step"] for row in trial.rows("save_failed")}:
             yield f"no monitor was told that step {step} could not be saved"
