@@ -1,7 +1,8 @@
 """A row for each token and each of its experts, and the way back: gathers in both directions.
 
 Written by hand because autograd's backward of a gather fills zeros and adds row by row, with atomics on a
-GPU. Here every gradient is a gather too: the order of a permutation is known both ways.
+GPU. Here every gradient is a gather too: the order of a permutation is known both ways. Rows of a token are
+added up by ``embedding_bag``, which reads them where they are and on a CPU sums bfloat16 in float32.
 
 Shapes: T tokens, K experts chosen for each, N = T K rows in the order of experts, D width.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
@@ -41,7 +43,7 @@ class _Spread(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: torch.Tensor, order_N: torch.Tensor, back_N: torch.Tensor, chosen: int
     ) -> torch.Tensor:
-        ctx.shape = len(x_TD), chosen, x_TD.shape[1]
+        ctx.chosen = chosen
         ctx.save_for_backward(back_N)
         return x_TD.index_select(0, order_N // chosen)
 
@@ -49,7 +51,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (back_N,) = ctx.saved_tensors
-        return d_rows_ND.index_select(0, back_N).view(ctx.shape).sum(1), None, None, None
+        return F.embedding_bag(back_N.view(-1, ctx.chosen), d_rows_ND, mode="sum"), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -61,18 +63,18 @@ class _Combine(torch.autograd.Function):
         back_N: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> torch.Tensor:
-        outputs_TKD = outputs_ND.index_select(0, back_N).view(*weights_TK.shape, outputs_ND.shape[1])
-        ctx.save_for_backward(outputs_TKD, order_N, weights_TK)
-        return (weights_TK.unsqueeze(1).to(outputs_ND.dtype) @ outputs_TKD).squeeze(1)
+        ctx.save_for_backward(outputs_ND, order_N, back_N, weights_TK)
+        each_TK = weights_TK.to(outputs_ND.dtype)
+        return F.embedding_bag(back_N.view_as(each_TK), outputs_ND, mode="sum", per_sample_weights=each_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        outputs_TKD, order_N, weights_TK = ctx.saved_tensors
-        d_outputs_ND = d_weights_TK = None
-        if ctx.needs_input_grad[0]:
-            weight_N = weights_TK.flatten().index_select(0, order_N).to(d_y_TD.dtype)
-            d_outputs_ND = d_y_TD.index_select(0, order_N // weights_TK.shape[1]).mul_(weight_N.unsqueeze(1))
+        outputs_ND, order_N, back_N, weights_TK = ctx.saved_tensors
+        d_outputs_ND = d_y_TD.index_select(0, order_N // weights_TK.shape[1])
+        d_weights_TK = None
         if ctx.needs_input_grad[3]:
-            d_weights_TK = (outputs_TKD @ d_y_TD.unsqueeze(2)).squeeze(2).to(weights_TK.dtype)
-        return d_outputs_ND, None, None, d_weights_TK
+            d_weights_N = (outputs_ND * d_outputs_ND).sum(1, dtype=weights_TK.dtype)
+            d_weights_TK = d_weights_N.index_select(0, back_N).view_as(weights_TK)
+        weights_N = weights_TK.flatten().index_select(0, order_N).to(d_y_TD.dtype)
+        return d_outputs_ND.mul_(weights_N.unsqueeze(1)), None, None, d_weights_TK
