@@ -5,16 +5,12 @@ Each rank writes its operand into a buffer that all can read, meets the others
 are used in turn: whoever comes to a meeting has read what was written before the last one, so the
 buffer of the last but one is free. Tensors larger than a buffer go through it in pieces.
 
-A collective may be begun and awaited later: nothing goes on meanwhile, but ranks that come at different
-times need not wait for one another. What is begun next reads it first.
-
 Every rank adds in the order of ranks, so that all end with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,11 +21,6 @@ from nanotrain_core.shared_memory import add_up, map_for_all
 #: Bytes of one buffer: what a core keeps in its second-level cache.
 BUFFER = 2**20
 
-#: Reads what all ranks wrote, by rank, each in the shape in which this one wrote.
-Read = Callable[[list[torch.Tensor]], None]
-#: Waits for a collective that was begun, and returns its result.
-Pending = Callable[[], torch.Tensor]
-
 
 class HostCollectives:
     """The collectives of one group of ranks on one host. Every member must call the same, in one order."""
@@ -38,7 +29,6 @@ class HostCollectives:
         """``buffers``: two rows [2, BUFFER] of bytes for every rank."""
         self.buffers, self.rank, self.meeting = buffers, rank, meeting
         self._turn = 0
-        self._flying: tuple[Read, list[torch.Tensor]] | None = None
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: float) -> HostCollectives | None:
@@ -61,88 +51,48 @@ class HostCollectives:
         rows = [torch.frombuffer(each, dtype=torch.uint8, count=2 * BUFFER).view(2, BUFFER) for each in maps]
         return cls(rows, dist.get_rank(group), meeting)
 
-    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return every rank's ``x``, stacked along a new axis ``dim``."""
-        out = x.new_empty(*x.shape[:dim], len(self.buffers), *x.shape[dim:])
-        rows = out.unbind(dim)
-        if self._fits(x):
-            self._send(x, partial(_copy, rows))
-            return self._end(out)
-        stacked = x.new_empty(len(rows), x.numel())
-        for piece, at in self._pieces(x.reshape(1, -1)):
-            self._send(piece[0], partial(_copy, stacked[:, at].unbind()))
-        _copy(rows, self._end(stacked).view(len(rows), *x.shape).unbind())
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``x``, [R, *x.shape]."""
+        out = x.new_empty(len(self.buffers), *x.shape)
+        for piece, begin, end in self._exchange(x.contiguous().view(-1)):
+            for row, theirs in zip(out.view(len(out), -1), piece, strict=True):
+                row[begin:end] = theirs
         return out
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""
-        return self.begin_all_reduce(x)()
-
-    def begin_all_reduce(self, x: torch.Tensor) -> Pending:
-        """Begin :meth:`all_reduce`; ``x`` may change meanwhile."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        if self._fits(x):
-            self._send(x, partial(add_up, out=out))
-        else:
-            for piece, at in self._pieces(x.reshape(1, -1)):
-                self._send(piece[0], partial(add_up, out=out.view(-1)[at]))
-        return partial(self._end, out)
+        for piece, begin, end in self._exchange(x.contiguous().view(-1)):
+            add_up(piece, out.view(-1)[begin:end])
+        return out
 
     def reduce_scatter(self, shares: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``shares[r]``, r being this rank in the group.
 
         Args:
-            shares: [R, ...].
+            shares: [R, ...], contiguous.
         """
-        return self.begin_reduce_scatter(shares)()
-
-    def begin_reduce_scatter(self, shares: torch.Tensor) -> Pending:
-        """Begin :meth:`reduce_scatter`; ``shares`` may change meanwhile."""
-        out = torch.empty_like(shares[0], memory_format=torch.contiguous_format)
-        if self._fits(shares):
-            self._send(shares, partial(self._add_mine, out))
-        else:
-            for piece, at in self._pieces(shares.reshape(len(shares), -1)):
-                self._send(piece, partial(self._add_mine, out.view(-1)[at]))
-        return partial(self._end, out)
-
-    def _add_mine(self, out: torch.Tensor, theirs: list[torch.Tensor]) -> None:
-        add_up([shares[self.rank] for shares in theirs], out)
-
-    def _end(self, out: torch.Tensor) -> torch.Tensor:
-        self._drain()
+        out = torch.empty_like(shares[0])
+        flat = shares.view(len(shares), -1)
+        width = max(1, BUFFER // max(1, shares.element_size() * len(shares)))
+        for begin in range(0, flat.shape[1], width):
+            part = flat[:, begin : begin + width]
+            theirs = self._swap(part.contiguous().view(-1))
+            add_up([each.view(part.shape)[self.rank] for each in theirs], out.view(-1)[begin : begin + width])
         return out
 
-    @staticmethod
-    def _fits(x: torch.Tensor) -> bool:
-        return x.numel() * x.element_size() <= BUFFER
+    def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int, int]]:
+        """Yield everybody's part of ``flat``, piece by piece, with where it begins and ends."""
+        width = BUFFER // flat.element_size()
+        for begin in range(0, len(flat), width):
+            end = min(begin + width, len(flat))
+            yield self._swap(flat[begin:end]), begin, end
 
-    @staticmethod
-    def _pieces(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield columns of ``rows`` [.., N] that fit a buffer, with where they are."""
-        width = max(1, BUFFER // (rows.element_size() * len(rows)))
-        for begin in range(0, rows.shape[1], width):
-            at = slice(begin, begin + width)
-            yield rows[:, at], at
-
-    def _send(self, x: torch.Tensor, read: Read) -> None:
-        """Write ``x``, which fits a buffer, and announce it; first read what was sent before."""
-        self._drain()
-        bytes_used = x.numel() * x.element_size()
-        rows = [buffer[self._turn, :bytes_used].view(x.dtype).view(x.shape) for buffer in self.buffers]
+    def _swap(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return everybody's ``flat``, which fits a buffer: views that hold until the next but one swap."""
+        bytes_used = flat.numel() * flat.element_size()
+        rows = [buffer[self._turn, :bytes_used].view(flat.dtype) for buffer in self.buffers]
         self._turn = 1 - self._turn
-        rows[self.rank].copy_(x)
-        self.meeting.announce()
-        self._flying = (read, rows)
-
-    def _drain(self) -> None:
-        """Read what all sent last, when it is there."""
-        if self._flying is not None:
-            (read, rows), self._flying = self._flying, None
-            self.meeting.wait()
-            read(rows)
-
-
-def _copy(rows: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    for row, each in zip(rows, theirs, strict=True):
-        row.copy_(each)
+        rows[self.rank].copy_(flat)
+        self.meeting.meet()
+        return rows

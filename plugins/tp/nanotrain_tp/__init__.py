@@ -31,7 +31,8 @@ class TensorParallelConfig:
     sequence_parallel: bool = True
     """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
     overlap: bool = True
-    """In backward, sum inputs' gradients over ranks while each computes its weights' gradients."""
+    """In backward, sum inputs' gradients over ranks while each computes its weights' gradients; not through
+    shared memory, where the cores that would sum are those that compute."""
     shared_memory: bool = True
     """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
 

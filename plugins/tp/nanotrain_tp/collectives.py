@@ -58,6 +58,11 @@ class Ranks:
         """Their collectives through shared memory; None: use the group's."""
         return self.mesh.host_collectives("tp") if self._shared_memory else None
 
+    @cached_property
+    def in_background(self) -> bool:
+        """Whether a collective goes on while this rank computes: copies through shared memory do not."""
+        return self.host is None
+
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a whole ``x``, a view.
 
@@ -74,15 +79,15 @@ class Ranks:
     def begin_all_reduce(self, x: torch.Tensor, *, go_on: bool = True) -> Pending:
         """Begin :meth:`all_reduce`; ``go_on``: without waiting for it."""
         if self.host:
-            return self.host.begin_all_reduce(x)
+            return partial(_end, None, self.host.all_reduce(x))
         total = x.clone(memory_format=torch.contiguous_format)
         return partial(_end, dist.all_reduce(total, group=self.group, async_op=go_on), total)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return every rank's ``x``, one after the other along ``dim``."""
         dim %= x.dim()
-        pieces = self.host.all_gather(x, dim) if self.host else self._gather_in_group(x).movedim(0, dim)
-        return pieces.flatten(dim, dim + 1)
+        pieces = self.host.all_gather(x) if self.host else self._gather_in_group(x)
+        return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
     def _gather_in_group(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather: return every rank's ``x``, [R, *x.shape].
@@ -114,9 +119,9 @@ class Ranks:
     def begin_reduce_scatter(self, x: torch.Tensor, dim: int, *, go_on: bool = True) -> Pending:
         """Begin :meth:`reduce_scatter`; ``go_on``: without waiting for it."""
         shares = x.unflatten(dim, (self.size, self._share_of(x, dim))).movedim(dim, 0)  # type: ignore[no-untyped-call]
-        if self.host:
-            return self.host.begin_reduce_scatter(shares)
         shares = shares.contiguous()
+        if self.host:
+            return partial(_end, None, self.host.reduce_scatter(shares))
         if x.device.type != "cpu":
             total = torch.empty_like(shares[0])
             work = _reduce_scatter(total, shares.flatten(0, 1), group=self.group, async_op=go_on)

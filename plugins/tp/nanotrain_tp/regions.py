@@ -95,10 +95,13 @@ class Boundary:
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """As :meth:`enter`, and give ``layer`` the place for its weight's product where there can be one."""
         entry = self._entry(x)
-        if entry.inside is None and self.overlap and x.requires_grad and torch.is_grad_enabled():
+        if entry.inside is None and self._overlaps(x):
             self._cross(entry, layer)
         give_place(layer, None if entry.first is None else self._place(entry, layer))
         return self.enter(x)
+
+    def _overlaps(self, x: torch.Tensor) -> bool:
+        return self.overlap and x.requires_grad and torch.is_grad_enabled() and self.ranks.in_background
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
         """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""

@@ -97,6 +97,7 @@ def split(region, kind=Linear, *, sp, shared=True, overlap=True):
     """Return this rank's part, hooked, and what cuts a tensor for it."""
     rank = dist.get_rank()
     team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
+    team.in_background = True  # in shared memory too, where it works but does not pay
     boundary = Boundary(team, sequence_parallel=sp, overlap=overlap)
     region = fill(region(kind), rank, RANKS)
     for name in (*COLUMNS, "o"):
@@ -225,3 +226,18 @@ def split_backward():
 
 def test_a_backward_pass_that_is_split_leaves_weights_for_later():
     compare(run_ranks(split_backward, RANKS), Region, sp=True)
+
+
+def entered_by(shared):
+    """Return the node through which a layer's input enters."""
+    region, own = split(Region, sp=False, shared=shared)
+    (enter,) = region.q._forward_pre_hooks.values()
+    boundary = enter.__self__
+    del boundary.ranks.in_background  # it finds out itself
+    x = own(numbers(10, BATCH, LENGTH, WIDTH)).requires_grad_()
+    return boundary.enter_layer(x, region.q).grad_fn.name()
+
+
+def test_it_is_left_out_where_nothing_goes_on_in_the_background():
+    assert run_ranks(entered_by, RANKS, False) == ["_OpenBackward"] * RANKS
+    assert run_ranks(entered_by, RANKS, True, check_collectives=False) == ["CopyBackward"] * RANKS
