@@ -111,6 +111,9 @@ class AdamWConfig(OptimizerConfig):
     """Added to the root of the second moment."""
     weight_decay: float = attrs.field(default=0.1, validator=ge(0.0))
     """Decoupled decay of tensors with two or more dimensions; norms and biases are not decayed."""
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of both moments between steps. `float32` is as wide as the master weight, `bfloat16` half of it; `int8`
+    is companded, with a scale for 32 numbers of a row. Resume with the same."""
 
 
 @attrs.define(frozen=True, kw_only=True)

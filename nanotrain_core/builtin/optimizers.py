@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanotrain_core.builtin import moments
 from nanotrain_core.builtin.configs import AdamWConfig, SGDConfig
 from nanotrain_core.contracts import (
     Block,
@@ -107,6 +108,14 @@ class MasterOptimizer:
         """Return the state torch would create for ``weight`` at the first step."""
         raise NotImplementedError
 
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return a slot's initial state, where that depends on more than the weight."""
+        return self.initial_state(slot.weight)
+
+    def place(self, name: str, slot: Slot) -> Piece:
+        """Return where a tensor of a slot's state sits: where its weight does."""
+        return slot.piece
+
     @property
     def carries(self) -> bool:
         """Whether :meth:`carry` works with this config."""
@@ -134,7 +143,7 @@ class MasterOptimizer:
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
             slot.group = group_of[slot.weight]
-            self.inner.state[slot.weight] = self.initial_state(slot.weight)
+            self.inner.state[slot.weight] = self.state_of(slot)
             slot.forget()
         self._refuse_loss()
 
@@ -189,7 +198,7 @@ class MasterOptimizer:
             for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
                 scalar = f"{name}/{slot.placement.name}"
                 if tensor.shape or scalar not in seen:
-                    yield from Block.of_piece(name, tensor, slot.piece)
+                    yield from Block.of_piece(name, tensor, self.place(name, slot))
                 if not tensor.shape:
                     seen.add(scalar)
 
@@ -216,17 +225,21 @@ class AdamW(MasterOptimizer):
     config: AdamWConfig
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return ``torch.optim.AdamW``."""
+        """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
         config = self.config
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        if config.moment_dtype == "float32":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return moments.NarrowMoments(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
-    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return two moments at zero."""
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-            "exp_avg": torch.zeros_like(weight),
-            "exp_avg_sq": torch.zeros_like(weight),
-        }
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return two moments at zero, in the form they are kept in."""
+        weight, carries = slot.weight, slot.feedback is not None
+        kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
+        return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
+
+    def place(self, name: str, slot: Slot) -> Piece:
+        """Scales sit in a tensor of their own shape."""
+        return moments.grouped(slot.piece) if name.endswith(moments.SCALE) else slot.piece
 
     @property
     def carries(self) -> bool:
@@ -241,7 +254,7 @@ class AdamW(MasterOptimizer):
         """
         state, (beta1, beta2) = self.inner.state[slot.weight], slot.group["betas"]
         first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        scale = (state["exp_avg_sq"].to(error.dtype) / second).sqrt_().add_(slot.group["eps"])
+        scale = (moments.load(state, "exp_avg_sq", error.dtype) / second).sqrt_().add_(slot.group["eps"])
         state["exp_avg"].add_(scale.mul_(error).mul_(first * ((1 - 1 / beta1) / slot.group["lr"])))
 
 

@@ -3,8 +3,6 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from typing import Literal
-
 import attrs
 from attrs.validators import gt, in_
 
@@ -28,8 +26,6 @@ class Zero12Config(AdamWConfig):
     """Send gradients during backward, and gather new weights during the next forward where a backend can."""
     shared_memory: bool = True
     """On CPU, exchange through memory that ranks of one host share, if they can, in place of sockets."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of both moments between steps: `bfloat16` halves them, `float32` is as wide as the master weight."""
     offload: bool = False
     """Keep master weights and moments in the host's memory, and update them there. On CPU they are there."""
 

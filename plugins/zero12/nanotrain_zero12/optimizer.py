@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from nanotrain_core.builtin.optimizers import AdamW
 from nanotrain_core.contracts import GradientSync, MasterWeight, Precision, StepStats
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Piece, PlacedParameter
 from nanotrain_zero12 import Zero12Config
-from nanotrain_zero12.moments import NarrowMoments
 from nanotrain_zero12.offload import HostMaster
 from nanotrain_zero12.sharded import ShardedGradients
 
@@ -25,20 +22,6 @@ class Zero12(ShardedGradients, AdamW):
     def __init__(self, config: Zero12Config) -> None:
         ShardedGradients.__init__(self)
         AdamW.__init__(self, config)
-
-    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
-        if self.config.moment_dtype == "float32":
-            return super().make(groups)
-        config = self.config
-        return NarrowMoments(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return two moments at zero, in the dtype they are kept in."""
-        state = super().initial_state(weight)
-        if self.config.moment_dtype == "float32":
-            return state
-        return {name: t.bfloat16() if t.shape else t for name, t in state.items()}
 
     def master(self, piece: Piece, precision: Precision) -> MasterWeight:
         """Return the precision's master of a range, on the host if state is offloaded."""

@@ -23,6 +23,7 @@ test_conformance = conformance(
     case(2, SMALL, {"dp": 2}, "stage2"),
     case(2, {**SOCKETS, "overlap": False}, {"dp": 2}, "sockets"),
     case(2, {**SMALL, "moment_dtype": "bfloat16"}, {"dp": 2}, "narrow"),
+    case(2, {**SMALL, "moment_dtype": "int8"}, {"dp": 2}, "int8"),
 )
 
 test_exhaustively = pytest.mark.full(

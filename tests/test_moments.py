@@ -1,0 +1,265 @@
+"""AdamW's moments in bfloat16 and in 8 bits: their numbers, bytes and checkpoints, alone and shared out."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanotrain_core.builtin import moments
+from nanotrain_core.builtin.moments import FIRST, GROUP, SECOND, NarrowMoments
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
+from nanotrain_core.testing.probe import make_run, push, train
+
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+FORMS = ("bfloat16", "int8")
+CODES = {FIRST: torch.arange(-127, 128, dtype=torch.int8), SECOND: torch.arange(256).to(torch.uint8)}
+
+
+def kept_as(name, shape):
+    """Return room for one moment in 8 bits."""
+    return moments.empty_codes(name, CODES[name].dtype, torch.zeros(shape))
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+def by_hand(weight, gradients, lr, betas, eps, decay, rounded):
+    """AdamW on one tensor, both moments rounded after every step."""
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        weight = weight * (1 - lr * decay)
+        unbiased = (second / (1 - betas[1] ** step)).sqrt() + eps
+        weight = weight - lr * first / (1 - betas[0] ** step) / unbiased
+        first, second = rounded(FIRST, first), rounded(SECOND, second)
+    return weight, first, second
+
+
+def eight_bits(name, value):
+    """Round as the module's docstring says, in float64; scales by torch's bfloat16 and its next number."""
+    blocks = value.double().numpy().reshape(-1, GROUP)
+    scales = []
+    for largest in np.abs(blocks).max(axis=1):
+        near = torch.tensor(largest, dtype=torch.float32).bfloat16()
+        up = (
+            near
+            if near.item() >= largest
+            else torch.nextafter(near, torch.tensor(torch.inf, dtype=near.dtype))
+        )
+        scales.append(up.item())
+    scale = np.array(scales)[:, None]
+    ratio = blocks / np.where(scale == 0, 1, scale)
+    if name == FIRST:
+        code = np.round(127 * 2 * ratio / (1 + np.abs(ratio)))
+        back = (code / 127) / (2 - np.abs(code / 127))
+    else:
+        code = np.maximum(np.round(255 * np.sqrt(ratio)), ratio > 0)
+        back = (code / 255) ** 2
+    return torch.tensor(back * scale).reshape(value.shape)
+
+
+def states(form, length):
+    if form == "bfloat16":
+        return {name: torch.zeros(length, dtype=torch.bfloat16) for name in (FIRST, SECOND)}
+    return {**kept_as(FIRST, length), **kept_as(SECOND, length)}
+
+
+def to_bfloat16(name, value):
+    return value.bfloat16().to(value.dtype)
+
+
+@pytest.mark.parametrize(("form", "rounded"), [("bfloat16", to_bfloat16), ("int8", eight_bits)])
+def test_moments_are_rounded_after_every_step_and_nothing_else_is(form, rounded):
+    """In float64, where no last bit decides which way a moment is rounded."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4 * GROUP).double())
+    optimizer = NarrowMoments([{"params": [weight], "weight_decay": 0.1}], **SETTINGS)
+    optimizer.state[weight] = state = {"step": torch.zeros(()), **states(form, 4 * GROUP)}
+    gradients = list(torch.randn(10, 4 * GROUP).double() * torch.logspace(-4, 1, 4 * GROUP))
+    expected = by_hand(weight.detach().clone(), gradients, *SETTINGS.values(), 0.1, rounded)
+    for gradient in gradients:
+        weight.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected[0], rtol=0, atol=1e-7)
+    for name, wanted in zip((FIRST, SECOND), expected[1:], strict=True):
+        torch.testing.assert_close(moments.load(state, name, torch.float64), wanted, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_every_code_under_every_scale_is_stored_as_itself(name):
+    """So a moment that does not change never drifts. All 128 mantissas of a bfloat16 scale, far exponents."""
+    codes = CODES[name]
+    codes = torch.cat([codes, codes[: -len(codes) % (GROUP - 1)]]).view(-1, GROUP - 1)
+    codes = torch.cat([codes, codes.new_full((len(codes), 1), int(codes.max()))], dim=1)
+    for exponent in (-60, 0, 60):
+        scales = torch.ldexp(1 + torch.arange(128) / 128, torch.tensor(exponent))
+        state = kept_as(name, (128, codes.numel()))
+        state[name + moments.CODE].copy_(codes.flatten().expand(128, -1))
+        state[name + moments.SCALE].copy_(scales[:, None].expand(-1, len(codes)))
+        before = {key: tensor.clone() for key, tensor in state.items()}
+        moments.store(state, name, moments.load(state, name, torch.float32))
+        assert_bitwise(state, before, f"{name}, scales near 2^{exponent}")
+
+
+def test_eight_bits_are_as_near_as_their_curves_allow():
+    """Half a step of the code, and the scale's own rounding, wherever in its group a number is."""
+    value = torch.randn(200, GROUP, generator=torch.Generator().manual_seed(1)).double()
+    value *= torch.logspace(-15, 3, 200).double()[:, None]
+    scale = value.abs().amax(dim=1, keepdim=True) * (1 + 2**-7)
+    first, second = kept_as(FIRST, value.shape), kept_as(SECOND, value.shape)
+    moments.store(first, FIRST, value)
+    error = (moments.load(first, FIRST, torch.float64) - value).abs()
+    slope = (1 + value.abs() / scale) ** 2 / 2  # of the curve's inverse; half a step further out it is larger
+    assert (error <= scale * slope * 1.02 / 254).all()
+    moments.store(second, SECOND, value**2)
+    root = moments.load(second, SECOND, torch.float64).sqrt()
+    few = value.abs() < scale / 510  # which are raised to the first code above 0
+    assert ((root - value.abs()).abs() <= scale * 1.001 / 510)[~few].all()
+    assert (root > 0)[value != 0].all()
+    assert (root <= scale * 1.01 / 255)[few].all()
+
+
+def test_a_group_of_zeros_and_numbers_too_small_for_bfloat16_are_no_nan():
+    for name in (FIRST, SECOND):
+        state = kept_as(name, 3 * GROUP)
+        value = torch.zeros(3 * GROUP)
+        value[GROUP : 2 * GROUP] = 1e-45
+        value[2 * GROUP] = 3e38
+        moments.store(state, name, value)
+        found = moments.load(state, name, torch.float32)
+        assert found.isfinite().all()
+        assert not found[:GROUP].any()
+        assert found[2 * GROUP] == pytest.approx(3e38, rel=2**-7)
+
+
+# --- in a run ---------------------------------------------------------------------------------------
+
+#: Rows that are no multiple of a group: those of the embedding's neighbour, the bias of the head's layers.
+MODEL = {"width": 64, "ffn": 128, "heads": 2, "vocab": 64}
+ODD = {**MODEL, "ffn": 72, "bias": True, "activation": "gelu", "norm": "layernorm"}
+
+
+def on(use, ranks, form, *, precision="bf16", model=MODEL, **topology):
+    optimizer = {"use": use, "lr": 0.01, "clip_norm": 0.5, "moment_dtype": form}
+    optimizer |= {"stage": 2, "bucket_mb": 0.02} if use == "zero12" else {}
+    sync = [{"use": "summed"}] if use == "adamw" and (ranks > 1 or topology) else []
+    overrides = {"optimizer": optimizer, "precision": {"use": precision}, "model": model}
+    parallel = [{"use": "tp"}] if "tp" in topology else []
+    overrides |= {"parallel": [*parallel, *sync]}
+    return Case("topology", use="grid", topology={"dp": ranks, **topology}, overrides=overrides)
+
+
+def run(case, folder, **options):
+    changes = {"run": {"steps": 6}, "batch": {"sequences": 8, "microbatch": 2}}
+    traces = run_ranks(train, case.world_size, case, changes, folder=Path(folder), **options)
+    return whole([t.weights for t in traces]), whole([t.state for t in traces])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shared_out_or_not_the_moments_are_the_same(form):
+    """The update is the same, and so is the rounding; in float64, where sums have no order."""
+    with tempfile.TemporaryDirectory() as folder:
+        one = run(on("adamw", 1, form, precision="fp64"), f"{folder}/1")
+        two = run(on("zero12", 2, form, precision="fp64"), f"{folder}/2")
+    for wanted, found, what in zip(one, two, ("weights", "state"), strict=True):
+        assert_same(found, wanted, what, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("use", ["adamw", "zero12"])
+def test_a_resumed_run_has_every_bit_of_one_that_went_through(use, form):
+    case = on(use, 2 if use == "zero12" else 1, form, model=ODD)
+    with tempfile.TemporaryDirectory() as folder:
+        through = run(case, folder, save_at=3)
+        resumed = run(case, folder, save_at=3, resume="3")
+    for wanted, found, what in zip(through, resumed, ("weights", "state"), strict=True):
+        assert_bitwise(found, wanted, what)
+
+
+MOVES = [
+    (("adamw", 1), ("zero12", 2)),
+    (("zero12", 4), ("adamw", 1)),
+    (("zero12", 2), ("adamw", 1, {"tp": 2})),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_moments_move_between_optimizers_and_layouts_bit_by_bit(before, after, form):
+    """Loaded without a step: every code and every scale."""
+
+    def case(use, ranks, topology=None):
+        return on(use, ranks, form, **(topology or {}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        weights, state = run(case(*before), folder, save_at=6)
+        loaded_weights, loaded_state = run(case(*after), folder, resume="6")
+    assert_bitwise(loaded_weights, weights, "weights")
+    assert_bitwise(loaded_state, state, "state")
+    kinds = {name.partition("/")[0] for name in state} - {"step", "master"}
+    codes = {f"{name}{part}" for name in (FIRST, SECOND) for part in (moments.CODE, moments.SCALE)}
+    assert kinds == (codes if form == "int8" else {FIRST, SECOND})
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "text"),
+    [
+        ("float32", "bfloat16", r"exp_avg/\S+ is kept in F32, expected BF16"),
+        ("bfloat16", "float32", r"exp_avg/\S+ is kept in BF16, expected F32"),
+        ("bfloat16", "int8", r"it has no tensor exp_avg_code/|it holds 'exp_avg' tensors"),
+        ("int8", "float32", r"it has no tensor exp_avg/|it holds 'exp_avg_code' tensors"),
+    ],
+)
+def test_moments_of_another_form_are_refused_by_name(saved, wanted, text):
+    with tempfile.TemporaryDirectory() as folder:
+        run(on("adamw", 1, saved), folder, save_at=6)
+        with pytest.raises(Exception, match=text):
+            run(on("adamw", 1, wanted), folder, resume="6")
+
+
+def test_a_split_that_would_cut_a_group_is_refused_with_one_that_does_not():
+    with pytest.raises(Exception, match=r"attn\.o\.weight: .*rows of 64 are split over 4 .*at most 2, or"):
+        run_ranks(make_run, 4, on("adamw", 1, "int8", model={**MODEL, "heads": 4}, tp=4), {})
+
+
+# --- bytes ------------------------------------------------------------------------------------------
+
+
+def bytes_of_moments(case):
+    """Return parameters, and the bytes of this rank's moments after a step."""
+    made = make_run(case, {})
+    push(made, 0, 1.0)
+    made.optimizer.step()
+    held = sum(b.tensor.nbytes for b in made.optimizer.blocks() if b.name.startswith(FIRST))
+    return sum(p.parameter.numel() for p in made.placed), held
+
+
+@pytest.mark.parametrize(("form", "each"), [("float32", 8), ("bfloat16", 4), ("int8", 2 + 4 / GROUP)])
+@pytest.mark.parametrize(("use", "ranks"), [("adamw", 1), ("zero12", 2)])
+def test_moments_take_the_bytes_of_their_form(use, ranks, form, each):
+    found = run_ranks(bytes_of_moments, ranks, on(use, ranks, form))
+    assert sum(held for _, held in found) == pytest.approx(found[0][0] * each, rel=0.001)
+
+
+def test_rows_that_are_no_groups_keep_float32_moments():
+    (kinds,) = run_ranks(kinds_of_moments, 1, on("adamw", 1, "int8", model=ODD))
+    wide = {name for name, kept in kinds.items() if FIRST in kept}
+    assert wide == {f"layers.{n}.ffn.{rest}" for n in (0, 1) for rest in ("up.bias", "down.weight")}
+
+
+def kinds_of_moments(case):
+    made = make_run(case, {})
+    return {
+        slot.placement.name: set(made.optimizer.inner.state[slot.weight]) for slot in made.optimizer.slots
+    }
+
+
+def test_a_first_moment_that_carries_errors_is_bfloat16_under_eight_bits():
+    case = on("adamw", 1, "int8", precision="coarse")
+    (kinds,) = run_ranks(kinds_of_moments, 1, case)
+    for kept in kinds.values():
+        assert kept == {"step", FIRST, SECOND + moments.CODE, SECOND + moments.SCALE}
