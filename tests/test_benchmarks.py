@@ -6,12 +6,14 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.bubble import Times, durations, idle
 from benchmarks.cases import CASES, Case
+from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
 from benchmarks.race import Result
 from benchmarks.report import BEGIN, END, write_markdown
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.recipe import load_recipe
 
 CASE = Case(name="small", peer="PyTorch loop")
 
@@ -94,3 +96,30 @@ def test_a_pipeline_is_idle_where_no_action_runs():
     assert idle([first, last]) == pytest.approx(1 - (6 + 8) / 16)
     found = durations([first, last])
     assert (found.forward, found.backward, found.weight) == ([1.0, 2.0], [2.0, 2.0], [0.0, 0.0])
+
+
+# --- masters and moments ------------------------------------------------------------------------------
+
+
+def shadowed(dtype):
+    overrides = ["run.steps=5", "model.layers=1", "model.width=32", "model.ffn=32", "batch.length=16"]
+    overrides += ["evaluation.sequences=0", f"optimizer.moment_dtype={dtype}"]
+    engine = RuntimeEngine.from_recipe(load_recipe(RECIPE, overrides=overrides))
+    shadow = Shadow(engine.run.optimizer)
+    engine.fit()
+    return shadow.errors()
+
+
+def test_moments_beside_are_those_that_torch_would_have():
+    assert max(shadowed("float32")) < 1e-6
+    narrow, eight = shadowed("bfloat16"), shadowed("int8")
+    assert all(1e-4 < few < many < 0.1 for few, many in zip(narrow, eight, strict=True))
+
+
+def test_a_gap_is_to_the_same_seed_with_float32_masters_and_moments():
+    eight = Setup("bf16 residual", "int8")
+    runs = [Trained(BASELINE.name, seed, 2.0 * seed, 14.0, None) for seed in (1, 2)]
+    runs += [Trained(eight.name, seed, 2.0 * seed + 0.1 * seed, 5.125, (0.01, 0.02, 0.03)) for seed in (1, 2)]
+    last = table(runs).splitlines()[-1]
+    wanted = "5.12 | 1.00%, 2.00%, 3.00% | 3.1500 | +0.1500 ± 0.0500 (+5.00%) |"
+    assert last == f"| bf16 residual, int8 moments | {wanted}"
