@@ -6,6 +6,7 @@ Checkpoints are bitwise on the layout they are of, and have the same weights on 
 import tempfile
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from nanotrain_core.testing.probe import make_engine, train
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
 ZERO = {**ADAMW, "use": "zero12", "stage": 2, "bucket_mb": 0.02}
 NARROW = {**ZERO, "moment_dtype": "bfloat16"}
+EIGHT = {**ZERO, "moment_dtype": "int8"}
 #: Every width a multiple of a block of 16, also over two ranks.
 EXPERTS = {
     "use": "deepseek",
@@ -42,6 +44,7 @@ LAYOUTS = {
     "zero2": ({"dp": 2}, ZERO, []),
     "tp2": ({"tp": 2}, ADAMW, [{"use": "tp"}, {"use": "ddp"}]),
     "narrow2": ({"dp": 2}, NARROW, []),
+    "int8": ({"dp": 2}, EIGHT, []),
     "zero2-tp2": ({"dp": 2, "tp": 2}, ZERO, [{"use": "tp"}]),
     "pp2": ({"pp": 2}, ADAMW, []),
     "experts": ({}, ADAMW, []),
@@ -74,7 +77,8 @@ def full(*values):
     ("layout", "variant", "checkpoint"),
     [
         ("zero2", "residual", "simple"),
-        ("narrow2", "eco", "sharded_v2"),
+        ("int8", "eco", "sharded_v2"),
+        full("narrow2", "eco", "sharded_v2"),
         full("one", "residual", "simple"),
         full("one", "eco", "sharded_v2"),
         full("zero2", "residual", "sharded_v2"),
@@ -157,6 +161,29 @@ def test_masters_of_ranges_are_loaded_from_the_checkpoint():
     total = sum(master.double().square().sum() for master in wanted)
     parts = sum(master.double().square().sum() for rank in ranges for master in rank)
     torch.testing.assert_close(parts, total, rtol=1e-12, atol=0)
+
+
+def bytes_of_rank(case):
+    """Return the model's parameters, and this rank's bytes of weights, and of masters and moments."""
+    run = make_engine(case, {}).run
+    weights = sum(placed.parameter.nbytes for placed in run.placed)
+    state = sum(b.tensor.nbytes for b in run.optimizer.blocks() if b.global_shape)
+    return sum(placed.parameter.numel() for placed in run.placed), weights, state
+
+
+@pytest.mark.parametrize(("variant", "each"), [("residual", 1 + 2.125), ("eco", 3.0625)])
+def test_masters_and_moments_of_a_rank_are_its_share_of_the_bytes_of_the_table(variant, each):
+    """A wide model, so that what is kept as a remainder is little."""
+    case = on("int8", variant)
+    case = attrs.evolve(case, overrides={**case.overrides, "model": {"width": 128, "ffn": 512, "vocab": 64}})
+    found = run_ranks(bytes_of_rank, 2, case)
+    kept = 2 * 64 * 128 + 5 * 128  # embedding, head, norms
+    parameters = found[0][0]
+    wanted = each * (parameters - kept) + (2 + 2.125) * kept
+    assert sum(state for _, _, state in found) == pytest.approx(wanted, rel=0.02)
+    for _, weights, state in found:
+        assert weights == pytest.approx(2 * parameters, rel=0.02)
+        assert state == pytest.approx(wanted / 2, rel=0.02)
 
 
 def test_another_variants_checkpoint_is_refused():
