@@ -17,20 +17,22 @@ def faults():
 
 keep_freed_memory()
 print(faults(), faults())
+print(*[line for line in open("/proc/self/smaps") if line.startswith("VmFlags")])
 """
 CHOICE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.fixture(scope="module")
-def faults():
+def said():
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
-    return [int(number) for number in done.stdout.split()]
+    return done.stdout.partition("\n")
 
 
-def test_memory_is_kept(faults):
-    assert faults[1] < 64
+def test_memory_is_kept(said):
+    _, again = said[0].split()
+    assert int(again) < 64
 
 
-def test_memory_comes_in_large_pages_where_the_kernel_has_them(faults):
-    large = CHOICE.is_file() and "[never]" not in CHOICE.read_text(encoding="utf-8")
-    assert faults[0] < (2048 if large else 2**15)
+def test_large_pages_are_asked_for_where_the_kernel_has_them(said):
+    """Whether it gives them depends on what memory is free in one piece."""
+    assert ("hg" in said[2].split()) == CHOICE.is_file()
