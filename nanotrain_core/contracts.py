@@ -389,6 +389,8 @@ class TrainState:
     """JSON, the same on every rank: step, scheduler, loss scale, data position, recipe."""
     rank_tensors: Mapping[str, torch.Tensor]
     """This rank's random-number streams, uint8, restored only on the same world size."""
+    accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
+    """For a load: raises, on all ranks alike, if the run cannot go on from the saved ``meta``."""
 
 
 class Checkpoint(Protocol):
@@ -431,8 +433,10 @@ class Checkpoint(Protocol):
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Fill ``state.blocks`` in place and return what was saved, or None if there is nothing.
 
-        Later steps in the run's own folder are of a branch that the run leaves, by a resume or a rollback:
-        move them aside, so that :meth:`steps` does not name them and no later ``"latest"`` finds them.
+        What is whole and fits is shown to ``state.accept`` before anything live is touched, or moved.
+        Later steps in the run's own folder are of a branch that the run leaves, by a resume or a rollback,
+        and so are all steps there if what is loaded is elsewhere: move them aside, so that :meth:`steps`
+        does not name them and no later ``"latest"`` finds them.
 
         Args:
             state: what to fill. Blocks may be cut in any other way than they were saved.

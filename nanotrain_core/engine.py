@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,12 +32,11 @@ from nanotrain_core.fences import fence
 from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.measure import agree_now, bubble, count_parameters, expert_load, sum_over_data
 from nanotrain_core.memory import keep_freed_memory
-from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.pace import Pace
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.rollback import roll_back
+from nanotrain_core.rollback import become, roll_back
 from nanotrain_core.routing import balance
 from nanotrain_core.saves import Saves
 from nanotrain_core.stop import StopRequest
@@ -313,15 +314,12 @@ class RuntimeEngine:
         """Become what a checkpoint says; false if there is none."""
         run = self.run
         assert run.checkpoint is not None
-        saved = run.checkpoint.load(which, self._state())
+        saved = run.checkpoint.load(which, attrs.evolve(self._state(), accept=partial(become, self)))
         if saved is None:
             return False
-        refuse_other_model(saved.meta["model"], run.model_table, free=run.free_model_keys)
-        self.step = self._saved = saved.meta["step"]
+        become(self, saved.meta)  # whatever the checkpoint has called
+        self._saved = self.step
         run.optimizer.load_meta(saved.meta["optimizer"])
-        run.loss_scale.load_meta(saved.meta["loss_scale"])
-        run.feed.load_meta(saved.meta["data"])
-        self.events.load_meta(saved.meta.get("monitors", {}))
         random_state.restore(saved.rank_tensors)
         return True
 

@@ -117,9 +117,10 @@ class DataFeed:
         """Go back to a position."""
         self.data.load_meta(meta)
         self.taken = int(meta.get("taken", 0))
-        self.skipped = [(first, end) for first, end in meta.get("skipped", ())]
+        self.skipped = [(int(first), int(end)) for first, end in meta.get("skipped", ())]
         self.tokens = int(meta.get("tokens", self.taken * self.batch.length))
-        self._sizes = [(begin, size) for begin, size in meta.get("batch_sizes", [(0, self.batch.sequences)])]
+        sizes = meta.get("batch_sizes", [(0, self.batch.sequences)])
+        self._sizes = [(int(begin), int(size)) for begin, size in sizes]
         if self._sizes[-1][1] != self.batch.sequences:
             self._sizes.append((self.taken, self.batch.sequences))
 

@@ -1,16 +1,35 @@
-"""Which checkpoint a run goes back to when a monitor says that training has gone wrong."""
+"""How a run becomes what it was at a checkpoint, and which one, when a monitor says that it went wrong."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.contracts import Checkpoint, RollbackReport
-from nanotrain_core.errors import Diverged
+from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.model_table import refuse_other_model
 from nanotrain_core.stop import Rollback
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
+
+
+def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
+    """Take over what a checkpoint says beside its tensors.
+
+    Raises:
+        NanotrainError: it is of another model or of other data, or not the state of a run.
+    """
+    run = engine.run
+    try:
+        refuse_other_model(meta["model"], run.model_table, free=run.free_model_keys)
+        run.feed.load_meta(meta["data"])
+        run.loss_scale.load_meta(meta["loss_scale"])
+        engine.events.load_meta(meta.get("monitors", {}))
+        engine.step = int(meta["step"])
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
 
 def roll_back(engine: RuntimeEngine) -> None:

@@ -160,6 +160,16 @@ class KeepsTheOtherBranch(SimpleCheckpoint):
         pass
 
 
+class AsksTooLate(SimpleCheckpoint):
+    """Fills live tensors, and asks then whether the run accepts what they were filled with."""
+
+    def load(self, which, state):
+        found = super().load(which, attrs.evolve(state, accept=lambda meta: None))
+        if found is not None:
+            state.accept(found.meta)
+        return found
+
+
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -219,6 +229,7 @@ def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
     register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
+    register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
 
 
 @hookimpl

@@ -61,7 +61,11 @@ FAULTS = [
     ),
     (
         Case("checkpoint", use="keeps_the_other_branch", plugins=TWINS),
-        {"later_steps_are_left_behind"},
+        {"later_steps_are_left_behind", "another_branch_is_left_behind"},
+    ),
+    (
+        Case("checkpoint", use="asks_too_late", plugins=TWINS),
+        {"what_the_run_cannot_be_touches_nothing"},
     ),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (

@@ -186,7 +186,7 @@ class MasterOptimizer:
     def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
         """Divide by the loss scale and clip in one pass, without waiting for the device."""
         limit = self.config.clip_norm
-        if not limit and loss_scale == 1.0:
+        if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no share of a small model
             return
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
         torch._foreach_mul_(gradients, factor / loss_scale)

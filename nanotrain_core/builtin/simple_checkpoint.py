@@ -113,14 +113,16 @@ class SimpleCheckpoint:
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with safe_open(path, framework="pt") as file:
             names = frozenset(names_in(file))
-            problems = superfluous(names, state.blocks)
+            kinds = self.mesh.gather({block.name.rpartition("/")[0] for block in state.blocks})
+            problems = superfluous(names, set().union(*kinds))
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
             self._agree(text)
+            meta = json.loads(read_header(file)["state"])
+            state.accept(meta)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
-            meta = json.loads(read_header(file)["state"])
             same_world = meta["world_size"] == self.mesh.world_size
             prefix = f"rng/{self.mesh.rank}/"
             self._set_aside_after(path)
@@ -130,9 +132,11 @@ class SimpleCheckpoint:
             )
 
     def _set_aside_after(self, path: Path) -> None:
-        """Move checkpoints of later steps aside: they belong to the branch that this run leaves."""
-        if self.mesh.rank == 0 and path.parent == self.folder:
-            later = [self.path(step) for step in self.steps() if self.path(step) > path]
+        """Move checkpoints of later steps aside, all if ``path`` is not one of them: the run leaves them."""
+        if self.mesh.rank == 0:
+            own = path.resolve().parent == self.folder.resolve()
+            there = map(self.path, self.steps())
+            later = [saved for saved in there if saved.name > path.name or not own]
             aside = self.folder / time.strftime("superseded-%Y%m%d-%H%M%S")
             for old in later:
                 aside.mkdir(exist_ok=True)
@@ -214,13 +218,11 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
-def superfluous(names: frozenset[str], blocks: Sequence[Block]) -> list[str]:
+def superfluous(names: frozenset[str], kinds: set[str]) -> list[str]:
     """Return which saved tensors this run would drop: it has another model, optimizer or precision.
 
-    Blocks of other ranks are not superfluous, so only what no rank of this layout could want counts:
-    a model tensor whose optimizer state is wanted, or state of a kind that this run does not keep.
+    ``kinds`` are those of the blocks of all ranks: ``exp_avg``, or an empty string for weights.
     """
-    kinds = {block.name.rpartition("/")[0] for block in blocks}
     found = {name.rpartition("/")[0] for name in names if not name.startswith("rng/")}
     return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(found - kinds)]
 

@@ -46,7 +46,7 @@ class Outcome:
 
 def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
     """Save step 1, then try to save step 2 over and over, each time interrupted elsewhere."""
-    from nanotrain_core.testing.checks.checkpoint import numbered, open_state, save
+    from nanotrain_core.testing.saving import numbered, open_state, save
 
     saved = folder / "saved"
     checkpoint, state = open_state(case, saved)

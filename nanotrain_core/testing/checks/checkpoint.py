@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
@@ -22,120 +20,19 @@ from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.disaster import Outcome, no_space, save_and_die
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import make_run, rank, train
-
-ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}
-Changes = dict[str, Any]
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-# --- run on ranks -----------------------------------------------------------------------------------
-
-
-def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[Checkpoint, TrainState]:
-    """Return the case's checkpoint, opened on ``folder``, and the state of a freshly composed run.
-
-    Args:
-        fill: overwrite every tensor with this value.
-    """
-    run = make_run(case, {"optimizer": ADAMW})
-    assert run.checkpoint is not None
-    run.checkpoint.open(folder, run.mesh)
-    blocks = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
-    blocks += run.optimizer.blocks()
-    if fill is not None:
-        for block in blocks:
-            block.tensor.fill_(fill)
-    streams = {"torch": torch.get_rng_state()}
-    return run.checkpoint, TrainState(blocks, {"step": 0, "text": "ünïcode", "list": [1, 2.5]}, streams)
-
-
-def numbered(state: TrainState, seed: int) -> TrainState:
-    """Fill every tensor with numbers that depend on its name and place, and write ``seed`` in the meta."""
-    for block in state.blocks:
-        whole_tensor = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(seed))
-        index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
-        block.tensor.copy_(whole_tensor[index])
-    return attrs.evolve(state, meta={**state.meta, "step": seed})
-
-
-def save(checkpoint: Checkpoint, step: int, state: TrainState) -> None:
-    """Save to the end: without waiting, files may still be written when this returns."""
-    checkpoint.save(step, state)
-    checkpoint.advance(wait=True)
-
-
-def save_steps(case: Case, folder: Path, steps: list[int]) -> list[Block]:
-    """Save a different state at each of ``steps`` and return the blocks of the last."""
-    checkpoint, state = open_state(case, folder)
-    for step in steps:
-        save(checkpoint, step, numbered(state, step))
-    return list(state.blocks)
-
-
-@attrs.define(frozen=True, eq=False)
-class Loaded:
-    """What a rank got back."""
-
-    blocks: list[Block]
-    meta: dict[str, Any]
-    streams: dict[str, torch.Tensor]
-
-
-def load(case: Case, folder: Path, which: str, copy_to: Path | None = None) -> Loaded | None:
-    """Load into a run full of other numbers; save what was loaded again in ``copy_to``."""
-    checkpoint, state = open_state(case, folder, fill=-1.0)
-    found = checkpoint.load(which, state)
-    if found is not None and copy_to is not None:
-        checkpoint.open(copy_to, make_run(case, {}).mesh)
-        again = attrs.evolve(state, meta=found.meta, rank_tensors=found.rank_tensors)
-        save(checkpoint, found.meta["step"], again)
-    if found is None:
-        return None
-    return Loaded(list(state.blocks), dict(found.meta), dict(found.rank_tensors))
-
-
-@attrs.define(frozen=True)
-class Refusal:
-    """How a load that should fail went."""
-
-    error: str
-    """Text of the CheckpointError, empty if there was none."""
-    problems: list[str]
-    """What ``verify`` said."""
-    touched: list[str]
-    """Tensors that changed all the same."""
-
-
-def try_to_load(case: Case, folder: Path, *, reshape: bool = False) -> Refusal:
-    """Load step 1 and tell how it failed; with ``reshape``, into a run whose last tensor is larger."""
-    checkpoint, state = open_state(case, folder, fill=-1.0)
-    if reshape:
-        *others, last = state.blocks
-        wider = (last.global_shape[0] + 1, *last.global_shape[1:])
-        state = attrs.evolve(state, blocks=[*others, attrs.evolve(last, global_shape=wider)])
-    try:
-        checkpoint.load("1", state)
-        error = ""
-    except CheckpointError as refused:
-        error = str(refused)
-    problems = list(checkpoint.verify(1)) if rank() == 0 else []
-    touched = [block.name for block in state.blocks if (block.tensor != -1.0).any()]
-    return Refusal(error, problems, touched)
-
-
-def named(blocks: list[Block]) -> dict[str, torch.Tensor]:
-    """Return a rank's blocks by name and offset."""
-    return {f"{block.name}@{block.offset}": block.tensor for block in blocks}
-
-
-# --- checks -----------------------------------------------------------------------------------------
+from nanotrain_core.testing.probe import rank, train
+from nanotrain_core.testing.saving import (
+    ADAMW,
+    Refusal,
+    load,
+    named,
+    numbered,
+    open_state,
+    save,
+    save_steps,
+    temporary_folder,
+    try_to_load,
+)
 
 
 @check("checkpoint", since="0.1")
@@ -275,6 +172,55 @@ def later_steps_are_left_behind(case: Case) -> None:
     assert found == [([1], 1)] * case.world_size, (
         f"(steps, latest) after step 1 of 1 and 2 was loaded: {found}, expected {([1], 1)} on every rank"
     )
+
+
+@check("checkpoint", since="0.2")
+def another_branch_is_left_behind(case: Case) -> None:
+    """A run that goes on from another folder's checkpoint leaves all that its own folder has behind."""
+    with temporary_folder() as folder, temporary_folder() as other:
+        run_ranks(save_steps, case.world_size, case, folder, [1, 3])
+        path, *_ = run_ranks(path_of_second, case.world_size, case, other)
+        run_ranks(load, case.world_size, case, folder, str(path))
+        found = run_ranks(steps_and_latest, case.world_size, case, folder)
+    assert found == [([], None)] * case.world_size, (
+        f"(steps, latest) where 1 and 3 were, after 2 of another folder was loaded: {found}, expected none"
+    )
+
+
+@check("checkpoint", since="0.2")
+def what_the_run_cannot_be_touches_nothing(case: Case) -> None:
+    """A checkpoint that the run does not accept changes no live tensor and moves no later step aside."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1, 2])
+        for seen, touched, steps in run_ranks(load_unaccepted, case.world_size, case, folder):
+            assert seen == 1, f"the run was shown step {seen}, and asked for 1"
+            assert not touched, f"refused after filling {touched}"
+            assert steps == [1, 2], f"steps after a refused load of 1 are {steps}"
+
+
+def load_unaccepted(case: Case, folder: Path) -> tuple[Any, list[str], list[int]]:
+    """Load step 1 and refuse it; return the step that was shown, tensors touched, and steps there are."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    shown = []
+
+    def refuse(meta: Mapping[str, Any]) -> None:
+        shown.append(meta["step"])
+        raise CheckpointError("of another model")
+
+    try:
+        checkpoint.load("1", attrs.evolve(state, accept=refuse))
+    except CheckpointError:
+        wait_for_all()
+    touched = [block.name for block in state.blocks if (block.tensor != -1.0).any()]
+    return next(iter(shown), None), touched, list(checkpoint.steps())
+
+
+def path_of_second(case: Case, folder: Path) -> Path:
+    """Save step 2; return where the checkpoint says it is."""
+    checkpoint, state = open_state(case, folder)
+    checkpoint.save(2, numbered(state, 2))
+    (report,) = checkpoint.advance(wait=True)
+    return report.path
 
 
 def steps_and_latest(case: Case, folder: Path) -> tuple[list[int], Any]:

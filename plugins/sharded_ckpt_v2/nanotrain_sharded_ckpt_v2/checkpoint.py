@@ -39,7 +39,7 @@ from nanotrain_core.mesh import Mesh
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
 from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.read import Reading, misfits
+from nanotrain_sharded_ckpt_v2.read import Reading, kinds_of, misfits
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 
@@ -263,13 +263,16 @@ class ShardedCheckpoint:
         if found is None:
             return None
         path, saved = found
-        problems = misfits(saved, state.blocks)
+        kinds = self.mesh.gather(kinds_of(block.name for block in state.blocks))
+        problems = misfits(saved, state.blocks, set().union(*kinds))
         more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
         agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else "", self.mesh)
+        state.accept(saved.meta)
         streams = self._fill(path, saved, state)
-        if path.resolve().parent == self.folder.resolve():
-            later = (step for step in self.steps() if step > saved.step)
-            self._on_first(lambda: folders.set_aside(self.folder, [*later]))
+        own = path.resolve().parent == self.folder.resolve()
+        left = (step for step in self.steps() if step > saved.step or not own)
+        self._on_first(lambda: folders.set_aside(self.folder, [*left]))
+        if own:
             self._restored.add(saved.step)
             if self.config.verify == "full":
                 self._verified[saved.step] = saved.files
@@ -344,14 +347,17 @@ class ShardedCheckpoint:
 
         Rank 0 reads the manifest for all; each rank looks at its share of the files.
         """
-        text, problem, saved = "", "", None
+        text, problem, foreign, saved = "", "", "", None
         if self.mesh.rank == 0:
             try:
                 text = manifest.read_text(path)
                 saved = manifest.parse(text, path)
                 folders.check_folder(path, saved)
+            except manifest.OtherFormat as error:  # nothing is wrong with it, it is only not ours to read
+                foreign = str(error)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
+        agree(foreign, self.mesh)
         text, problem = from_first((text, problem), self.mesh)
         if problem:
             return None, [problem]

@@ -32,6 +32,10 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint of another version: nothing says that it is damaged."""
+
+
 def shard_name(number: int) -> str:
     """Return the file of one rank's share of the tensors."""
     return f"shard-{number:05d}.safetensors"
@@ -137,11 +141,12 @@ def parse(text: str, folder: Path) -> Manifest:
     """Return the manifest of ``folder``, every part of it checked.
 
     Raises:
-        CheckpointError: it is damaged, of another version, or says something impossible.
+        OtherFormat: it is of another version.
+        CheckpointError: it is damaged, or says something impossible.
     """
     try:
         seal_of(text)
-        return _parse(json.loads(text))
+        return _parse(json.loads(text), folder)
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         said = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
         raise CheckpointError(f"{folder / NAME} is damaged: {said}") from None
@@ -152,10 +157,10 @@ def read(folder: Path) -> Manifest:
     return parse(read_text(folder), folder)
 
 
-def _parse(table: Any) -> Manifest:
+def _parse(table: Any, folder: Path) -> Manifest:
     if table["format"] != FORMAT or table["version"] != VERSION:
-        raise ValueError(
-            f"it is of format {table['format']!r}, version {table['version']!r}; "
+        raise OtherFormat(
+            f"{folder / NAME} is of format {table['format']!r}, version {table['version']!r}; "
             f"expected {FORMAT!r}, version {VERSION}"
         )
     files = {_file_name(name): _file(name, entry) for name, entry in _table(table["files"], "files").items()}

@@ -7,7 +7,7 @@ used: they are pickles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,19 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
-def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
-    """Return why what was saved does not fit ``blocks``: a name, shape or dtype, or tensors nobody wants."""
+def kinds_of(names: Iterable[str]) -> set[str]:
+    """Return what tensors are of their parameters: ``exp_avg``, or an empty string for weights."""
+    return {name.rpartition("/")[0] for name in names}
+
+
+def misfits(manifest: Manifest, blocks: Sequence[Block], kinds: Collection[str]) -> list[str]:
+    """Return why what was saved does not fit ``blocks``: a name, shape or dtype, or tensors nobody wants.
+
+    ``kinds`` are those that any rank has: one without a share of the optimizer's state has none of it.
+    """
     problems = [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
-    kinds = {block.name.rpartition("/")[0] for block in blocks}
-    found = {name.rpartition("/")[0] for name in manifest.tensors}
-    extra = (f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(found - kinds))
+    unwanted = sorted(kinds_of(manifest.tensors) - {*kinds})
+    extra = (f"it holds '{kind}' tensors, which this run has no place for" for kind in unwanted)
     return [*problems, *extra]
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import save as serialize
 from small_run import opened, reseal, save, state
 
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
 
 SHARD = "shard-00000.safetensors"
 
@@ -97,7 +99,7 @@ FORGERIES = {
     "no_json": (write("MANIFEST.json", b"\xff\xfe"), "MANIFEST.json is damaged"),
     "nested_json": (set_to("layout", json.loads("[" * 900 + "]" * 900)), "layout is no table"),
     "other_version": (set_to("version", 3), "version 3; expected 'nanotrain-sharded', version 2"),
-    "other_format": (set_to("format", "x"), "it is of format 'x'"),
+    "other_format": (set_to("format", "x"), "is of format 'x'"),
     "other_step": (set_to("step", 7), "has the checkpoint of step 7"),
     "step_no_number": (set_to("step", "1"), "step is '1', expected a number"),
     "no_tensors": (lambda path: reseal(path, lambda table: table.pop("tensors")), "it lacks 'tensors'"),
@@ -162,3 +164,27 @@ def test_a_manifest_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("nanotrain_sharded_ckpt_v2.manifest.LARGEST", 100)
     with pytest.raises(CheckpointError, match="at most 100 are read"):
         checkpoint.load("1", state(1))
+
+
+FORGED_META = {
+    "no_model": lambda meta: meta.pop("model"),
+    "no_step": lambda meta: meta.pop("step"),
+    "step_of_a_list": lambda meta: meta.update(step=[3]),
+    "no_data": lambda meta: meta.pop("data"),
+    "data_without_position": lambda meta: meta["data"].pop("position"),
+    "sizes_of_words": lambda meta: meta["data"].update(batch_sizes=["ab"]),
+    "model_as_text": lambda meta: meta.update(model="transformer"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED_META)
+def test_a_forged_state_is_refused(tmp_path, forgery):
+    case = Case("checkpoint", use="sharded_v2")
+    make_engine(case, {"run": {"steps": 1}}, folder=tmp_path).fit()
+    path = tmp_path / "checkpoints/step-00000001"
+    reseal(path, lambda table: FORGED_META[forgery](table["meta"]))
+    engine = make_engine(case, {"run": {"steps": 2}}, folder=tmp_path, resume="latest")
+    before = [placed.parameter.detach().clone() for placed in engine.run.placed]
+    with pytest.raises(CheckpointError, match=r"has not the state of a run|another model"):
+        engine.fit()
+    assert all(torch.equal(p.parameter, old) for p, old in zip(engine.run.placed, before, strict=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import blocks
 from safetensors.torch import load_file
-from small_run import opened, save, state
+from small_run import opened, reseal, save, state
 
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, SaveFailed
@@ -226,18 +226,6 @@ def test_later_steps_are_left_behind_however_the_older_one_is_named(tmp_path, mo
     assert checkpoint.steps() == [1, 2]
 
 
-def test_a_checkpoint_of_another_folder_vouches_for_none_of_this(tmp_path):
-    save(opened(tmp_path / "other"), 2)
-    mine = opened(tmp_path / "mine", keep=9)
-    for step in (1, 2):
-        save(mine, step)
-    checkpoint = opened(tmp_path / "mine", keep=1)
-    checkpoint.load(str(tmp_path / "other/step-00000002"), state(2))
-    checkpoint.save(3, state(3))
-    assert checkpoint.steps() == [1, 2]  # nobody has looked at either
-    checkpoint.advance(wait=True)
-
-
 def test_retention_keeps_the_older_one_when_the_newest_was_damaged_since(tmp_path):
     checkpoint = opened(tmp_path, keep=1)
     for step in (1, 2):
@@ -265,3 +253,13 @@ def test_an_old_checkpoint_that_cannot_be_looked_at_harms_no_save(tmp_path, monk
     save(checkpoint, 3)
     monkeypatch.undo()
     assert checkpoint.steps() == [1, 2, 3]
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_not_fallen_back_over(tmp_path):
+    """It is whole: to go on from an older one would lose steps without need."""
+    checkpoint = opened(tmp_path)
+    save(checkpoint, 1)
+    reseal(save(checkpoint, 2), lambda table: table.update(version=3))
+    with pytest.raises(CheckpointError, match="version 3; expected 'nanotrain-sharded', version 2"):
+        checkpoint.load("latest", state(2))
+    assert checkpoint.steps() == [1, 2]

@@ -1,0 +1,42 @@
+"""A resume that is refused leaves the run as it was: in memory, and in its folder."""
+
+import pytest
+import torch
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
+
+CASE = Case("optimizer", use="adamw")
+
+
+def engine(folder, kind, changes, **options):
+    tables = {"run": {"steps": 4}, "checkpoint": {"use": kind, "every": 1, "keep": 9}}
+    for name, table in changes.items():
+        tables[name] = {**tables.get(name, {}), **table}
+    return make_engine(CASE, tables, folder=folder, **options)
+
+
+@pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": {"norm_eps": 0.1}}, "another model: model.norm_eps is"),
+        ({"run": {"seed": 8}}, "the checkpoint was trained on other data"),
+        ({"batch": {"length": 4}}, "the checkpoint was trained on other data"),
+        ({"precision": {"use": "bf16"}}, "expected BF16"),
+    ],
+)
+def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
+    engine(tmp_path, kind, {}).fit()
+    other = engine(tmp_path, kind, changes, resume="2")
+    before = [placed.parameter.detach().clone() for placed in other.run.placed]
+    with pytest.raises(NanotrainError, match=text):
+        other.fit()
+    for placed, old in zip(other.run.placed, before, strict=True):
+        assert torch.equal(placed.parameter, old), placed.placement.name
+    assert other.run.checkpoint.steps() == [1, 2, 3, 4]
+    again = engine(tmp_path, kind, {}, resume="2")
+    again.fit()
+    assert again.run.checkpoint.steps() == [1, 2, 3, 4]
+    assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
