@@ -24,6 +24,9 @@ from nanotrain_core.shards import Entry, write_shards
 #: Files that go along with weights as they are.
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
 
+#: What can be done with a model that transformers does not know.
+OWN_NAMES = "Under its own names it can be written: --to nanotrain"
+
 Form = Literal["huggingface", "nanotrain"]
 
 
@@ -99,11 +102,13 @@ def _theirs(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> 
     foreign: ForeignModel | None = registry.get("model", use).load_optional("foreign")
     if foreign is None:
         known = ", ".join(sorted({name for name, _ in foreign_models(registry).values()}))
-        raise ForeignError(f"model '{use}' has no counterpart in transformers; models that have: {known}")
+        why = f"model '{use}' has no counterpart in transformers; models that have: {known}"
+        raise ForeignError(f"{why}. {OWN_NAMES}")
     try:
         config: dict[str, Any] = foreign.config(model_config)
     except ForeignError as problem:
-        raise ForeignError(f"model '{use}' cannot be written for transformers: {problem}") from None
+        why = f"model '{use}' cannot be written for transformers: {problem}"
+        raise ForeignError(f"{why}. {OWN_NAMES}") from None
     atlas = Atlas(foreign.counterparts(model_config), weights.reader.shapes)
     entries = list(atlas.entries(weights.reader, dtype))
     largest = max(entries, key=lambda entry: entry.nbytes).dtype

@@ -14,6 +14,9 @@ from nanotrain_core.foreign import Counterpart, Foreign
 from nanotrain_core.foreign_weights import Atlas
 from nanotrain_core.open_weights import open_weights
 from nanotrain_core.registry import load_plugins
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.case import HARNESS
+from nanotrain_core.testing.probe import make_engine
 
 SAVED = "model.safetensors"
 
@@ -151,6 +154,38 @@ def test_a_model_without_counterpart_is_not_exported(old, new, text, tmp_path, c
         change_tensors(tmp_path / "ours", lambda t: t.update({"positions.weight": torch.ones(2048, 32)}))
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out")]) == Exit.USER
     assert text in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_names_no_counterpart_is_written_under_its_own_names(tmp_path, capsys):
+    """Its weights are not lost: the refusal says how to get them."""
+    case = Case("model", use="routed")
+    make_engine(case, {"run": {"steps": 1}}, folder=tmp_path / "run").fit()
+    capsys.readouterr()
+    words = ["convert", str(tmp_path / "run"), str(tmp_path / "out")]
+    words += [word for path in HARNESS for word in ("--plugin", path)]
+    assert main(words) == Exit.USER
+    told = capsys.readouterr().err
+    assert told.startswith("nanotrain: model 'routed' has no counterpart in transformers; models that have: ")
+    assert told.endswith("transformer. Under its own names it can be written: --to nanotrain\n")
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--to", "nanotrain"]) == Exit.DONE
+    whole = load_file(tmp_path / "run/checkpoints/step-00000001.safetensors")
+    exported = load_file(tmp_path / "out" / SAVED)
+    assert exported.keys() == {name for name in whole if "/" not in name}
+    assert all(torch.equal(exported[name], whole[name]) for name in exported)
+
+
+def test_a_checkpoint_is_no_kind_of_weights(tmp_path, capsys):
+    make_engine(Case("optimizer", use="sgd"), {"run": {"steps": 1}}, folder=tmp_path / "run").fit()
+    capsys.readouterr()
+    words = [str(tmp_path / "run"), str(tmp_path / "out")]
+    for wanted, told in (
+        ("huggingface", f"for the weights alone: `nanotrain convert {' '.join(words)} --to huggingface`"),
+        ("sharded", "no checkpoint named 'sharded' (did you mean 'sharded_v2'?)"),
+    ):
+        assert main(["ckpt", "convert", *words, "--to", wanted]) == Exit.USER
+        assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -128,6 +128,9 @@ def convert(args: argparse.Namespace, registry: Registry) -> int:
     """Write a checkpoint as another kind."""
     from nanotrain_core.reformat import reformat
 
+    if args.to in ("huggingface", "nanotrain"):
+        instead = f"`nanotrain convert {args.path} {args.out} --to {args.to}`"
+        raise CheckpointError(f"'{args.to}' is no kind of checkpoint; for the weights alone: {instead}")
     use, saved = find(args.path, registry, args.step)[-1]
     path = reformat(registry, use, saved, args.to, args.out)
     print(f"{path}: step {saved.step}, '{use}' as '{args.to}', of one rank")
