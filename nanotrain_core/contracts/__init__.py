@@ -1,0 +1,56 @@
+"""What the object behind each kind of component must offer.
+
+``Component.factory`` is called with the component's config and returns one of these. Protocols are
+structural: a plugin need not inherit from anything here, except that :class:`Monitor` is a base
+class with empty methods, so that a monitor writes only the events it wants.
+"""
+
+from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
+from nanotrain_core.contracts.data import Data
+from nanotrain_core.contracts.model import Initializer, Model, ModelPart, PartOutput
+from nanotrain_core.contracts.monitor import Monitor, Request, RunInfo
+from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
+from nanotrain_core.contracts.parallel import GradientSync, Parallel
+from nanotrain_core.contracts.precision import ErrorFeedback, LossScale, MasterWeight, Precision
+from nanotrain_core.contracts.reports import (
+    CheckpointReport,
+    EndReport,
+    EvaluationReport,
+    FailedSaveReport,
+    RollbackReport,
+    StepReport,
+)
+from nanotrain_core.contracts.schedule import Schedule
+from nanotrain_core.contracts.topology import Topology
+
+__all__ = [
+    "Block",
+    "Checkpoint",
+    "CheckpointReport",
+    "Data",
+    "EndReport",
+    "ErrorFeedback",
+    "EvaluationReport",
+    "FailedSaveReport",
+    "GradientSync",
+    "Initializer",
+    "LossScale",
+    "MasterWeight",
+    "Model",
+    "ModelPart",
+    "Monitor",
+    "Optimizer",
+    "Parallel",
+    "PartOutput",
+    "Precision",
+    "Request",
+    "RollbackReport",
+    "RunInfo",
+    "SavedWeights",
+    "Schedule",
+    "StepReport",
+    "StepStats",
+    "Topology",
+    "TrainState",
+    "WeightReader",
+]

@@ -1,0 +1,98 @@
+"""What a monitor hears of, and may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.contracts.reports import (
+    CheckpointReport,
+    EndReport,
+    EvaluationReport,
+    FailedSaveReport,
+    RollbackReport,
+    StepReport,
+)
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import PlacedParameter
+from nanotrain_core.progress import Progress
+from nanotrain_core.stop import Rollback
+
+
+@attrs.define(frozen=True, eq=False)
+class RunInfo:
+    """What a monitor may know about the run it watches. Read-only by agreement."""
+
+    name: str
+    folder: Path | None
+    steps: int
+    first_step: int
+    """Steps already done when this run began: above 0 after a resume."""
+    rank: int
+    world_size: int
+    device: torch.device
+    parameters: int
+    """Of the whole model."""
+    tokens_per_step: int
+    flops_per_token: float
+    recipe: Any
+    """The frozen recipe, or the config of a script."""
+    optimizer_bytes: int
+    """Of optimizer state and masters on this rank."""
+    mesh: Mesh
+    parts: Sequence[nn.Module]
+    """This rank's model parts."""
+    placed: Sequence[PlacedParameter]
+    data: Any
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
+    progress: Progress
+    """Where this rank is, and how long its phases took."""
+    described: Sequence[str] = ()
+    """Lines about stages, and of the precision about its modules, the same on every rank."""
+
+
+#: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.
+Request = Literal["stop"] | Rollback
+
+
+class Monitor:
+    """Reacts to the events of a run, on every rank. Must not draw random numbers or change tensors.
+
+    An exception inside a monitor is logged and the run goes on, unless ``[run] strict_monitors`` is
+    set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text.
+    """
+
+    every_step: bool = False
+    """Whether ``on_step`` is called after every step, also of a run that logs only some. Each report costs
+    one small all-reduce."""
+
+    reads_weights: bool = True
+    """Whether it may look at parameters: before it is told of an event, weights still on their way are waited
+    for. One that does not lets them travel on; ``RunInfo.logits`` waits by itself."""
+
+    def on_start(self, run: RunInfo) -> None: ...
+
+    def on_step(self, report: StepReport) -> Request | None: ...
+
+    def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
+
+    def on_checkpoint(self, report: CheckpointReport) -> None: ...
+
+    def on_save_failed(self, report: FailedSaveReport) -> None: ...
+
+    def on_rollback(self, report: RollbackReport) -> None: ...
+
+    def on_end(self, report: EndReport) -> None: ...
+
+    def meta(self) -> dict[str, Any]:
+        """Return what a checkpoint must remember of this monitor, as JSON, the same on every rank."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Take back what :meth:`meta` returned; not called for a checkpoint that knows nothing of it."""

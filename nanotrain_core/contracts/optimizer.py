@@ -1,0 +1,97 @@
+"""What an optimizer must offer, and the blocks that its state is saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from nanotrain_core.boxes import boxes
+from nanotrain_core.contracts.parallel import GradientSync
+from nanotrain_core.contracts.precision import Precision
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Piece, PlacedParameter, Placement, Shape
+
+
+@attrs.define(frozen=True, eq=False)
+class Block:
+    """A live tensor that a checkpoint saves and fills, and where it sits in the whole run."""
+
+    name: str
+    global_shape: Shape
+    offset: Shape
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, prefix: str, tensor: torch.Tensor, placement: Placement) -> Block:
+        """Name a tensor after its parameter, ``exp_avg/layers.0.attn.q.weight``.
+
+        It has the shape of the parameter's block, or it is a scalar that all blocks share.
+        """
+        name = f"{prefix}/{placement.name}" if prefix else placement.name
+        if not tensor.shape:
+            return cls(name, (), (), tensor)
+        return cls(name, placement.global_shape, placement.offset, tensor)
+
+    @classmethod
+    def of_piece(cls, prefix: str, tensor: torch.Tensor, piece: Piece) -> Iterator[Block]:
+        """Yield the blocks of a tensor shaped as ``piece.weight``: a flat range is a few boxes."""
+        placement = piece.placement
+        if piece.span is None or not tensor.shape:
+            yield cls.of(prefix, tensor, placement)
+            return
+        name, first = f"{prefix}/{placement.name}" if prefix else placement.name, 0
+        for offset, shape in boxes(placement.shape, *piece.span):
+            view = tensor[first : first + prod(shape)].view(shape)
+            first += prod(shape)
+            at = tuple(a + b for a, b in zip(placement.offset, offset, strict=True))
+            yield cls(name, placement.global_shape, at, view)
+
+
+@attrs.define(frozen=True, eq=False)
+class StepStats:
+    """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
+
+    grad_norm: torch.Tensor
+    """Global 2-norm before clipping, equal on every rank."""
+    skipped: bool = False
+
+
+class Optimizer(Protocol):
+    """Updates weights from summed gradients. Its config is an ``OptimizerConfig``."""
+
+    inner: torch.optim.Optimizer
+    """Holds ``param_groups`` for learning-rate schedulers."""
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Make the masters and allocate all state, so that a checkpoint can fill it before step 1."""
+        ...
+
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
+
+        A step whose global norm is not finite changes nothing, on all ranks alike, and says so.
+        """
+        ...
+
+    # An optimizer may also have ``wait(parameters)``: its step then returns while updated weights travel,
+    # and the core waits for those of a module before that is called: see nanotrain_core.fences.
+
+    def blocks(self) -> Iterable[Block]:
+        """Yield every state tensor, masters included."""
+        ...
+
+    def meta(self) -> dict[str, Any]:
+        """Return the rest of the state, as JSON."""
+        ...
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None: ...

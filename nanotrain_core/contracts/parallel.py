@@ -1,0 +1,81 @@
+"""What wrappers must offer, and who owns gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Piece, PlacedParameter, Placements
+
+
+class Parallel(Protocol):
+    """Transforms a model part while it is still on ``meta``."""
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Return the transformed part (it may be the same object) and update ``placements`` to match."""
+        ...
+
+
+@runtime_checkable
+class GradientSync(Protocol):
+    """Owns every parameter's gradient between backward and the optimizer.
+
+    Offered by the one component of a run that provides ``gradient_sync``; without one the core's
+    :class:`~nanotrain_core.gradients.LocalGradients` serves, on a layout that needs no sums.
+    """
+
+    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+        """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own)."""
+        ...
+
+    def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that the next gradient of each of ``parameters`` is the last one of this step.
+
+        The parameters of one pipeline stage, in the same order on all ranks that hold the stage.
+        """
+        ...
+
+    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that one more microbatch has all its gradients of ``parameters``, one pipeline stage's.
+
+        Called for every microbatch, in the same order on all ranks that hold the stage.
+        """
+        ...
+
+    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that no more gradients of ``parameters`` come, also of those that never got any."""
+        ...
+
+    def finish(self) -> None:
+        """Return once every gradient is the complete sum over microbatches and ranks."""
+        ...
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return what this rank gets complete gradients of, and is to update: fixed from :meth:`attach` on.
+
+        Whole parameters, or a range of each where the ranks that hold a block share it out.
+        """
+        ...
+
+    def gradient_of(self, piece: Piece) -> torch.Tensor:
+        """Return a gradient in the shape of ``piece.weight``; zeros if no rank's backward reached it.
+
+        The optimizer may scale it in place.
+        """
+        ...
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient of a whole parameter, for a script's own optimizer.
+
+        Raises:
+            NanotrainError: this rank does not get all of it.
+        """
+        ...
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        ...

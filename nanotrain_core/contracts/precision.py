@@ -1,0 +1,98 @@
+"""What a precision must offer, and the master weights it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from nanotrain_core.placement import Piece
+
+
+class MasterWeight(Protocol):
+    """The weight an optimizer updates, in whatever form a precision keeps it."""
+
+    def load(self) -> torch.Tensor:
+        """Return the weight in the optimizer's dtype, shaped as the parameter.
+
+        May be the live storage. If it is decoded for this call, forget it after ``store``: kept, it would
+        cost the memory that the format saves.
+        """
+        ...
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep ``value`` as the new weight and write it through to the model's parameter."""
+        ...
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return live tensors beyond the parameter itself that a checkpoint must hold, by name."""
+        ...
+
+
+@runtime_checkable
+class ErrorFeedback(MasterWeight, Protocol):
+    """A master that loses so much of what is stored that the optimizer must carry the loss in its momentum.
+
+    After each ``store(value)`` the optimizer adds what ``error`` returns to its momentum, scaled so that the
+    steps to come make up for it. One that cannot must refuse such a master in ``setup``.
+    """
+
+    def error(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``, just stored, less what was kept of it."""
+        ...
+
+
+class LossScale(Protocol):
+    """Multiplies the loss before backward so that small gradients survive a narrow dtype."""
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, skipped: bool) -> None:
+        """Learn whether the step was skipped."""
+        ...
+
+    def meta(self) -> dict[str, Any]: ...
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None: ...
+
+
+class Precision(Protocol):
+    """Dtypes of a run.
+
+    It may also have, and the core then calls in this order:
+
+    * ``seed(number)``, of the run, before anything else: one that rounds at random rounds alike in two runs.
+    * ``settle(parts, mesh)``, once on every rank when all parts are converted. It may talk to other ranks,
+      to learn whether a pattern of the recipe matches any module of the whole model.
+    * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
+    """
+
+    parameter_dtype: torch.dtype
+    """Of the model's parameters and activations."""
+    gradient_dtype: torch.dtype | None
+    """Of accumulated and reduced gradients; None keeps the parameter's."""
+    loss_scale: LossScale
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Return the part, still on ``meta``, with the dtypes and modules of this precision.
+
+        Parameters keep their names and shapes. Their initial values, drawn in float32, are then
+        rounded into the dtypes chosen here.
+        """
+        ...
+
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
+        """Return the master of ``weight``: a parameter, or a live view of a range of one.
+
+        It may round ``weight`` into its format at once: ranks that hold it do the same, or are sent it.
+
+        Args:
+            weight: initialised; the master's ``store`` writes through to it. The weight of ``piece``, or a
+                copy of it on another device.
+            piece: its name, and where it sits in the whole model. A range begins and ends at a multiple of
+                :data:`~nanotrain_core.placement.RANGE` elements of its block, or at the block's end.
+        """
+        ...
