@@ -34,6 +34,7 @@ from nanotrain_core.measure import agree_now, bubble, count_parameters, expert_l
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.pace import Pace
 from nanotrain_core.progress import Progress
+from nanotrain_core.random_state import stream_seed
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.rollback import become, roll_back
@@ -321,6 +322,8 @@ class RuntimeEngine:
         self._saved = self.step
         run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
+        if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
+            random_state.seed_all(stream_seed(run.recipe.run.seed, "resumed", self.step), run.mesh.rank)
         return True
 
     def _state(self) -> TrainState:

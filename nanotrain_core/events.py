@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,22 @@ class Events:
     # --- what a checkpoint remembers of monitors ------------------------------------------------
 
     def meta(self) -> dict[str, Any]:
-        """Return the state of every monitor that has any, by its class."""
-        found = {type(monitor).__name__: monitor.meta() for monitor in self.monitors}
-        return {name: meta for name, meta in found.items() if meta}
+        """Return the state of every monitor that has any, by its name."""
+        return {name: meta for name, monitor in self._named() if (meta := monitor.meta())}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Give every monitor its state back."""
+        for name, monitor in self._named():
+            if name in meta:
+                monitor.load_meta(meta[name])
+
+    def _named(self) -> Iterator[tuple[str, Monitor]]:
+        """Yield every monitor after its class, the second of a class with its number."""
+        seen: Counter[str] = Counter()
         for monitor in self.monitors:
-            if type(monitor).__name__ in meta:
-                monitor.load_meta(meta[type(monitor).__name__])
+            name = type(monitor).__name__
+            seen[name] += 1
+            yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
         for monitor in self.monitors if to is None else to:

@@ -42,6 +42,24 @@ def test_strict_monitors_and_deliberate_errors_stop_the_run():
         Events([Fails(Diverged("loss is gone"))], StopRequest()).end(END)
 
 
+class Counts(Monitor):
+    def __init__(self, number):
+        self.number = number
+
+    def meta(self):
+        return {"number": self.number} if self.number else {}
+
+    def load_meta(self, meta):
+        self.number = meta["number"]
+
+
+def test_two_monitors_of_one_kind_remember_each_its_own():
+    saved = Events([Counts(1), Remembers(), Counts(0), Counts(3)], StopRequest()).meta()
+    after = [Counts(7), Counts(8), Remembers(), Counts(9)]
+    Events(after, StopRequest()).load_meta(saved)
+    assert [after[0].number, after[1].number, after[3].number] == [1, 8, 3]
+
+
 def test_ranks_agree_on_the_most_urgent_wish():
     here, there = StopRequest(), StopRequest()
     here.wish("stopped")

@@ -75,9 +75,18 @@ def publish(scratch: Path, text: str, step: int) -> Path:
         set_aside(folder, [step])
     scratch.rename(target)
     flush(folder)
-    with suppress(OSError):  # the checkpoint is in place
-        write_text_atomically(folder / LATEST, f"{target.name}\n")
+    name_latest(folder)
     return target
+
+
+def name_latest(folder: Path) -> None:
+    """Have ``latest`` name the newest checkpoint, as far as that can be had: nothing here reads it."""
+    with suppress(OSError):
+        there = steps(folder)
+        if there:
+            write_text_atomically(folder / LATEST, f"{step_folder(folder, there[-1]).name}\n")
+        else:
+            (folder / LATEST).unlink(missing_ok=True)
 
 
 def flush(folder: Path) -> None:
@@ -97,6 +106,7 @@ def quarantine(folder: Path, step: int) -> Path:
     stem = f".corrupt-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
     target = _free(folder, stem)
     step_folder(folder, step).rename(target)
+    name_latest(folder)
     return target
 
 
@@ -108,6 +118,7 @@ def set_aside(folder: Path, unwanted: Collection[int]) -> None:
         for step in unwanted:
             old = step_folder(folder, step)
             old.rename(aside / old.name)
+        name_latest(folder)
 
 
 def _free(folder: Path, stem: str) -> Path:

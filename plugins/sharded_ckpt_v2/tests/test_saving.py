@@ -263,3 +263,14 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_not_fallen_back_over(tmp
     with pytest.raises(CheckpointError, match="version 3; expected 'nanotrain-sharded', version 2"):
         checkpoint.load("latest", state(2))
     assert checkpoint.steps() == [1, 2]
+
+
+def test_latest_names_the_newest_that_is_left(tmp_path):
+    checkpoint = opened(tmp_path, keep=9)
+    for step in (1, 2, 3):
+        save(checkpoint, step)
+    checkpoint.load("2", state(2))
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+    (tmp_path / "step-00000002/shard-00000.safetensors").write_bytes(b"")
+    checkpoint.load("latest", state(1))
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"

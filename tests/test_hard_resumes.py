@@ -1,0 +1,204 @@
+"""Saving and going on where it is hard: ranks without state, slow disks, rollbacks, clocks that differ."""
+
+import json
+import random
+import time
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from nanotrain_sharded_ckpt_v2 import ShardedConfig, blocks
+from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
+from test_guard import GUARDED, OneStepLRMultiplier
+from test_run import metrics
+
+from nanotrain_core import compose
+from nanotrain_core.random_state import seed_all
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.checks.optimizer import whole_of
+from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
+from nanotrain_core.testing.probe import make_engine, make_run, train
+
+ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
+ZERO = {**ADAMW, "use": "zero12", "stage": 2, "bucket_mb": 0.01}
+
+
+def case(optimizer, kind="sharded_v2", ranks=2, **overrides):
+    tables = {"optimizer": optimizer, "checkpoint": {"use": kind}, **overrides}
+    return Case("topology", use="grid", topology={"dp": ranks}, overrides=tables)
+
+
+# --- ranks without a share --------------------------------------------------------------------------
+
+
+def train_one_parameter(case, folder, **options):
+    """Train the final norm alone: 32 numbers, which lie in the range of rank 0."""
+    build = compose.build_stages
+
+    def build_frozen(*arguments):
+        stages = build(*arguments)
+        for part in stages.values():
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(name == "norm.weight")
+        return stages
+
+    with mock.patch.object(compose, "build_stages", build_frozen):
+        changes = {"run": {"steps": 4}, "batch": {"sequences": 8, "microbatch": 1}}
+        return train(case, changes, folder=folder, **options)
+
+
+@pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, shared_memory):
+    fp64 = {"precision": {"use": "fp64"}}
+    shared_out = case({**ZERO, "shared_memory": shared_memory}, kind, **fp64)
+    through = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2)
+    assert [len(trace.state) for trace in through] == [3, 0]
+    resumed = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2, resume="2")
+    for one, other in zip(through, resumed, strict=True):
+        assert_bitwise(whole_of(other), whole_of(one), "resumed")
+    alone = run_ranks(train_one_parameter, 1, case(ADAMW, kind, 1, **fp64), tmp_path, resume="2")
+    for part in ("weights", "state"):
+        got, want = (whole([getattr(trace, part) for trace in traces]) for traces in (alone, through))
+        assert_same(got, want, f"{part} on one rank", atol=1e-9)
+
+
+# --- a slow disk ------------------------------------------------------------------------------------
+
+
+def slowly(seconds):
+    """Have every file take its time."""
+    write = blocks.write
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return write(*arguments)
+
+    return mock.patch.object(blocks, "write", late)
+
+
+def save_often(folder, optimizer, seconds, asynchronous):
+    often = {"checkpoint": {"every": 2, "keep": 99, "asynchronous": asynchronous}, "run": {"steps": 9}}
+    with slowly(seconds):
+        make_engine(case(optimizer), often, folder=folder).fit()
+
+
+def files(folder):
+    """Return the contents of all files of checkpoints below a folder, those set aside excepted."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name[:4] == "step")
+    here = ((path.relative_to(folder), path) for path in found)
+    return {name: path.read_bytes() for name, path in here if "superseded" not in str(name)}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(tmp_path, shared_memory):
+    optimizer = {**ZERO, "shared_memory": shared_memory}
+    for name, seconds, asynchronous in (("beside", 0.05, True), ("at once", 0.0, False)):
+        run_ranks(save_often, 2, tmp_path / name, optimizer, seconds, asynchronous)
+    beside, at_once = (files(tmp_path / name) for name in ("beside", "at once"))
+    assert len(beside) == 5 * 5  # steps 2, 4, 6, 8 and 9: a manifest, and two files of each rank
+    shards = [path for path in beside if path.suffix == ".safetensors"]
+    assert [path for path in shards if beside[path] != at_once[path]] == []
+    assert beside.keys() == at_once.keys()
+
+
+def go_back(folder, seconds):
+    """Train with a spike at step 23; a save is on its way when it is noticed."""
+    tables = {**GUARDED, "optimizer": ZERO, "checkpoint": {"use": "sharded_v2", "every": 5, "keep": 2}}
+    folder.mkdir(exist_ok=True)
+    with slowly(seconds):
+        engine = make_engine(case(ZERO), tables, folder=folder)
+        engine.run = attrs.evolve(engine.run, optimizer=OneStepLRMultiplier(engine, 23, 300.0))
+        engine.fit()
+    return engine.run.feed.meta()
+
+
+def test_a_rollback_takes_a_save_on_its_way_and_shared_out_state_back_too(tmp_path):
+    metas = [run_ranks(go_back, 2, tmp_path / name, wait) for name, wait in (("a", 0.0), ("b", 0.05))]
+    assert metas[0] == metas[1]
+    backs = [metrics(tmp_path / name, "rollback")[0] for name in ("a", "b")]
+    assert [(back["onset"], back["restored"]) for back in backs] == [(23, 20)] * 2
+    one, other = (files(tmp_path / name / "checkpoints/step-00000040") for name in ("a", "b"))
+    assert len(one) == 5
+    assert one == other
+
+
+# --- all that is remembered -------------------------------------------------------------------------
+
+EVERYTHING = {
+    "run": {"steps": 6},
+    "optimizer": {"lr_schedule": {"use": "cosine", "warmup_steps": 2}},
+    "precision": {"use": "fp16", "initial_scale": 2.0**24, "growth_interval": 2},
+    "checkpoint": {"every": 3, "keep": 9},
+    "monitor": [{"use": "guard", "warmup": 4, "window": 8}],
+}
+
+
+def train_with_everything(folder, resume=None):
+    """Train in halves, drawing from every stream; return the rates of the steps."""
+    engine = make_engine(case(ZERO), EVERYTHING, folder=folder, resume=resume)
+    train_step, rates = engine._train_step, []
+
+    def draw():
+        torch.rand(3), random.random()
+        rates.append(engine.run.optimizer.inner.param_groups[0]["lr"])
+        return train_step()
+
+    engine._train_step = draw
+    engine.fit()
+    return rates
+
+
+def test_two_runs_one_of_them_resumed_leave_the_same_bytes(tmp_path):
+    """Manifests hold loss scale, data position, guard history and recipe; files state and random streams."""
+    through = run_ranks(train_with_everything, 2, tmp_path / "a")
+    run_ranks(train_with_everything, 2, tmp_path / "b")
+    (tmp_path / "b/checkpoints/step-00000006").rename(tmp_path / "first")
+    resumed = run_ranks(train_with_everything, 2, tmp_path / "b", resume="3")
+    assert [rates[3:] for rates in through] == resumed
+    assert all(one != other for one, other in pairwise(resumed[0]))
+    saved = [files(tmp_path / name) for name in ("a", "b")]
+    assert len(saved[0]) == 2 * 5
+    assert saved[0] == saved[1]
+    meta = json.loads((tmp_path / "a/checkpoints/step-00000006/MANIFEST.json").read_text())["meta"]
+    assert meta["loss_scale"]["value"] < 2.0**24
+    assert len(meta["monitors"]["Guard"]["good"]) == 6
+    assert meta["data"]["position"] == 6 * 8
+    assert 'use = "cosine"' in meta["recipe"]
+
+
+def streams_of(folder, ranks, resume=None):
+    engine = make_engine(case(ZERO, ranks=ranks), EVERYTHING, folder=folder, resume=resume)
+    seed_all(1, engine.run.mesh.rank)
+    engine._restore()
+    return torch.rand(3).tolist(), random.random()
+
+
+def test_on_another_layout_random_streams_are_neither_the_old_ones_nor_those_of_the_start(tmp_path):
+    """They are drawn from seed and step, so that a second resume has the same."""
+    run_ranks(train_with_everything, 2, tmp_path)
+    (start,) = run_ranks(streams_of, 1, tmp_path / "empty", 1)
+    found = [run_ranks(streams_of, 1, tmp_path, 1, resume=step)[0] for step in ("6", "3", "3")]
+    assert found[1] == found[2]
+    assert len({str(each) for each in (start, *found)}) == 3
+
+
+# --- clocks -----------------------------------------------------------------------------------------
+
+
+def due_by_the_clock(folder, hours):
+    """Return what each of two ranks says a minute later, by its own clock, and by one that is far ahead."""
+    checkpoint = ShardedCheckpoint(ShardedConfig(every_minutes=1.0))
+    mesh = make_run(case(ZERO), {}).mesh
+    checkpoint.open(folder, mesh)
+    ahead = 3600 * hours[mesh.rank]
+    with mock.patch.object(time, "monotonic", partial(lambda now, more: now() + more, time.monotonic, ahead)):
+        return checkpoint.due(1)
+
+
+@pytest.mark.parametrize(("hours", "due"), [((0, 5), False), ((5, 0), True), ((0, 0), False)])
+def test_all_ranks_save_by_the_clock_of_the_first(tmp_path, hours, due):
+    assert run_ranks(due_by_the_clock, 2, tmp_path, hours) == [due, due]
