@@ -1,7 +1,9 @@
 """Whether a pipeline stands idle as long as the simulation of its schedule says, on equal stages.
 
-The simulation is given the times that each stage's forward, backward and weight gradients took, without
-waiting. Embedding and head have few tokens, so that stages are equal.
+Each step is simulated with the time that each of its actions took, without waiting: what the simulation
+leaves out is messages, and what it finds is how long ranks must wait in this schedule for such actions.
+Beside it stands the simulation with the median time of each stage's actions, which is that of a machine on
+which equal actions take equal times. Embedding and head have few tokens, so that stages are equal.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,22 +29,21 @@ from nanotrain_core.timeline import Durations, simulate
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v")
 MICROBATCHES = 8
 
-Key = tuple[str, int]
-"""Kind of action, and stage."""
-
 
 @attrs.define(frozen=True)
 class Bubble:
-    """Idle share of all ranks together, median over steps, and what the simulation says."""
+    """Idle share of all ranks together, median over steps, and what simulations of the same steps say."""
 
     KIND = "bubbles"
     TITLE = f"Idle share of a pipeline of equal stages, {MICROBATCHES} microbatches."
-    HEADER = ("schedule", "ranks", "idle, measured", "simulated", "")
+    HEADER = ("schedule", "ranks", "idle, measured", "simulated", "with median times", "")
 
     schedule: str
     pp: int
     measured: float
     simulated: float
+    smooth: float
+    """Simulated with median times."""
     cores: int
 
     @property
@@ -56,7 +57,7 @@ class Bubble:
         return not self.counts or abs(self.measured - self.simulated) <= 0.1 * self.simulated
 
     def row(self) -> list[str]:
-        shares = [f"{self.measured:.1%}", f"{self.simulated:.1%}"]
+        shares = [f"{share:.1%}" for share in (self.measured, self.simulated, self.smooth)]
         last = verdict(self.passed) if self.counts else f"ranks share {self.cores} cores"
         return [self.schedule, str(self.pp), *shares, last]
 
@@ -64,38 +65,59 @@ class Bubble:
         return {**attrs.asdict(self), "passed": self.passed}
 
 
-@attrs.define(frozen=True)
-class Times:
-    """What one rank measured, in seconds."""
+@attrs.define
+class Step:
+    """What one rank measured in one step, in seconds."""
 
-    actions: dict[Key, list[float]]
-    """Of each action, without waiting for other stages."""
-    steps: list[float]
-    """Of its whole list."""
+    actions: dict[Action, float] = attrs.field(factory=dict)
+    """Of each action with all that the host does for it, without waiting for other stages."""
+    seconds: float = 0.0
+    """Of the whole list."""
+
+
+Steps = list[Step]
+
+
+@attrs.define(frozen=True)
+class Each(Durations):
+    """The time of every single action."""
+
+    times: Mapping[Action, float]
+
+    def of(self, action: Action, *, split: bool) -> float:
+        """Return it."""
+        return self.times[action]
 
 
 class Stopwatch:
     """Times the actions of an executor, and its steps."""
 
     def __init__(self, executor: Any) -> None:
-        self.executor, self.handover = executor, executor.handover
-        self.times = Times(defaultdict(list), [])
+        self.handover = executor.handover
+        self.steps: Steps = []
         self._execute, self._run = executor._execute, executor.run
         executor._execute, executor.run = self.execute, self.run
 
     def execute(self, action: Action) -> None:
         """Run one action."""
-        began, waited = time.perf_counter(), self.handover.waited
         self._execute(action)
-        seconds = time.perf_counter() - began - (self.handover.waited - waited)
-        self.times.actions[action.kind, action.stage].append(seconds)
+        self.steps[-1].actions[action] = self._lap()
 
     def run(self, *arguments: Any) -> Any:
         """Run one step."""
+        self.steps.append(Step())
         began = time.perf_counter()
+        self._before = began - self.handover.waited
         losses = self._run(*arguments)
-        self.times.steps.append(time.perf_counter() - began)
+        last = next(reversed(self.steps[-1].actions))
+        self.steps[-1].actions[last] += self._lap()
+        self.steps[-1].seconds = time.perf_counter() - began
         return losses
+
+    def _lap(self) -> float:
+        """Return the seconds since this was last called in which the host did not wait."""
+        before, self._before = self._before, time.perf_counter() - self.handover.waited
+        return self._before - before
 
 
 def recipe(schedule: str, pp: int) -> Recipe:
@@ -112,7 +134,7 @@ def recipe(schedule: str, pp: int) -> Recipe:
     return load_recipe(RECIPE, overrides=[f"{key}={value}" for key, value in changes.items()], ranks=pp)
 
 
-def time_rank(schedule: str, pp: int, steps: int) -> Times:
+def time_rank(schedule: str, pp: int, steps: int) -> Steps:
     """Be one rank: train two steps to warm up, then ``steps`` with a stopwatch."""
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.testing.probe import rank
@@ -121,33 +143,43 @@ def time_rank(schedule: str, pp: int, steps: int) -> Times:
     engine.fit(steps=2)
     watch = Stopwatch(engine.executor)
     engine.fit(steps=2 + steps)
-    return attrs.evolve(watch.times, actions=dict(watch.times.actions))
+    return watch.steps
 
 
 def measure(schedule: str, pp: int, *, steps: int) -> Bubble:
     """Measure one schedule over ``pp`` ranks, and simulate it with the times it took."""
-    times = run_ranks(time_rank, pp, schedule, pp, steps, timeout=600, check_collectives=False)
+    ranks = run_ranks(time_rank, pp, schedule, pp, steps, timeout=600, check_collectives=False)
     found = load_plugins()
     actions = found.build(recipe(schedule, pp).schedule).actions(pp, MICROBATCHES)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    simulated = simulate(actions, durations(times)).bubble()
-    return Bubble(schedule, pp, idle(times), simulated, cores)
+    together = list(zip(*ranks, strict=True))
+    simulated = median(simulate(actions, Each(times=merged(step))).bubble() for step in together)
+    smooth = simulate(actions, medians(ranks)).bubble()
+    return Bubble(schedule, pp, median(map(idle, together)), simulated, smooth, cores)
 
 
-def idle(times: Sequence[Times]) -> float:
-    """Return the share of the step, from its beginning to the end of the last rank, in which ranks wait.
+def idle(step: Sequence[Step]) -> float:
+    """Return the share of a step, from its beginning to the end of the last rank, in which ranks wait.
 
     All ranks begin together: the step before ended with the norm of all their gradients.
     """
-    steps = len(times[0].steps)
-    span = sum(max(rank.steps[step] for rank in times) for step in range(steps))
-    busy = sum(sum(map(sum, rank.actions.values())) for rank in times)
-    return 1.0 - busy / (span * len(times))
+    span = max(rank.seconds for rank in step)
+    return 1.0 - sum(merged(step).values()) / (span * len(step))
 
 
-def durations(times: Sequence[Times]) -> Durations:
+def merged(step: Sequence[Step]) -> dict[Action, float]:
+    """Return the times of all ranks' actions."""
+    return {action: seconds for rank in step for action, seconds in rank.actions.items()}
+
+
+def medians(ranks: Sequence[Steps]) -> Durations:
     """Return the median time of each kind of action in each stage; a whole B where no W follows."""
-    medians = {key: median(seconds) for rank in times for key, seconds in rank.actions.items()}
-    stages = 1 + max(stage for _, stage in medians)
-    forward, backward, weight = ([medians.get((kind, s), 0.0) for s in range(stages)] for kind in "FBW")
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for step in (step for steps in ranks for step in steps):
+        for action, seconds in step.actions.items():
+            found[action.kind, action.stage].append(seconds)
+    stages = 1 + max(stage for _, stage in found)
+    forward, backward, weight = (
+        [median(found.get((kind, s), [0.0])) for s in range(stages)] for kind in "FBW"
+    )
     return Durations(forward=forward, backward=backward, weight=weight)

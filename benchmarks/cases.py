@@ -71,7 +71,10 @@ class Case:
 
 PLAIN = "PyTorch loop"
 TENSOR = {"peer": "torch DTensor, sequence parallel", "build": "benchmarks.peers_parallel:tensor"}
-PIPELINE = {"build": "benchmarks.peers_parallel:pipeline", "microbatch": 1, "accumulate": 8}
+PIPELINE = {"microbatch": 1, "accumulate": 8}
+
+#: How torch's side cuts the model: as many layers on each stage, or our stages.
+SPLITS = {"": ("", "pipeline"), "-our-stages": (", our stages", "pipeline_balanced")}
 
 CASES = (
     Case(name="fp32-1-thread", peer=PLAIN),
@@ -84,8 +87,9 @@ CASES = (
     Case(name="tp-4-ranks", ranks=4, tp=4, bar=1.1, **TENSOR),
     *(
         Case(
-            name=f"{name}-{pp}-ranks",
-            peer=f"torch pipelining, {words}",
+            name=f"{name}-{pp}-ranks{suffix}",
+            peer=f"torch pipelining, {words}{more}",
+            build=f"benchmarks.peers_parallel:{build}",
             schedule=schedule,
             ranks=pp,
             pp=pp,
@@ -97,6 +101,7 @@ CASES = (
             ("1f1b", "1f1b", "1F1B"),
             *([("interleaved", "interleaved_1f1b", "interleaved 1F1B")] if pp == 2 else []),
         )
+        for suffix, (more, build) in SPLITS.items()
     ),
 )
 

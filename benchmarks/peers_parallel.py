@@ -6,7 +6,7 @@ tutorials and torchtitan lay Llama out. Pipelines are ``torch.distributed.pipeli
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.peers import Llama, Loop, training
+from nanotrain_core.actions import Part, parts_between
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry import load_plugins
 
 
 class TensorLoop(Loop):
@@ -78,11 +80,11 @@ def split(model: Llama, ranks: int) -> None:
 class Stage(nn.Module):
     """Consecutive layers of a Llama, with embedding and head at the ends."""
 
-    def __init__(self, model: Llama, first: int, last: int) -> None:
+    def __init__(self, model: Llama, part: Part) -> None:
         super().__init__()
-        self.layers = model.layers[first:last]
-        self.embed = model.embed if first == 0 else None
-        self.norm, self.head = (model.norm, model.head) if last == len(model.layers) else (None, None)
+        self.layers = model.layers[part.first : part.last]
+        self.embed = model.embed if part.has_embedding else None
+        self.norm, self.head = (model.norm, model.head) if part.has_head else (None, None)
         self.register_buffer("cos", model.cos, persistent=False)
         self.register_buffer("sin", model.sin, persistent=False)
 
@@ -94,20 +96,33 @@ class Stage(nn.Module):
 
 
 def pipeline(recipe: Recipe, rank: int) -> Callable[[int], object]:
-    """Return what trains for so many steps more, layers shared out evenly over all ranks."""
-    torch.manual_seed(recipe.run.seed)
-    ranks, count = recipe.run.ranks, recipe.batch.sequences // recipe.batch.microbatch
-    model = Llama(recipe.model.config, recipe.batch.length)
-    interleaved = recipe.schedule.use == "interleaved_1f1b"
-    stages = ranks * 2 if interleaved else ranks
+    """Return what trains for so many steps more, layers shared out evenly as in torch's tutorials."""
+    stages = recipe.run.ranks * (2 if recipe.schedule.use == "interleaved_1f1b" else 1)
     each = recipe.model.config.layers // stages
+    edges = [stage * each for stage in range(stages + 1)]
+    return piped(recipe, rank, parts_between(edges, [stage % recipe.run.ranks for stage in range(stages)]))
+
+
+def pipeline_balanced(recipe: Recipe, rank: int) -> Callable[[int], object]:
+    """Return what trains for so many steps more, the layers split as on our side."""
+    found = load_plugins()
+    costs = found.build(recipe.model).flops(recipe.batch.length)
+    return piped(recipe, rank, found.build(recipe.schedule).parts(costs, recipe.run.ranks))
+
+
+def piped(recipe: Recipe, rank: int, parts: Sequence[Part]) -> Callable[[int], object]:
+    """Return what trains for so many steps more, with these stages."""
+    torch.manual_seed(recipe.run.seed)
+    count = recipe.batch.sequences // recipe.batch.microbatch
+    model = Llama(recipe.model.config, recipe.batch.length)
     mine = [
-        PipelineStage(Stage(model, s * each, (s + 1) * each), s, stages, torch.device("cpu"))
-        for s in range(rank, stages, ranks)
+        PipelineStage(Stage(model, part), number, len(parts), torch.device("cpu"))
+        for number, part in enumerate(parts)
+        if part.rank == rank
     ]
     schedule: Any = (
         ScheduleInterleaved1F1B(mine, count, loss_fn=loss)
-        if interleaved
+        if recipe.schedule.use == "interleaved_1f1b"
         else Schedule1F1B(mine[0], count, loss_fn=loss)
     )
     loop = PipelineLoop(recipe, nn.ModuleList(stage.submod for stage in mine), schedule)

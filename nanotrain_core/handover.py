@@ -122,9 +122,11 @@ class Handover:
 
     def flush(self) -> None:
         """Return once everything sent has left."""
+        began = time.perf_counter()
         for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
+        self.waited += time.perf_counter() - began
 
     def forget(self) -> None:
         """Drop what a step that was broken off left behind."""

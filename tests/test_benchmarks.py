@@ -1,19 +1,25 @@
 """The benchmark compares two programs that do the same computation, and reports what it measured."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
+from nanotrain_pp_1f1b import PipelineConfig
+from nanotrain_pp_1f1b.schedules import OneForwardOneBackward
 
 from benchmarks.__main__ import main
-from benchmarks.bubble import Times, durations, idle
+from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, Case
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
 from benchmarks.race import Result
 from benchmarks.report import BEGIN, END, write_markdown
+from nanotrain_core.actions import Action
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.recipe import load_recipe
+from nanotrain_core.timeline import simulate
 
 CASE = Case(name="small", peer="PyTorch loop")
 
@@ -90,12 +96,59 @@ def test_an_unknown_benchmark_is_refused_with_the_names_there_are(capsys):
     assert "no benchmark named fp32; there are fp32-1-thread" in capsys.readouterr().err
 
 
+def step(stage, forward, backward, seconds):
+    """Return one rank's step of two microbatches on its only stage."""
+    kinds = {"F": forward, "B": backward}
+    return Step({Action(kind, stage, m): kinds[kind][m] for kind in "FB" for m in (0, 1)}, seconds)
+
+
+STEP = step(0, (1.0, 1.0), (2.0, 2.0), 12.0), step(1, (1.0, 3.0), (2.0, 2.0), 10.0)
+
+
 def test_a_pipeline_is_idle_where_no_action_runs():
-    first = Times({("F", 0): [1.0, 1.0], ("B", 0): [2.0, 2.0]}, [8.0])
-    last = Times({("F", 1): [1.0, 3.0], ("B", 1): [2.0, 2.0]}, [6.0])
-    assert idle([first, last]) == pytest.approx(1 - (6 + 8) / 16)
-    found = durations([first, last])
+    assert idle(STEP) == pytest.approx(1 - (6 + 8) / 24)
+
+
+def test_a_step_is_simulated_with_the_times_its_own_actions_took():
+    lists = OneForwardOneBackward(PipelineConfig()).actions(2, 2)
+    timeline = simulate(lists, Each(times=merged(STEP)))
+    assert timeline.makespan == 1 + 1 + 2 + 3 + 2 + 2  # F0, then rank 1 without a pause, and rank 0's last B
+    assert timeline.bubble() == pytest.approx(1 - 14 / 22)
+
+
+def test_median_times_are_of_each_stage():
+    found = medians([[STEP[0]], [STEP[1]]])
     assert (found.forward, found.backward, found.weight) == ([1.0, 2.0], [2.0, 2.0], [0.0, 0.0])
+
+
+def test_waiting_is_no_part_of_an_action_and_all_else_is(monkeypatch):
+    clock = [0.0]
+
+    def spend(seconds, *, waiting=False):
+        clock[0] += seconds
+        executor.handover.waited += seconds * waiting
+
+    class Executor:
+        handover = SimpleNamespace(waited=5.0)
+
+        def _execute(self, action):
+            spend(2.0, waiting=True)
+            spend(3.0)
+
+        def run(self):
+            spend(0.5)
+            for m in (0, 1):
+                self._execute(Action("F", 0, m))
+                spend(0.25)
+            spend(4.0, waiting=True)
+
+    monkeypatch.setattr("benchmarks.bubble.time.perf_counter", lambda: clock[0])
+    executor = Executor()
+    watch = Stopwatch(executor)
+    executor.run()
+    (found,) = watch.steps
+    assert list(found.actions.values()) == [3.5, 3.5]
+    assert found.seconds == 15.0
 
 
 # --- masters and moments ------------------------------------------------------------------------------
