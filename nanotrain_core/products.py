@@ -104,7 +104,8 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         (y_MN,), kept = products.forward(x.reshape(-1, x.shape[-1]), weight_NK)
         ctx.products, ctx.shape, ctx.place = products, x.shape, place
-        ctx.save_for_backward(weight_NK, *kept)
+        again = place and place.again
+        ctx.save_for_backward(weight_NK, *((again[0],) if again else kept))
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
@@ -112,12 +113,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight_NK, *kept = ctx.saved_tensors
         products, d_y_MN, d_x, d_weight_NK = ctx.products, d_y.reshape(-1, d_y.shape[-1]), None, None
+        width = ctx.shape[-1]
+        again = ctx.needs_input_grad[1] and ctx.place and ctx.place.again
+        x = again[1](kept[0]) if again else None
         if ctx.needs_input_grad[0]:
             d_x = products.input_gradient(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(
-                weight_NK, lambda: products.weight_gradient(d_y_MN, tuple(kept)), ctx.place
-            )
+
+            def product() -> torch.Tensor:
+                of_x = tuple(kept) if x is None else products.keep(x().reshape(-1, width))
+                d_weight: torch.Tensor = products.weight_gradient(d_y_MN, of_x)
+                return d_weight
+
+            d_weight_NK = weight_gradient(weight_NK, product, ctx.place)
         return d_x, d_weight_NK, None, None, None
 
 

@@ -103,6 +103,10 @@ def weight_gradient(
 # --- a later place in the same backward pass ----------------------------------------------------
 
 
+#: A tensor to keep for backward, and what begins there to make the input of it and returns what waits for it.
+Again = tuple[torch.Tensor, Callable[[torch.Tensor], Product]]
+
+
 class Place:
     """Where in a backward pass one use of a weight has the product for its gradient made.
 
@@ -111,7 +115,9 @@ class Place:
     backward does next, and this product after it.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, again: Again | None = None) -> None:
+        """``again``: how the layer gets its input in backward, in place of keeping it."""
+        self.again = again
         self.left: list[Product] = []
         self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
         """An input of the layer's autograd function, which returns no gradient for it."""

@@ -42,21 +42,25 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, place: Place | None, handle: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.place = place
-        ctx.save_for_backward(x, weight_NK)
+        ctx.place, ctx.shape = place, x.shape
+        again = place and place.again
+        ctx.save_for_backward(again[0] if again else x, weight_NK)
         rows_MK = x.reshape(-1, x.shape[-1])
         return matmul(rows_MK, weight_NK.T).view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_NK = ctx.saved_tensors
+        kept, weight_NK = ctx.saved_tensors
+        width = ctx.shape[-1]
+        again = ctx.needs_input_grad[1] and ctx.place and ctx.place.again
+        x = again[1](kept) if again else lambda: kept
         d_y_MN, d_x, d_weight_NK = d_y.reshape(-1, d_y.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
-            d_x = matmul(d_y_MN, weight_NK).view_as(x)
+            d_x = matmul(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             d_weight_NK = weight_gradient(
-                weight_NK, lambda: matmul(d_y_MN.T, x.reshape(-1, x.shape[-1])), ctx.place
+                weight_NK, lambda: matmul(d_y_MN.T, x().reshape(-1, width)), ctx.place
             )
         return d_x, d_weight_NK, None, None
 

@@ -33,6 +33,9 @@ class TensorParallelConfig:
     overlap: bool = True
     """In backward, sum inputs' gradients over ranks while each computes its weights' gradients; not through
     shared memory, where the cores that would sum are those that compute."""
+    gather_again: bool = False
+    """With sequence parallelism, keep a share of what layers read, and gather it again in backward: 1/tp of
+    its memory for one more collective, which overlaps with the products for the inputs' gradients."""
     shared_memory: bool = True
     """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
 

@@ -33,6 +33,9 @@ class Crossing:
         """``dim``: along which ranks have shares of it; None: it is whole."""
         self.ranks, self.dim = ranks, dim
         self._under_way: list[Pending] = []
+        self._gathering: Pending | None = None
+        self._gathered: torch.Tensor | None = None
+        self._waiting = 0
 
     def hold(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
         """Return the whole ``x``, for :meth:`open`. ``known``: it, if it was gathered before."""
@@ -49,6 +52,22 @@ class Crossing:
         begin = self.ranks.begin_all_reduce
         pending = begin(d_x) if self.dim is None else self.ranks.begin_reduce_scatter(d_x, self.dim)
         self._under_way.append(pending)
+
+    def gather_again(self, share: torch.Tensor) -> Pending:
+        """All-gather: begin to make whole, in backward, what entered; once for all layers that wait."""
+        if self._gathering is None:
+            assert self.dim is not None
+            self._gathering = self.ranks.begin_all_gather(share, self.dim)
+        self._waiting += 1
+        return self._take
+
+    def _take(self) -> torch.Tensor:
+        assert self._gathering is not None
+        whole = self._gathering() if self._gathered is None else self._gathered
+        self._waiting -= 1
+        self._gathered = whole if self._waiting else None
+        self._gathering = self._gathering if self._waiting else None
+        return whole
 
     def end(self) -> torch.Tensor:
         """Wait for the sum, or this rank's share of it."""

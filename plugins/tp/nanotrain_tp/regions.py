@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.routing import Routing
-from nanotrain_core.weight_gradients import Place, give_place
+from nanotrain_core.weight_gradients import Again, Place, give_place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import split_cross_entropy
 from nanotrain_tp.overlap import Crossing
@@ -39,6 +39,8 @@ class Entry:
         """As those read it that every rank runs alike."""
         self.first: nn.Module | None = None
         """The first of the layers that read it."""
+        self.again: Again | None = None
+        """How those that do not keep it get it in backward."""
         self.places: dict[nn.Module, Place] = {}
         """Where those that are known to read it have their weights' products made."""
 
@@ -50,17 +52,16 @@ class Entry:
     def _state(x: torch.Tensor) -> tuple[int, bool]:
         return x._version, torch.is_grad_enabled()
 
+    def place_of(self, layer: nn.Module) -> Place | None:
+        """Return a new place for the weight of ``layer``, if it is trained."""
+        weight = layer.get_parameter("weight")
+        return Place(weight, self.again) if weight.requires_grad else None
+
     @property
     def values(self) -> torch.Tensor | None:
         """What was gathered, without a gradient: it need not be gathered again for another use."""
         known = self.whole if self.inside is None else self.inside
         return None if known is None else known.detach()
-
-
-def place_of(layer: nn.Module) -> Place | None:
-    """Return a new place for the weight of ``layer``, if it is trained."""
-    weight = layer.get_parameter("weight")
-    return Place(weight) if weight.requires_grad else None
 
 
 class Boundary:
@@ -70,9 +71,19 @@ class Boundary:
     once. Gradients of all split layers that read it are summed here before they are summed over ranks.
     """
 
-    def __init__(self, ranks: Ranks, *, sequence_parallel: bool, overlap: bool = True) -> None:
-        """``overlap``: in backward, sum gradients over ranks while weights' gradients are computed."""
+    def __init__(
+        self, ranks: Ranks, *, sequence_parallel: bool, overlap: bool = True, keep: bool = True
+    ) -> None:
+        """Set it up.
+
+        Args:
+            ranks: that share the layers.
+            sequence_parallel: whether they share out the tokens in between too.
+            overlap: in backward, sum gradients over ranks while weights' gradients are computed.
+            keep: what was gathered, for backward, in place of gathering it again there.
+        """
         self.ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
+        self.keep = keep or not sequence_parallel
         self._last: Entry | None = None
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read one tensor, by the first of them, as they came in a pass before."""
@@ -101,14 +112,17 @@ class Boundary:
         return self.enter(x)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
-        return self.overlap and x.requires_grad and torch.is_grad_enabled() and self.ranks.in_background
+        wanted = x.requires_grad and torch.is_grad_enabled()
+        return wanted and (not self.keep or (self.overlap and self.ranks.in_background))
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
         """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
         crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None)
         held = crossing.hold(entry.outside, entry.values)
+        if not self.keep:
+            entry.again = (entry.outside.detach(), crossing.gather_again)
         entry.first, readers = first, self._readers.setdefault(first, [first])
-        entry.places = {layer: place for layer in readers if (place := place_of(layer))}
+        entry.places = {layer: place for layer in readers if (place := entry.place_of(layer))}
         entry.inside = crossing.open(held)
 
     def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
@@ -120,7 +134,7 @@ class Boundary:
         readers = self._readers[entry.first]
         if layer not in readers:
             readers.append(layer)
-        return entry.places.pop(layer, None) or place_of(layer)
+        return entry.places.pop(layer, None) or entry.place_of(layer)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""

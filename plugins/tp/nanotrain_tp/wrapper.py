@@ -45,7 +45,12 @@ class TensorParallel:
             return part
         ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
         config = self.config
-        boundary = Boundary(ranks, sequence_parallel=config.sequence_parallel, overlap=config.overlap)
+        boundary = Boundary(
+            ranks,
+            sequence_parallel=config.sequence_parallel,
+            overlap=config.overlap,
+            keep=not config.gather_again,
+        )
         if not self.config.sequence_parallel:
             refuse_unknown(part)
         for name, module, tag in list(tagged(part)):

@@ -27,6 +27,7 @@ def case(name, model, topology, config=None, **overrides):
 test_conformance = conformance(
     case("gpt-tp2", GPT, {"tp": 2}),
     case("llama-dp2-tp2", LLAMA, {"dp": 2, "tp": 2}),
+    case("llama-tp2-again", LLAMA, {"tp": 2}, {"gather_again": True}),
     # Without sequence parallelism every gradient is complete: nothing need be summed.
     Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
 )

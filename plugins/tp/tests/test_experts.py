@@ -6,11 +6,11 @@ from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.checks.parallel import gradients_equal
 
 
-def case(tp, dp, *, sequence_parallel):
+def case(tp, dp, *, sequence_parallel, gather_again=False):
     return Case(
         "parallel",
         use="tp",
-        config={"sequence_parallel": sequence_parallel},
+        config={"sequence_parallel": sequence_parallel, "gather_again": gather_again},
         topology={"dp": dp, "tp": tp},
         overrides={"parallel": [{"use": "tp"}, {"use": "summed"}], "model": {"use": "routed"}},
         name=f"dp{dp}-tp{tp}-{'shares' if sequence_parallel else 'whole'}",
@@ -20,6 +20,10 @@ def case(tp, dp, *, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_gradients_are_those_of_one_process(sequence_parallel):
     gradients_equal(case(2, 1, sequence_parallel=sequence_parallel), "fp64")
+
+
+def test_gradients_are_the_same_where_inputs_are_gathered_again():
+    gradients_equal(case(2, 1, sequence_parallel=True, gather_again=True), "fp64")
 
 
 test_experts_exhaustively = pytest.mark.full(

@@ -63,6 +63,9 @@ class Noted:
     def forward(self, x, *weights):
         return [x @ weight.T for weight in weights], (x,)
 
+    def keep(self, x):
+        return (x,)
+
     def input_gradient(self, d_y, weight):
         self.events.append(f"input {self.name}")
         return d_y @ weight
@@ -93,12 +96,12 @@ def expected(region):
     return y.detach(), x.grad, {name: p.grad for name, p in region.named_parameters()}
 
 
-def split(region, kind=Linear, *, sp, shared=True, overlap=True):
+def split(region, kind=Linear, *, sp, shared=True, overlap=True, keep=True):
     """Return this rank's part, hooked, and what cuts a tensor for it."""
     rank = dist.get_rank()
     team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
     team.in_background = True  # in shared memory too, where it works but does not pay
-    boundary = Boundary(team, sequence_parallel=sp, overlap=overlap)
+    boundary = Boundary(team, sequence_parallel=sp, overlap=overlap, keep=keep)
     region = fill(region(kind), rank, RANKS)
     for name in (*COLUMNS, "o"):
         module = getattr(region, name)
@@ -143,6 +146,31 @@ def passes(region, kind, run, **options):
     return [one_pass(part, own, None if run is None else partial(run, part)) for _ in range(3)]
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
+@pytest.mark.parametrize("region", [Region, Twice, Tied])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])
+def test_what_is_gathered_again_gives_the_same_gradients(region, shared, again):
+    options = {"sp": True, "shared": shared, "keep": False, "check_collectives": not shared}
+    run = recomputed if again else None
+    for found in zip(*run_ranks(passes, RANKS, region, Linear, run, **options), strict=True):
+        compare([numbers_of for numbers_of, _ in found], region, sp=True)
+
+
+def tokens_kept(keep):
+    """Return how many tokens' inputs of the split layers one pass keeps for its backward, at most."""
+    region, own = split(Region, sp=True, keep=keep)
+    found = []
+    x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        region(x)
+    return max(t.shape[1] for t in found if t.dim() == 3 and t.shape[2] == WIDTH)
+
+
+def test_a_share_is_kept_of_what_is_gathered_again():
+    assert run_ranks(tokens_kept, RANKS, True) == [LENGTH] * RANKS
+    assert run_ranks(tokens_kept, RANKS, False) == [LENGTH // RANKS] * RANKS
+
+
 def recomputed(region, x):
     return checkpoint(region, x, use_reentrant=False)
 
@@ -166,48 +194,61 @@ def test_layers_that_cannot_leave_a_product_and_layers_run_again_have_the_same_g
         compare([numbers_of for numbers_of, _ in found], Region, sp=True)
 
 
-def order_of_events(sp, shared, overlap):
+def order_of_events(sp, shared, overlap, keep=True):
     """Return what happened in the backward passes of the split layers, pass by pass."""
-    region, own = split(Region, sp=sp, shared=shared, overlap=overlap)
-    found, begins = [], {name: getattr(Ranks, name) for name in ("begin_all_reduce", "begin_reduce_scatter")}
-    events = []
+    region, own = split(Region, sp=sp, shared=shared, overlap=overlap, keep=keep)
+    words = {"begin_all_reduce": "sum", "begin_reduce_scatter": "sum", "begin_all_gather": "gather"}
+    found, events = [], []
     for name in COLUMNS:
         give_products(getattr(region, name), {"weight": Noted(name, events)})
 
-    def noted(begin, ranks, *args, **options):
-        events.append("begin")
-        pending = begin(ranks, *args, **options)
-        return lambda: events.append("end") or pending()
+    def noted(name):
+        begin, word = getattr(Ranks, name), words[name]
 
-    patches = {name: partial(noted, begin).__call__ for name, begin in begins.items()}
-    with mock.patch.multiple(Ranks, **{n: lambda *a, f=f, **k: f(*a, **k) for n, f in patches.items()}):
+        def begin_and_tell(*args, **options):
+            events.append(f"begin {word}")
+            pending = begin(*args, **options)
+            return lambda: events.append(f"end {word}") or pending()
+
+        return begin_and_tell
+
+    with mock.patch.multiple(Ranks, **{name: noted(name) for name in words}):
         for _ in range(2):
             x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
             y = region(x)
+            d_y = torch.ones_like(y)
             events.clear()
-            y.backward(torch.ones_like(y))
-            found.append(list(events))
+            y.backward(d_y)
+            found.append(events[2:] if sp else list(events))  # not the gather before `o`
     return found
+
+
+INPUTS = [f"input {name}" for name in reversed(COLUMNS)]
+WEIGHTS = sorted(f"weight {name}" for name in COLUMNS)
 
 
 @pytest.mark.parametrize("sp", [True, False], ids=["shares", "whole"])
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
 def test_the_sum_begins_before_the_products_for_weights_and_is_awaited_after_them(sp, shared):
-    before = [f"input {name}" for name in reversed(COLUMNS)]
-    after = [f"weight {name}" for name in reversed(COLUMNS)]
     for _, known in run_ranks(order_of_events, RANKS, sp, shared, True, check_collectives=not shared):
-        assert known[:4] == [*before, "begin"]
-        assert sorted(known[4:7]) == sorted(after)
-        assert known[7:] == ["end"], "one collective for all three layers"
+        assert known[:4] == [*INPUTS, "begin sum"]
+        assert sorted(known[4:7]) == WEIGHTS
+        assert known[7:] == ["end sum"], "one collective for all three layers"
+
+
+def test_what_is_gathered_again_travels_during_the_products_for_the_input():
+    for _, known in run_ranks(order_of_events, RANKS, True, False, True, False):
+        assert known[:5] == ["begin gather", *INPUTS, "begin sum"]
+        assert known[5] == "end gather"
+        assert sorted(known[6:9]) == WEIGHTS
+        assert known[9:] == ["end sum"]
 
 
 def test_without_overlap_the_sum_comes_last():
     for found in run_ranks(order_of_events, RANKS, True, False, False):
         for events in found:
-            assert sorted(events[:6]) == sorted(
-                f"{of} {name}" for of in ("input", "weight") for name in COLUMNS
-            )
-            assert events[6:] == ["begin", "end"]
+            assert sorted(events[:6]) == sorted([*INPUTS, *WEIGHTS])
+            assert events[6:] == ["begin sum", "end sum"]
 
 
 def split_backward():
