@@ -15,6 +15,7 @@ from nanotrain_deepseek.moe import MixtureOfExperts, Tally
 from torch import nn
 
 from benchmarks.report import spread, verdict
+from nanotrain_core.memory import keep_freed_memory
 
 #: Forward and backward of a layer of experts may take so many times as long.
 LIMIT = 1.3
@@ -52,7 +53,11 @@ class Overhead:
 
 
 def measure(*, rounds: int) -> list[Overhead]:
-    """Time the experts of ``deepseek.toml`` and wider ones, in one thread, dense and sparse in turns."""
+    """Time the experts of ``deepseek.toml`` and wider ones, in one thread, dense and sparse in turns.
+
+    Memory is treated as in a run: otherwise what is measured is how the kernel clears pages.
+    """
+    keep_freed_memory()
     shapes = ({"width": 256, "experts": 8, "top_k": 2}, {"width": 512, "experts": 16, "top_k": 4})
     dtypes = ((torch.float32, LIMIT), (torch.bfloat16, None))
     threads = torch.get_num_threads()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -84,6 +84,11 @@ def postpone(into: Postponed) -> Iterator[None]:
         _open.pop()
 
 
+def is_postponing(weight: torch.Tensor) -> bool:
+    """Say whether :func:`weight_gradient` would put off the gradient of ``weight`` now."""
+    return bool(_open) and isinstance(weight, nn.Parameter)
+
+
 def weight_gradient(
     weight: torch.Tensor, product: Product, place: Place | None = None
 ) -> torch.Tensor | None:
@@ -91,8 +96,8 @@ def weight_gradient(
 
     For the backward pass of an autograd function: return what this returns.
     """
-    if _open and isinstance(weight, nn.Parameter):
-        _open[-1].add(weight, product)
+    if is_postponing(weight):
+        _open[-1].add(cast(nn.Parameter, weight), product)
         return None
     if place is not None:
         place.left.append(product)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from nanotrain_deepseek import experts as module
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.experts import Experts, Grouped, OneByOne
+from nanotrain_deepseek.expert_products import Batched, Grouped, OneByOne
+from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.samples import V3
 from torch import nn
 
@@ -52,9 +53,11 @@ def outputs_and_gradients(experts, function, rows):
         (torch.float64, lambda counts: OneByOne(counts, 16), 1e-12),
         (torch.float32, lambda counts: OneByOne(counts, 16), 1e-5),
         (torch.bfloat16, lambda counts: OneByOne(counts, 16), 0.05),
-        (torch.bfloat16, Grouped, 0.05),
+        (torch.float64, lambda counts: Batched(counts, 1), 1e-12),
+        (torch.bfloat16, lambda counts: Batched(counts, 16), 0.05),
+        (torch.bfloat16, lambda counts: Grouped(torch.tensor(counts)), 0.05),
     ],
-    ids=["fp64", "fp64-filled", "fp32-filled", "bf16-filled", "bf16-grouped"],
+    ids=["fp64", "fp64-filled", "fp32-filled", "bf16-filled", "fp64-batch", "bf16-batch", "bf16-grouped"],
 )
 @pytest.mark.parametrize("counts", [COUNTS, (0,) * 7 + (9,)], ids=["several", "one"])
 def test_products_and_gradients_are_those_of_a_loop(dtype, make, tolerance, counts):
@@ -64,7 +67,7 @@ def test_products_and_gradients_are_those_of_a_loop(dtype, make, tolerance, coun
     for name in WEIGHTS:
         getattr(exact, name).data = getattr(experts, name).data.double()
     expected = outputs_and_gradients(exact, lambda x: reference(exact, x, counts), rows.double())
-    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts)):
+    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts.tolist())):
         found = outputs_and_gradients(experts, lambda x: experts.compute(x, torch.tensor(counts)), rows)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
