@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -161,6 +162,34 @@ def test_masters_of_ranges_are_loaded_from_the_checkpoint():
     total = sum(master.double().square().sum() for master in wanted)
     parts = sum(master.double().square().sum() for rank in ranges for master in rank)
     torch.testing.assert_close(parts, total, rtol=1e-12, atol=0)
+
+
+def refused(case):
+    """Return what building the run says, before anything is trained."""
+    try:
+        make_engine(case, {})
+    except NanotrainError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "name", "nearest"),
+    [
+        ("tp2", {}, "layers.0.attn.o.weight", "1 in place of 2 ranks along its axis 1"),
+        ("ep2", {"model": {**EXPERTS, "expert_ffn": 24}}, "", ""),
+        ("zero2", {}, "", ""),
+        ("zero2-tp2", {"model": {"width": 128, "heads": 4, "ffn": 256}}, "", ""),
+    ],
+)
+def test_a_layout_that_cuts_blocks_of_64_is_refused_before_training(layout, changes, name, nearest):
+    """ZeRO's ranges and whole experts cut none; columns of width 32 over two ranks do."""
+    case = on(layout, "residual", "nf4")
+    case = attrs.evolve(case, overrides={**case.overrides, **changes})
+    for text in run_ranks(refused, case.world_size, case):
+        assert bool(text) == bool(name), text
+        assert text.startswith(name)
+        assert nearest in text
 
 
 def bytes_of_rank(case):

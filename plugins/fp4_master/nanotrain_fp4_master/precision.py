@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from math import prod
 
 import attrs
 import structlog
@@ -16,9 +15,9 @@ from nanotrain_core.builtin.precisions import LiveMaster
 from nanotrain_core.contracts import MasterWeight
 from nanotrain_core.dtypes import cast
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.placement import Piece
+from nanotrain_core.placement import Piece, Placement
 from nanotrain_core.roles import tagged
-from nanotrain_fp4_master import FP4MasterConfig, bfloat16, lowbit
+from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
 
@@ -123,11 +122,42 @@ def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeigh
 
 
 def straddling(piece: Piece, config: FP4MasterConfig) -> str:
-    """Return why a piece cannot be kept in blocks."""
+    """Return why a piece cannot be kept in blocks, and the nearest that can."""
     placement, size = piece.placement, config.block
+    remedies = [
+        f"{fewer} in place of {ranks} ranks along its axis {axis}"
+        for axis, ranks, fewer in largest_whole(placement, size)
+    ]
+    smaller = [other for other in BLOCKS[config.form] if other < size]
+    remedies += [f"precision.block_size = {other}" for other in smaller if not cut(placement, other)][:1]
+    remedies.append(f'to keep it, precision.keep = ["{placement.name}"]')
     return (
         f"{piece.name}: blocks of {size} weights that share a scale in {config.form} would lie on several "
         f"ranks: this one holds {tuple(placement.shape)} of {tuple(placement.global_shape)} from "
-        f"{tuple(placement.offset)} on. Split it at multiples of {size} ({prod(placement.shape) % size} left "
-        f'over), choose a smaller precision.block_size, or keep it: precision.keep = ["{placement.name}"]'
+        f"{tuple(placement.offset)} on. Nearest that does not: {'; or '.join(remedies)}"
     )
+
+
+def cut(placement: Placement, block: int) -> bool:
+    """Say whether the blocks of a tensor that is split so lie on several ranks."""
+    return cut_blocks(Piece(nn.Parameter(torch.empty(0)), placement), block)
+
+
+def largest_whole(placement: Placement, block: int) -> Iterator[tuple[int, int, int]]:
+    """Yield axis, ranks along it, and the most below that cut no block, other axes being as they are."""
+    for axis, (length, own) in enumerate(zip(placement.global_shape, placement.shape, strict=True)):
+        ranks = length // own
+        for fewer in (n for n in range(ranks - 1, 0, -1) if length % n == 0):
+            second = attrs.evolve(
+                placement,
+                shape=replaced(placement.shape, axis, length // fewer),
+                offset=replaced(placement.offset, axis, length // fewer if fewer > 1 else 0),
+            )
+            if not cut(second, block):
+                yield axis, ranks, fewer
+                break
+
+
+def replaced(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    """Return ``numbers`` with another one at ``axis``."""
+    return (*numbers[:axis], number, *numbers[axis + 1 :])

@@ -1,5 +1,7 @@
 """Random numbers that are the same on every layout, and blocks that lie on one rank."""
 
+import re
+
 import pytest
 import torch
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks, elements_of, mix, uniform
@@ -82,6 +84,36 @@ def test_tensor_parallel_blocks_are_refused_where_they_cut_a_scale(shape, axis, 
         return
     with pytest.raises(NanotrainError, match=rf"w: blocks of {block} weights.*precision\.keep = \[\"w\"\]"):
         master_of(value, form, "naive", placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "ranks", "form", "nearest"),
+    [
+        ((64, 64), 1, 8, "nvfp4", "4 in place of 8 ranks along its axis 1"),
+        ((64, 128), 1, 4, "nf4", "2 in place of 4 ranks along its axis 1; or precision.block_size = 32"),
+        ((8, 24), 0, 8, "nvfp4", "4 in place of 8 ranks along its axis 0"),
+        ((4, 6, 32), 1, 6, "nf4", "3 in place of 6 ranks along its axis 1; or precision.block_size = 32"),
+        ((3, 5, 7), 0, 3, "nvfp4", "1 in place of 3 ranks along its axis 0"),
+    ],
+)
+def test_a_split_that_cuts_a_scale_is_refused_with_the_nearest_that_does_not(
+    shape, axis, ranks, form, nearest
+):
+    placement = Placement.whole("w", shape, LAYOUT).split(axis, "tp", 1, ranks)
+    wanted = rf"w: blocks of .* on several ranks: .*{re.escape(nearest)}.*; or to keep it, precision\.keep = "
+    with pytest.raises(NanotrainError, match=wanted):
+        master_of(numbers(*placement.shape), form, "residual", placement=placement)
+    fewer = int(nearest.split()[0])
+    for index in range(fewer):
+        whole = Placement.whole("w", shape, LAYOUT)
+        whole = whole.split(axis, "tp", index, fewer) if fewer > 1 else whole
+        assert not cut_blocks(piece(whole), {"nvfp4": 16, "nf4": 64}[form])
+
+
+@pytest.mark.parametrize("variant", ["remainder", "residual", "eco", "naive"])
+def test_without_blocks_no_split_is_refused(variant):
+    for placement in (*split((6, 10), 1), *split((6, 10), 0)):
+        master_of(numbers(*placement.shape), "bf16", variant, placement=placement)
 
 
 def test_numbers_are_spread_evenly_and_follow_no_neighbour():
