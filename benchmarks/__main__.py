@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, mesh, moe, startup
+from benchmarks import bubble, mesh, moe, narrow, startup
 from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in (*CASES, *SHARDED, *ALONE)), "moe", "bubble", "startup", "mesh")
+NAMES = (*(case.name for case in (*CASES, *SHARDED, *ALONE)), "moe", "fp8", "bubble", "startup", "mesh")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)
             measured.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     measured += moe.measure(rounds=args.rounds) if "moe" in names else []
+    measured += narrow.measure(rounds=args.rounds, steps=args.steps) if "fp8" in names else []
     measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []

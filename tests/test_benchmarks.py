@@ -11,6 +11,8 @@ from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, Case
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
+from benchmarks.narrow import CASES as NARROW
+from benchmarks.narrow import Slowdown
 from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
 from benchmarks.race import Result
@@ -176,3 +178,16 @@ def test_a_gap_is_to_the_same_seed_with_float32_masters_and_moments():
     last = table(runs).splitlines()[-1]
     wanted = "5.12 | 1.00%, 2.00%, 3.00% | 3.1500 | +0.1500 ± 0.0500 (+5.00%) |"
     assert last == f"| bf16 residual, int8 moments | {wanted}"
+
+
+@pytest.mark.parametrize(("ratios", "passed"), [((2.0, 3.0, 9.0), True), ((2.0, 3.01, 3.02), False)])
+def test_emulated_steps_may_take_three_times_as_long_in_the_median(ratios, passed):
+    assert Slowdown("small", 3.0, 1.0, ratios).passed is passed
+
+
+@pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
+def test_both_precisions_train_one_recipe(case):
+    narrow, wide = (attrs.evolve(case, precision=use).recipe() for use in ("fp8_deepseek_v3", "bf16"))
+    assert (narrow.precision.use, wide.precision.use) == ("fp8_deepseek_v3", "bf16")
+    assert attrs.evolve(narrow, precision=wide.precision, versions=wide.versions) == wide
+    assert wide.run.ranks == 1

@@ -18,16 +18,17 @@ Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Micikevicius et al., arXi
 
 from __future__ import annotations
 
-from functools import cache
+from math import gcd
 
 import attrs
 import torch
+import torch.nn.functional as F
 
 #: The smallest scale, float32's smallest normal number: below, a quotient by it would lose bits.
 SMALLEST_SCALE = 2.0**-126
 
 #: Numbers that are rounded at once: they and their units stay in a processor's cache.
-IN_CACHE = 2**16
+IN_CACHE = 2**17
 
 EXPONENT = 0x7F800000
 MANTISSA = 0x007FFFFF
@@ -42,6 +43,8 @@ class Format:
     """Bits after the leading one."""
     smallest: float
     """The smallest normal number."""
+    half: float = 1.0
+    """How many times as large a number is as the one of float16 with the same bits in front."""
 
     @property
     def largest(self) -> float:
@@ -61,54 +64,88 @@ class Format:
             piece.add_(units).sub_(units)
         return x
 
+    def encode(self, numbers: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """Return finite float32 ``numbers`` of this format as codes, with the sign bit where ``negative``.
+
+        Through float16 on a CPU, where torch converts to eight bits more slowly: divided by ``half`` they
+        have float16's exponents, and their bits are the upper ones.
+        """
+        bits = numbers.mul(1 / self.half).half().view(torch.int16)
+        codes = bits.bitwise_right_shift_(10 - self.mantissa).to(torch.uint8)
+        sign = negative.view(torch.uint8).bitwise_left_shift(7)
+        return codes.bitwise_or_(sign).view(self.dtype)
+
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return ``codes`` as float32: by table on a CPU, where torch converts one at a time."""
+        """Return ``codes`` as float32, divided by ``half``. NaN of E4M3 reads as a number here."""
         if codes.device.type != "cpu":
-            return codes.float()
-        index = codes.contiguous().view(torch.uint8).flatten().int()
-        return _table(self.dtype).index_select(0, index).view(codes.shape)
+            return codes.float().mul_(1 / self.half)
+        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(10 - self.mantissa)
+        if self.half != 1.0:
+            bits.bitwise_and_(~0x4000)  # another copy of the sign
+        return bits.view(torch.float16).float()
 
 
-@cache
-def _table(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
-
-
-E4M3 = Format(torch.float8_e4m3fn, mantissa=3, smallest=2.0**-6)
+E4M3 = Format(torch.float8_e4m3fn, mantissa=3, smallest=2.0**-6, half=2.0**8)
 E5M2 = Format(torch.float8_e5m2, mantissa=2, smallest=2.0**-14)
 
 #: Elements along a side of a tile or block.
 TILE = 128
 
 
+#: A shorter piece of a tile is slower than to fill the tensor up to whole tiles.
+SHORTEST = 16
+
+
 @attrs.define(eq=False)
 class Tiled:
-    """A tensor [..., R, C] divided by the scales of its tiles, to be rounded."""
+    """A tensor [..., R, C] divided by the scales of its tiles, to be rounded.
+
+    Where a last tile is shorter, tiles are made of pieces that the length is a multiple of, or if those were
+    too short, the tensor is filled up with zeros.
+    """
 
     quotients: torch.Tensor
-    """[..., r, tile rows, c, tile columns], float32: filled up with zeros to whole tiles."""
+    """[..., pieces along R, rows, pieces along C, columns], float32."""
     scales: torch.Tensor
     """[..., r, 1, c, 1], float32."""
+    of_pieces: torch.Tensor
+    """[..., pieces along R, 1, pieces along C, 1], float32: the scale of each."""
     shape: tuple[int, int]
     """(R, C)."""
     format: Format
     _codes: torch.Tensor | None = None
+    _rounded: bool = False
 
     def codes(self) -> torch.Tensor:
-        """Return the numbers in eight bits [..., R, C]."""
+        """Return the numbers in eight bits [..., R, C]; the first call before that of ``values``."""
         if self._codes is None:
-            self._codes = self.quotients.to(self.format.dtype)
-        return _cropped(_joined(self._codes), self.shape).contiguous()
+            self._codes = _cropped(_joined(self._encoded()), self.shape).contiguous()
+        return self._codes
 
     def values(self) -> torch.Tensor:
         """Return what the codes and scales mean [..., R, C], float32. The last call: it reuses memory."""
-        codes, form = self._codes, self.format
-        grid = form.round_(self.quotients) if codes is None else form.decode(codes)
-        return _cropped(_joined(grid.mul_(self.scales)), self.shape)
+        return _cropped(_joined(self._grid().mul_(self.of_pieces)), self.shape)
+
+    def _encoded(self) -> torch.Tensor:
+        if self.quotients.device.type != "cpu" or not self.scales.isfinite().all():
+            return self.quotients.to(self.format.dtype)
+        negative = self.quotients.view(torch.int32) < 0  # of its bits: torch is slow to tell a float's sign
+        return self.format.encode(self._grid(), negative)
+
+    def _grid(self) -> torch.Tensor:
+        if not self._rounded:
+            self.format.round_(self.quotients)
+            self._rounded = True
+        return self.quotients
 
 
 def quantise(
-    x: torch.Tensor, tile: tuple[int, int], format_: Format = E4M3, *, power_of_two: bool = False
+    x: torch.Tensor,
+    tile: tuple[int, int],
+    format_: Format = E4M3,
+    *,
+    power_of_two: bool = False,
+    consume: bool = False,
 ) -> Tiled:
     """Scale ``x`` [..., R, C] tile by tile; it is rounded when its codes or values are asked for.
 
@@ -117,33 +154,65 @@ def quantise(
         tile: rows and columns of a tile; 0: all of them.
         format_: what to round to.
         power_of_two: have scales that are powers of two.
+        consume: ``x`` may be overwritten.
     """
     R, C = x.shape[-2:]
-    rows, columns = (
-        size if 0 < size <= length else max(1, length) for size, length in zip(tile, (R, C), strict=True)
+    (rows, high), (columns, wide) = (_cut(length, size) for length, size in zip((R, C), tile, strict=True))
+    missing = -R % high, -C % wide
+    whole = F.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
+    pieces = whole.view(*x.shape[:-2], whole.shape[-2] // high, high, whole.shape[-1] // wide, wide)
+    amax = largest_of(pieces)
+    scales = scale_of(
+        _merged(_merged(amax, -4, rows // high), -2, columns // wide), format_, power_of_two=power_of_two
     )
-    wide = _float32_copy(x, -(-R // rows) * rows, -(-C // columns) * columns)
-    tiles = wide.view(*x.shape[:-2], -(-R // rows), rows, -(-C // columns), columns)
-    scales = scale_of(largest_of(tiles), format_, power_of_two=power_of_two)
-    return Tiled(tiles.div_(scales), scales, (R, C), format_)
+    of_pieces = scales
+    for dim, count in ((-4, rows // high), (-2, columns // wide)):
+        if count > 1:
+            of_pieces = of_pieces.repeat_interleave(count, dim).narrow(dim, 0, amax.shape[dim])
+    own = consume or pieces.dtype != torch.float32 or whole is not x
+    wanted = pieces.float()
+    quotients = wanted.div_(of_pieces) if own else wanted.div(of_pieces)
+    return Tiled(quotients, scales, of_pieces, (R, C), format_)
 
 
-def _float32_copy(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return a float32 copy with so many rows and columns, zeros among them."""
-    R, C = x.shape[-2:]
-    wide = torch.empty(*x.shape[:-2], rows, columns, dtype=torch.float32, device=x.device)
-    wide[..., :R, :C].copy_(x)
-    wide[..., R:, :].zero_()
-    wide[..., :R, C:].zero_()
-    return wide
+def _cut(length: int, tile: int) -> tuple[int, int]:
+    """Return the length of a tile, and of the pieces that it is made of."""
+    size = tile if 0 < tile <= length else max(1, length)
+    piece = gcd(size, length)
+    return size, piece if piece >= min(SHORTEST, size) else size
 
 
-def largest_of(tiles: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in each tile, [..., r, 1, c, 1]; NaN where there is one."""
-    if not tiles.numel():
-        return tiles.new_zeros(*tiles.shape[:-3], 1, tiles.shape[-2], 1)
-    over = tuple(dim for dim in (-1, -3) if tiles.shape[dim] > 1)
-    return tiles.abs().amax(over, keepdim=True) if over else tiles.abs()
+def _merged(amax: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Return the largest of every ``count`` along a dimension."""
+    if count == 1:
+        return amax
+    missing = -amax.shape[dim] % count
+    filled = torch.cat([amax, amax.new_zeros(()).expand_as(amax.narrow(dim, 0, missing))], dim)
+    largest: torch.Tensor = filled.unflatten(dim, (-1, count)).amax(dim)  # type: ignore[no-untyped-call]
+    return largest
+
+
+def largest_of(pieces: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in each piece, [..., r, 1, c, 1], in float32; NaN where there is one.
+
+    Magnitudes are ordered as their bits are, NaN being above all, and whole numbers are compared faster.
+    """
+    if not pieces.numel():
+        return pieces.new_zeros(*pieces.shape[:-3], 1, pieces.shape[-2], 1, dtype=torch.float32)
+    bits = pieces.view(_BITS[pieces.dtype])
+    magnitudes = bits.bitwise_and(torch.iinfo(bits.dtype).max)
+    for dim in (-3, -1):
+        if magnitudes.shape[dim] > 1:
+            magnitudes = magnitudes.amax(dim, keepdim=True)
+    return magnitudes.view(pieces.dtype).float()
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
 
 
 def scale_of(amax: torch.Tensor, format_: Format, *, power_of_two: bool = False) -> torch.Tensor:
@@ -162,6 +231,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile:
     """Return the values [R, C] of codes [R, C] with scales [R, c] of tiles of one row."""
     R, C = codes.shape
     values = format_.decode(codes)
+    scales = (scales + scales * 0.0) * format_.half  # infinity becomes NaN, and so do the values of its tile
     if tile >= C:
         return values.mul_(scales)
     if C % tile:

@@ -105,9 +105,23 @@ def test_rounding_is_torchs_conversion_for_every_bfloat16(form):
 
 
 @FORMATS
-def test_decoding_is_torchs_conversion_for_every_code(form):
+def test_codes_are_torchs_for_every_number(form):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(form.dtype)
-    assert torch.equal(form.decode(codes).nan_to_num(1.0), codes.float().nan_to_num(1.0))
+    numbers = codes.float()
+    assert torch.equal((form.decode(codes) * form.half)[numbers.isfinite()], numbers[numbers.isfinite()])
+    finite = codes[numbers.isfinite()]
+    again = form.encode(finite.float(), finite.float().signbit())
+    assert torch.equal(again.view(torch.uint8), finite.view(torch.uint8))
+
+
+@FORMATS
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+def test_tiles_that_are_not_finite_come_back_as_nan(form, power_of_two):
+    tiled = quantise(torch.from_numpy(not_finite(6, 256)).float(), (1, TILE), form, power_of_two=power_of_two)
+    codes, scales = tiled.codes(), tiled.scales.flatten(1)
+    found, values = dequantise(codes, scales, form), tiled.values()
+    assert values[0, :TILE].isnan().all()
+    assert torch.equal(found.nan_to_num(1e9), values.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize("width", [1, 100, 128, 256, 300])

@@ -38,7 +38,7 @@ def half_units(x, tile, form=E4M3, *, power_of_two=False):
     tiled = quantise(x, tile, form, power_of_two=power_of_two)
     exponents = tiled.quotients.abs().clamp_min(form.smallest).frexp().exponent - 1
     tiled.quotients.copy_(2.0**exponents * 0.5 * 2.0**-form.mantissa)
-    moved = (tiled.quotients * tiled.scales).flatten(-4, -3).flatten(-2, -1)
+    moved = (tiled.quotients * tiled.of_pieces).flatten(-4, -3).flatten(-2, -1)
     return moved[: x.shape[0], : x.shape[1]].double() * (1 + 2.0**-20)
 
 
