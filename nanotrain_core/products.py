@@ -8,11 +8,13 @@ Shapes: M rows, K inputs, N outputs; of stacked weights E.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
+import attrs
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -53,6 +55,36 @@ class LinearProducts(Protocol):
         ...
 
 
+class Narrowing(Protocol):
+    """What :class:`LinearProducts` may offer too: to hold what the input x is made of in fewer bits."""
+
+    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Return what to keep for the backward pass in its place; None: it as it is."""
+        ...
+
+    def widen(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Return about what was kept."""
+        ...
+
+
+@attrs.define(frozen=True, eq=False)
+class MadeAgain:
+    """How an input of a linear layer is made anew in the backward pass, which then need not be kept."""
+
+    of: Kept
+    make: Callable[..., torch.Tensor]
+    """``make(*of)``, not differentiable."""
+
+
+_MADE_AGAIN = "nanotrain_made_again"
+
+
+def make_again(x: torch.Tensor, how: MadeAgain) -> torch.Tensor:
+    """Return ``x``; a linear layer with products given that reads it next keeps ``how.of`` in its place."""
+    setattr(x, _MADE_AGAIN, how)
+    return x
+
+
 _ATTRIBUTE = "nanotrain_products"
 
 
@@ -88,7 +120,8 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     bias = module.bias
     products, place = products_of(module)["weight"], take_place(module)
     handle = None if place is None else place.handle
-    y: torch.Tensor = _Linear.apply(x, module.weight, products, place, handle)  # type: ignore[no-untyped-call]
+    made: MadeAgain | None = getattr(x, _MADE_AGAIN, None)
+    y: torch.Tensor = _Linear.apply(x, module.weight, products, made, place, handle)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias  # type: ignore[operator]
 
 
@@ -99,13 +132,15 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight_NK: torch.Tensor,
         products: LinearProducts,
+        made: MadeAgain | None,
         place: Place | None,
         handle: torch.Tensor | None,
     ) -> torch.Tensor:
         (y_MN,), kept = products.forward(x.reshape(-1, x.shape[-1]), weight_NK)
         ctx.products, ctx.shape, ctx.place = products, x.shape, place
-        again = place and place.again
-        ctx.save_for_backward(weight_NK, *((again[0],) if again else kept))
+        ctx.again = place and place.again
+        ctx.make = made.make if made else None
+        ctx.save_for_backward(weight_NK, *((ctx.again[0],) if ctx.again else made.of if made else kept))
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
@@ -113,20 +148,20 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight_NK, *kept = ctx.saved_tensors
         products, d_y_MN, d_x, d_weight_NK = ctx.products, d_y.reshape(-1, d_y.shape[-1]), None, None
-        width = ctx.shape[-1]
-        again = ctx.needs_input_grad[1] and ctx.place and ctx.place.again
-        x = again[1](kept[0]) if again else None
+        make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
+        if ctx.needs_input_grad[1] and ctx.again:  # begins now, while the other product is made
+            make = ctx.again[1](kept[0])
+
+        def product() -> torch.Tensor:
+            of_x = tuple(kept) if make is None else products.keep(make().reshape(-1, ctx.shape[-1]))
+            d_weight: torch.Tensor = products.weight_gradient(d_y_MN, of_x)
+            return d_weight
+
         if ctx.needs_input_grad[0]:
             d_x = products.input_gradient(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-
-            def product() -> torch.Tensor:
-                of_x = tuple(kept) if x is None else products.keep(x().reshape(-1, width))
-                d_weight: torch.Tensor = products.weight_gradient(d_y_MN, of_x)
-                return d_weight
-
             d_weight_NK = weight_gradient(weight_NK, product, ctx.place)
-        return d_x, d_weight_NK, None, None, None
+        return d_x, d_weight_NK, None, None, None, None
 
 
 # --- weights that stand still -------------------------------------------------------------------

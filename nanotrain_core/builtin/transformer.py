@@ -25,6 +25,7 @@ from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.linear import Linear
 from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.builtin.rope import Rotation, rotate, rotation
+from nanotrain_core.builtin.swiglu import swiglu
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.roles import Role, tag
 
@@ -179,7 +180,7 @@ class SwiGLU(nn.Module):
         self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        y_BSD: torch.Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        y_BSD: torch.Tensor = self.down(swiglu(self.gate(x_BSD), self.up(x_BSD), self.down))
         return y_BSD
 
 

@@ -6,10 +6,10 @@ Shapes: B batch, S sequence, D width, F feed-forward width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.builtin.linear import Linear
+from nanotrain_core.builtin.swiglu import swiglu
 from nanotrain_core.roles import Role, tag
 
 
@@ -23,5 +23,5 @@ class SwiGLU(nn.Module):
         self.down = tag(Linear(inner, width, bias=False), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        y_BSD: torch.Tensor = self.down(F.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        y_BSD: torch.Tensor = self.down(swiglu(self.gate(x_BSD), self.up(x_BSD), self.down))
         return y_BSD

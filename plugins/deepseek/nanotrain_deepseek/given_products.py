@@ -6,6 +6,7 @@ Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.products import LinearProducts
+from nanotrain_core.products import Kept, LinearProducts
 from nanotrain_core.weight_gradients import weight_gradient
 
 
@@ -36,7 +37,10 @@ def given_swiglu(
 
 
 class _GivenSwiGLU(torch.autograd.Function):
-    """Forward: y = down(h), h = silu(gate(x)) up(x). Backward makes h again, and its narrow form too."""
+    """Forward: y = down(h), h = silu(gate(x)) up(x). Backward makes h again, and its narrow form too.
+
+    Of gate(x) and up(x) it keeps what ``down``'s products narrow them to, if they do.
+    """
 
     @staticmethod
     def forward(
@@ -55,16 +59,21 @@ class _GivenSwiGLU(torch.autograd.Function):
             (g_NF,), x_gate = of_gate.forward(rows_ND, gate_EFD)
             (u_NF,), x_up = of_up.forward(rows_ND, up_EFD)
         (y_ND,), _ = of_down.forward(F.silu(g_NF).mul_(u_NF), down_EDF)
-        ctx.products, ctx.cuts = products, (len(x_gate), len(x_up))
-        ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, g_NF, u_NF, *x_gate, *x_up)
+        g, u = (_narrow(of_down, x_NF) for x_NF in (g_NF, u_NF))
+        ctx.dtype = g_NF.dtype if g and u else None
+        g, u = g or (g_NF,), u or (u_NF,)
+        ctx.products, ctx.cuts = products, (len(g), len(u), len(x_gate), len(x_up))
+        ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *g, *u, *x_gate, *x_up)
         return y_ND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate_EFD, up_EFD, down_EDF, g_NF, u_NF, *kept = ctx.saved_tensors
+        gate_EFD, up_EFD, down_EDF, *kept = ctx.saved_tensors
         of_gate, of_up, of_down = ctx.products
-        x_gate, x_up = tuple(kept[: ctx.cuts[0]]), tuple(kept[ctx.cuts[0] :])
+        rest = iter(kept)
+        g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
+        g_NF, u_NF = (of_down.widen(each, ctx.dtype) if ctx.dtype else each[0] for each in (g, u))
         silu_NF = F.silu(g_NF)
         d_h_NF = of_down.input_gradient(d_y_ND, down_EDF)
         d_u_NF = d_h_NF * silu_NF
@@ -79,3 +88,9 @@ class _GivenSwiGLU(torch.autograd.Function):
         )
         wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
         return d_x_ND, *(weight_gradient(*each) if needed else None for each, needed in wanted), None
+
+
+def _narrow(products: LinearProducts, x_NF: torch.Tensor) -> Kept | None:
+    """Return a narrow form of what an input is made of, if ``products`` have one."""
+    kept: Kept | None = products.narrow(x_NF) if hasattr(products, "narrow") else None
+    return kept

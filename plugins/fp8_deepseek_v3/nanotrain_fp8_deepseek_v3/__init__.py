@@ -44,6 +44,8 @@ class FP8DeepSeekV3Config(ModuleFormats):
     gradients of their outputs always have."""
     dispatch: bool = True
     """Send rows to experts on other ranks in FP8. They are rounded there anyway: the result is the same."""
+    swiglu: bool = True
+    """Keep the inputs of SwiGLU for the backward pass in FP8, and make its output again."""
 
 
 @attrs.define(frozen=True, kw_only=True)

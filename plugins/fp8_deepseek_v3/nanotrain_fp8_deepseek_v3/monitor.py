@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from math import isnan
+from typing import Any
 
 import attrs
 import torch
@@ -83,6 +84,12 @@ class Watched:
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Pass it on."""
         return self.behind.weight_gradient(d_y_MN, kept)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on what is optional."""
+        if name in ("narrow", "widen"):
+            return getattr(self.behind, name)
+        raise AttributeError(name)
 
 
 class Watch:

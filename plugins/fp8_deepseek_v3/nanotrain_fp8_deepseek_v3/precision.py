@@ -97,10 +97,11 @@ class FP8DeepSeekV3(ByModule):
 
         The input of experts was dispatched, and so were the gradients of their outputs.
         """
+        swiglu = self.config.swiglu
         if tag.role is not Role.EXPERTS:
-            return Recipe(input_power_of_two=matches(name, self.config.power_of_two))
+            return Recipe(input_power_of_two=matches(name, self.config.power_of_two), narrow=swiglu)
         reads_input = tag.split.get(parameter) == 1
-        return Recipe(input_power_of_two=reads_input, gradient_power_of_two=not reads_input)
+        return Recipe(input_power_of_two=reads_input, gradient_power_of_two=not reads_input, narrow=swiglu)
 
     def patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must match something; the default for attention need not."""

@@ -121,6 +121,26 @@ class Recipe:
     """Of dy; x and the weight are E4M3."""
     input_power_of_two: bool = False
     gradient_power_of_two: bool = False
+    narrow: bool = False
+    """Keep what the input is made of, as that of SwiGLU, in eight bits too."""
+
+
+class Narrowed:
+    """Holds activations as codes and scales of tiles. See :class:`~nanotrain_core.products.Narrowing`."""
+
+    recipe: Recipe
+
+    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Return codes and scales, or None if the recipe does not want it."""
+        if not self.recipe.narrow:
+            return None
+        tiled = quantise(made_of_MK, (1, TILE))
+        return tiled.codes(), tiled.scales.flatten(1)
+
+    def widen(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Return what they mean."""
+        codes_MK, scales = kept
+        return dequantise(codes_MK, scales, E4M3).to(dtype)
 
 
 #: Of inputs that several layers read in a row, and what was kept of them: in this process the last.
@@ -128,7 +148,7 @@ _inputs: Last[tuple[torch.Tensor, Kept]] = Last()
 _turned: Last[list[torch.Tensor]] = Last()
 
 
-class EmulatedFP8(Float32Products):
+class EmulatedFP8(Narrowed, Float32Products):
     """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -161,7 +181,8 @@ class EmulatedFP8(Float32Products):
         values = dequantise(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
         if not self.recipe.tile:  # one scale for all of it: there is nothing to turn
             return values
-        return quantise(values, self.along_column, power_of_two=self.recipe.input_power_of_two).values()
+        power_of_two = self.recipe.input_power_of_two
+        return quantise(values, self.along_column, power_of_two=power_of_two, consume=True).values()
 
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
         """Return dy rounded along what is summed over: its rows, or its columns."""

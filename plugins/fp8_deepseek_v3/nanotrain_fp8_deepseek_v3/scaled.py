@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from nanotrain_core.products import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
-from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
 from nanotrain_fp8_deepseek_v3.steady import MadeOnce
 
 #: What rows are filled up to: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
@@ -53,7 +53,7 @@ def quantise_tiles(
     return tiled.codes(), tiled.scales.flatten(1).T.contiguous().T
 
 
-class ScaledFP8:
+class ScaledFP8(Narrowed):
     """See :class:`~nanotrain_core.products.LinearProducts`."""
 
     groups: list[int] | None = None
