@@ -14,7 +14,7 @@ from nanotrain_core.hookspecs import Register
 
 __version__ = "0.1.0"
 
-Backend = Literal["auto", "emulated", "torch", "triton"]
+Backend = Literal["auto", "emulated", "torch", "triton", "te"]
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class ModuleFormats:
     fp32: tuple[str, ...] = ()
     """Those whose products are made in float32, from bfloat16 weights."""
     backend: Backend = "auto"
-    """Who makes FP8 products; `auto`: `emulated` on a CPU, else `torch`. Refused where it cannot run."""
+    """Who makes FP8 products; `auto`: `emulated` on a CPU, else `torch`. Refused where it cannot run.
+    `te`: Transformer Engine, where it is installed."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -31,12 +31,17 @@ def _anywhere(device: torch.device, recipe: Recipe) -> str:
     return ""
 
 
-def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
+def _needs_torch(device: torch.device, recipe: Recipe) -> str:
     """Say what is missing for torch's scaled products."""
+    if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
+    return _needs_gpu(device, recipe)
+
+
+def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
+    """Say what is missing for products of FP8 operands on tensor cores."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
-    if not hasattr(torch.nn.functional, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
     if recipe.tile and tuple(map(int, cuda.split("."))) < (12, 9):
         return f"tiles of 128 need CUDA 12.9, this torch was built with {cuda}"
@@ -46,10 +51,17 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
+    return _needs_torch(device, recipe) or _missing("triton", "triton")
+
+
+def _needs_te(device: torch.device, recipe: Recipe) -> str:
+    return _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
+
+
+def _missing(module: str, package: str) -> str:
     from importlib.util import find_spec
 
-    missing = "" if find_spec("triton") else "triton is not installed"
-    return _needs_gpu(device, recipe) or missing
+    return "" if find_spec(module) else f"{package} is not installed"
 
 
 def _torch(recipe: Recipe) -> LinearProducts:
@@ -65,12 +77,19 @@ def _triton(recipe: Recipe) -> LinearProducts:
     return ScaledFP8(recipe, quantise_tiles)
 
 
+def _te(recipe: Recipe) -> LinearProducts:
+    from nanotrain_fp8_deepseek_v3.te import TransformerEngineFP8
+
+    return TransformerEngineFP8(recipe)
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("emulated", EmulatedFP8, _anywhere),
-        Backend("torch", _torch, _needs_gpu),
+        Backend("torch", _torch, _needs_torch),
         Backend("triton", _triton, _needs_triton),
+        Backend("te", _te, _needs_te),
     )
 }
 

@@ -92,7 +92,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(config,
         run_of(**config)
 
 
-@pytest.mark.parametrize("wanted", ["torch", "triton"])
+@pytest.mark.parametrize("wanted", ["torch", "triton", "te"])
 def test_a_backend_that_cannot_run_is_refused_and_never_replaced(wanted):
     with pytest.raises(NanotrainError, match=f"precision.backend: '{wanted}' cannot run: it needs a CUDA"):
         run_of(backend=wanted)
@@ -116,6 +116,18 @@ def test_auto_takes_the_tensor_cores_of_a_gpu_or_refuses(capability, cuda, refus
     with pytest.raises(NanotrainError, match=re.escape(refusal)):
         choose("auto", torch.device("cuda"), Recipe())
     assert choose("emulated", torch.device("cuda"), Recipe()).name == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [("te", "transformer-engine[pytorch] is not installed"), ("triton", "triton is not installed")],
+)
+def test_a_package_that_is_not_installed_is_named(wanted, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; 'emulated' runs")):
+        choose(wanted, torch.device("cuda"), Recipe())
 
 
 @pytest.mark.parametrize("width", [32, 128, 200])

@@ -1,0 +1,143 @@
+"""Products by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
+
+Imported only where it is installed and a recipe asks for it. Its products take the weight first. Each
+operand is stored by rows, in tiles of 1 x 128, by columns, in tiles of 128 x 1, or both::
+
+    layout    A              B              returns
+    TN        W  by rows     x   by rows    y  = B A^T
+    NN        W  by columns  dy  by rows    dx = B A
+    NT        x  by columns  dy  by columns dW = B^T A
+
+Unlike DeepSeek-V3 it rounds x by columns from x itself, not from the rows that were kept: once, not twice.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+
+Source: Transformer Engine 2.3 and later, ``Float8BlockQuantizer`` and ``general_gemm``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformer_engine.pytorch.constants import TE_DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.products import Kept
+from nanotrain_fp8_deepseek_v3.formats import E4M3
+from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
+from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
+from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+
+
+class TransformerEngineFP8(Narrowed):
+    """See :class:`~nanotrain_core.products.LinearProducts`."""
+
+    groups: list[int] | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.read_weight = MadeOnce(self._of_weight)
+
+    def grouped(self, counts_E: torch.Tensor) -> TransformerEngineFP8:
+        """Return the same for stacked weights. The host waits for the counts."""
+        new = copy.copy(self)
+        new.groups = counts_E.tolist()
+        return new
+
+    # --- operands ---------------------------------------------------------------------------------
+
+    def _of_weight(self, weight: torch.Tensor) -> list[Any]:
+        stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
+        quantiser = quantiser_of(power_of_two=False, rows=True, columns=True, dim=2)
+        return [quantiser(aligned(w_NK)) for w_NK in stacked]
+
+    def _of_input(self, x_MK: torch.Tensor, *, rows: bool) -> Any:
+        power = self.recipe.input_power_of_two
+        return quantiser_of(power_of_two=power, rows=rows, columns=True, dim=1)(aligned(x_MK))
+
+    def _of_gradient(self, d_y_MN: torch.Tensor, *, rows: bool) -> Any:
+        power = self.recipe.gradient_power_of_two
+        return quantiser_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and x by columns, group by group."""
+        groups = self._split(x_MK)
+        rounded: list[Any] = [self._of_input(x, rows=True) if len(x) else x for x in groups]
+        ys = []
+        for weight in weights:
+            pieces = zip(groups, rounded, self.read_weight(weight), strict=True)
+            ys.append(torch.cat([product(w, q, "TN", x, (len(x), weight.shape[-2])) for x, q, w in pieces]))
+        for x, q in zip(groups, rounded, strict=True):
+            if len(x):
+                q.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return ys, tuple(rounded)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return x by columns, group by group."""
+        return tuple(self._of_input(x, rows=False) if len(x) else x for x in self._split(x_MK))
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        found = []
+        for d_y, w in zip(self._split(d_y_MN), self.read_weight(weight), strict=True):
+            q = self._of_gradient(d_y, rows=True) if len(d_y) else d_y
+            found.append(product(w, q, "NN", d_y, (len(d_y), weight.shape[-1])))
+        return torch.cat(found)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        found = []
+        for d_y, x in zip(self._split(d_y_MN), kept, strict=True):
+            q = self._of_gradient(d_y, rows=False) if len(d_y) else d_y
+            found.append(product(x, q, "NT", d_y, (d_y.shape[1], x.shape[1])))
+        return found[0] if self.groups is None else torch.stack(found)
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (rows,) if self.groups is None else torch.split(rows, self.groups)
+
+
+def quantiser_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
+    """Return what rounds to E4M3 in tiles (``dim`` 1) or blocks (2) of 128."""
+    return Float8BlockQuantizer(
+        TE_DType[E4M3.dtype],
+        rowwise=rows,
+        columnwise=columns,
+        force_pow_2_scales=power_of_two,
+        block_scaling_dim=dim,
+    )
+
+
+def product(a: Any, b: Any, layout: str, like: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the product of two rounded operands in the dtype of ``like``; zeros where that has no rows."""
+    if not len(like):
+        return like.new_zeros(shape)
+    extra: dict[str, Any] = {}
+    if "workspace" in inspect.signature(general_gemm).parameters:  # until some 2.9
+        from transformer_engine.pytorch.module.base import get_workspace
+
+        extra = {"workspace": get_workspace()}
+    y, *_ = general_gemm(
+        a, b, out_dtype=like.dtype, layout=layout, use_split_accumulator=True, grad=layout != "TN", **extra
+    )
+    found: torch.Tensor = y[: shape[0]]
+    return found
+
+
+def aligned(x_RC: torch.Tensor) -> torch.Tensor:
+    """Fill rows up with zeros to what a tensor core multiplies.
+
+    Raises:
+        NanotrainError: the columns, which are a model's, are no such multiple.
+    """
+    R, C = x_RC.shape
+    if C % ALIGNED:
+        raise NanotrainError(f"precision.backend: 'te' multiplies multiples of {ALIGNED}, this width is {C}")
+    return F.pad(x_RC, (0, 0, 0, -R % ALIGNED)).contiguous()
