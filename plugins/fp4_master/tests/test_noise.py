@@ -55,7 +55,8 @@ def straddles(placement, span, block):
 
 @pytest.mark.parametrize("shape", [(8, 64), (6, 32), (4, 24), (10, 7), (4, 6, 32)])
 @pytest.mark.parametrize("block", [16, 64])
-def test_blocks_that_would_lie_on_two_ranks_are_found(shape, block):
+def test_blocks_that_would_lie_on_two_ranks_are_found_and_no_others(shape, block):
+    """A range is refused with all others of its parameter's part, if any block of that is cut."""
     seen = set()
     for axes in [(), (0,), (1,), (len(shape) - 1,)]:
         if any(shape[axis] % 2 for axis in axes):
@@ -64,10 +65,10 @@ def test_blocks_that_would_lie_on_two_ranks_are_found(shape, block):
             size = torch.Size(placement.shape).numel()
             spans = [None, *((a, b) for a in range(0, size, 64) for b in {*range(a + 64, size, 64), size})]
             for span in spans:
-                found = cut_blocks(piece(placement, span), block)
-                assert found or not straddles(placement, span, block), (placement, span)
-                seen.add(found == straddles(placement, span, block))
-    assert True in seen
+                cut = straddles(placement, span, block) or straddles(placement, None, block)
+                assert cut_blocks(piece(placement, span), block) == cut, (placement, span)
+                seen.add(cut)
+    assert seen == ({False} if all(size % 32 == 0 for size in shape[-1:]) and block == 16 else {False, True})
 
 
 @pytest.mark.parametrize(
