@@ -1,7 +1,11 @@
 """Both precisions pass the harness, alone and where ranks must agree on an overflow, but for one bound.
 
-Eight-bit products move single losses of the harness's tiny model by up to 6%, as often up as down: the check
-of every step cannot hold, and the mean is held to its bound here.
+Eight-bit products move single losses of the harness's tiny model by up to 7%, as often up as down: the check
+of every step cannot hold, and the mean is held to its bound here. It is the format, not something rounded
+that DeepSeek-V3 leaves wide: weights rounded alone move a loss by 2.4%, inputs alone by 2.3%, gradients
+alone by 1.1%, all three by 3.3%, and with the inputs of SwiGLU kept in eight bits too it is 6.6%. The means
+of twenty steps stay within 0.33%. Nor are tiles too long: at a width of 32 they
+are shorter than DeepSeek-V3's.
 """
 
 import pytest
@@ -13,7 +17,7 @@ TILED = Case(
     "precision", use="fp8_deepseek_v3", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}
 )
 HYBRID = Case("precision", use="fp8_hybrid")
-SINGLE_STEPS = {"loss_follows_float32": "single losses are up to 6% from float32's, their mean is not"}
+SINGLE_STEPS = {"loss_follows_float32": "single losses are up to 7% from float32's, their mean is not"}
 
 test_conformance = conformance(TILED, HYBRID, expected_failures=SINGLE_STEPS)
 
