@@ -64,19 +64,11 @@ class Format:
             piece.add_(units).sub_(units)
         return x
 
-    def encode(self, numbers: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-        """Return finite float32 ``numbers`` of this format as codes, with the sign bit where ``negative``.
-
-        Through float16 on a CPU, where torch converts to eight bits more slowly: divided by ``half`` they
-        have float16's exponents, and their bits are the upper ones.
-        """
-        bits = numbers.mul(1 / self.half).half().view(torch.int16)
-        codes = bits.bitwise_right_shift_(10 - self.mantissa).to(torch.uint8)
-        sign = negative.view(torch.uint8).bitwise_left_shift(7)
-        return codes.bitwise_or_(sign).view(self.dtype)
-
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return ``codes`` as float32, divided by ``half``. NaN of E4M3 reads as a number here."""
+        """Return ``codes`` as float32, divided by ``half``. NaN of E4M3 reads as a number here.
+
+        On a CPU through float16, whose upper bits they are: torch converts one at a time.
+        """
         if codes.device.type != "cpu":
             return codes.float().mul_(1 / self.half)
         bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(10 - self.mantissa)
@@ -114,29 +106,22 @@ class Tiled:
     """(R, C)."""
     format: Format
     _codes: torch.Tensor | None = None
-    _rounded: bool = False
+    """Filled up, where there are any."""
 
     def codes(self) -> torch.Tensor:
         """Return the numbers in eight bits [..., R, C]; the first call before that of ``values``."""
         if self._codes is None:
-            self._codes = _cropped(_joined(self._encoded()), self.shape).contiguous()
-        return self._codes
+            self._codes = self.quotients.to(self.format.dtype)
+        return _cropped(_joined(self._codes), self.shape).contiguous()
 
     def values(self) -> torch.Tensor:
         """Return what the codes and scales mean [..., R, C], float32. The last call: it reuses memory."""
-        return _cropped(_joined(self._grid().mul_(self.of_pieces)), self.shape)
-
-    def _encoded(self) -> torch.Tensor:
-        if self.quotients.device.type != "cpu" or not self.scales.isfinite().all():
-            return self.quotients.to(self.format.dtype)
-        negative = self.quotients.view(torch.int32) < 0  # of its bits: torch is slow to tell a float's sign
-        return self.format.encode(self._grid(), negative)
-
-    def _grid(self) -> torch.Tensor:
-        if not self._rounded:
-            self.format.round_(self.quotients)
-            self._rounded = True
-        return self.quotients
+        form, scales = self.format, self.of_pieces
+        if self._codes is None:
+            grid = form.round_(self.quotients)
+        else:
+            grid, scales = form.decode(self._codes), _of_halves(scales, form)
+        return _cropped(_joined(grid.mul_(scales)), self.shape)
 
 
 def quantise(
@@ -230,13 +215,17 @@ def _next_power_of_two(scales: torch.Tensor) -> torch.Tensor:
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile: int = TILE) -> torch.Tensor:
     """Return the values [R, C] of codes [R, C] with scales [R, c] of tiles of one row."""
     R, C = codes.shape
-    values = format_.decode(codes)
-    scales = (scales + scales * 0.0) * format_.half  # infinity becomes NaN, and so do the values of its tile
+    values, scales = format_.decode(codes), _of_halves(scales, format_)
     if tile >= C:
         return values.mul_(scales)
     if C % tile:
         return values.mul_(scales.repeat_interleave(tile, 1)[:, :C])
     return values.view(R, C // tile, tile).mul_(scales.unsqueeze(-1)).view(R, C)
+
+
+def _of_halves(scales: torch.Tensor, format_: Format) -> torch.Tensor:
+    """Return what decoded numbers are multiplied by: NaN for infinity, so that all of its tile is NaN."""
+    return (scales + scales * 0.0) * format_.half
 
 
 def _joined(tiles: torch.Tensor) -> torch.Tensor:

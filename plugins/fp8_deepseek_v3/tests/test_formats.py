@@ -109,9 +109,6 @@ def test_codes_are_torchs_for_every_number(form):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(form.dtype)
     numbers = codes.float()
     assert torch.equal((form.decode(codes) * form.half)[numbers.isfinite()], numbers[numbers.isfinite()])
-    finite = codes[numbers.isfinite()]
-    again = form.encode(finite.float(), finite.float().signbit())
-    assert torch.equal(again.view(torch.uint8), finite.view(torch.uint8))
 
 
 @FORMATS
