@@ -117,7 +117,10 @@ class Residual(Naive):
         for begin, end in self.blocks.chunks():
             rounded = self.blocks.of(self.weight, begin, end)
             residual = self.blocks.of(self.residual, begin, end)
-            self.blocks.write(value, begin, end, rounded + residual * units(rounded, self.blocks.form))
+            scales = self.blocks.form.scales_of(rounded)
+            self.blocks.write(
+                value, begin, end, rounded + residual * units(rounded, scales, self.blocks.form)
+            )
         return value
 
     def store(self, value: torch.Tensor) -> None:
@@ -127,9 +130,8 @@ class Residual(Naive):
         for begin, end in self.blocks.chunks():
             wide, rounded = (self.blocks.of(each, begin, end) for each in (value, self.weight))
             noise, _ = self.blocks.noise_for(begin, end)
-            rounded = follow(wide, rounded, form, noise)
+            rounded, parts = follow(wide, rounded, form, noise)
             self.blocks.write(self.weight, begin, end, rounded)
-            parts = residual_of(wide, rounded, form, noise).clamp_(-REACH, REACH)
             self.blocks.write(self.residual, begin, end, parts)
 
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -137,23 +139,30 @@ class Residual(Naive):
         return {"residual": self.residual}
 
 
-def units(rounded: torch.Tensor, form: Format) -> torch.Tensor:
+def units(rounded: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
     """Return what one part of each weight's residual is worth: a bfloat16 number; in blocks of zeros 0.
 
     So all that is added and multiplied has few bits, and float32 makes no error of its own.
     """
-    scales = form.scales_of(rounded)
     return (form.half_gap(rounded / nonzero(scales)) * (scales / PARTS)).bfloat16().float()
 
 
-def residual_of(wide: torch.Tensor, rounded: torch.Tensor, form: Format, noise: torch.Tensor) -> torch.Tensor:
-    """Return how many parts ``wide`` lies above ``rounded``, at random up or down; of blocks of zeros 0."""
-    unit, empty = units(rounded, form), (form.scales_of(rounded) == 0).float()
-    return (wide - rounded).div_(unit.add_(empty)).add_(noise).floor_().mul_(1 - empty)
+def residual_of(
+    wide: torch.Tensor, rounded: torch.Tensor, form: Format, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many parts ``wide`` lies above ``rounded``, at random up or down, and what a part is worth.
+
+    Both are 0 of blocks of zeros.
+    """
+    scales = form.scales_of(rounded)
+    unit, empty = units(rounded, scales, form), (scales == 0).float()
+    return (wide - rounded).div_(unit + empty).add_(noise).floor_().mul_(1 - empty), unit
 
 
-def follow(wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Tensor) -> torch.Tensor:
-    """Return what blocks ``old`` of the format, [N, B], become when their masters are ``wide``.
+def follow(
+    wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what blocks ``old`` of the format, [N, B], become under masters ``wide``, and their residuals.
 
     A weight that is still nearest to its master, or all but, stays; another one of its block is rounded to
     nearest on the same scale. A block is rounded anew if that leaves a weight out of reach, or a scale that
@@ -161,12 +170,17 @@ def follow(wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Ten
     otherwise.
     """
     scales = form.scales_of(old)
-    near = torch.addcmul(old, residual_of(wide, old, form, noise), units(old, form), value=1 - SLACK)
-    stays = on_grid(form.nearest(near / nonzero(scales)), scales) == old
-    moved = torch.where(stays, old, on_grid(form.nearest(wide / nonzero(scales)), scales))
-    parts = residual_of(wide, moved, form, noise)
-    back = torch.addcmul(moved, parts, units(moved, form))
-    fit = back.abs().amax(dim=1, keepdim=True) / nonzero(scales)
-    keeps = (parts.abs() <= REACH).all(dim=1, keepdim=True) & form.has(scales)
+    divisor = nonzero(scales)
+    parts, unit = residual_of(wide, old, form, noise)
+    near = torch.addcmul(old, parts, unit, value=1 - SLACK)
+    stays = on_grid(form.nearest(near.div_(divisor)), scales) == old
+    moved = torch.where(stays, old, on_grid(form.nearest(wide / divisor), scales))
+    parts, unit = residual_of(wide, moved, form, noise)
+    back = torch.addcmul(moved, parts, unit)
+    fit = back.abs().amax(dim=1, keepdim=True) / divisor
+    keeps = (parts.abs().amax(dim=1, keepdim=True) <= REACH) & form.has(scales)
     keeps &= (fit > form.fits[0]) & (fit < form.fits[1])
-    return torch.where(keeps, moved, to_nearest(wide, form))
+    if wide.device.type == "cpu" and bool(keeps.all()):  # as all but always; on a GPU one would wait for this
+        return moved, parts
+    rounded = torch.where(keeps, moved, to_nearest(wide, form))
+    return rounded, residual_of(wide, rounded, form, noise)[0].clamp_(-REACH, REACH)
