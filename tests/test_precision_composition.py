@@ -1,0 +1,183 @@
+"""FP8 and 4-bit masters beside every wrapper, schedule and optimizer, against one process with the same.
+
+FP8 is compared in float64 (see ``exact_fp8.py``): where no layout cuts a tile of 128, gradients and weights
+are those of one process to 1e-9. The gradient of a weight has tiles of 128 rows, and a layout that multiplies
+other rows together has other tiles: experts that get the rows of several data ranks, or those of one tensor
+rank, and with sequence parallelism the layers kept whole, which see a part of a sequence. All other
+first gradients are exact there too, and these within :data:`NEAR`. Where tp cuts widths that are no multiples
+of 128, the scales of weights and activations are others too, and gradients are within :data:`FAR`.
+
+Masters round a weight to the next of sixteen numbers, so gradients in bfloat16 that differ in their last bit
+turn some weights the other way: losses and gradient norms are compared, to 1e-6 where every sum is the same.
+"""
+
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.compare import assert_same, whole
+
+PLUGIN = str(Path(__file__).with_name("exact_fp8.py"))
+#: Halves of all that tp, ep and etp split are multiples of 128.
+ALIGNED = {
+    "use": "deepseek",
+    "layers": 4,
+    "dense_layers": 1,
+    "width": 128,
+    "heads": 4,
+    "vocab": 64,
+    "q_rank": 64,
+    "kv_rank": 64,
+    "nope_size": 64,
+    "rope_size": 64,
+    "value_size": 64,
+    "ffn": 256,
+    "experts": 4,
+    "top_k": 2,
+    "shared_experts": 1,
+    "expert_ffn": 256,
+    "groups": 2,
+    "group_limit": 1,
+    "bias_update_rate": 0.01,
+    "init_std": 0.08,
+}
+CUT = ALIGNED | {"ffn": 192, "expert_ffn": 192, "nope_size": 48, "rope_size": 16}
+SGD = {"use": "sgd", "lr": 0.1, "clip_norm": 1.0}
+ADAMW = {"use": "adamw", "lr": 1e-3, "clip_norm": 1.0}
+ZERO = {**ADAMW, "use": "zero12", "bucket_mb": 0.05}
+DDP, EP, TP = {"use": "ddp"}, {"use": "ep_deepseek"}, {"use": "tp", "sequence_parallel": False}
+SP = {"use": "tp"}
+EXACT = 1e-9
+#: E4M3 moves a number by 2.6% in the mean; measured are up to 2.6%, of tensors in the norm.
+NEAR = 0.05
+#: Measured up to 32%, of a norm two layers deep; what a rank forgot to add would be half of a gradient.
+FAR = 0.4
+EXPERTS = ("*.experts.*",)
+ROWS = ("*.q_a.weight", "*.kv_a.weight")
+EVERYTHING = ("*",)
+
+
+def layout(topology, parallel, *, optimizer=SGD, schedule="accumulate", model=ALIGNED, apart=()):
+    """Describe one; ``apart`` are patterns of the weights whose gradients have other tiles."""
+    around = {"parallel": parallel, "optimizer": optimizer, "schedule": {"use": schedule}, "model": model}
+    return topology, around, apart
+
+
+LAYOUTS = {
+    "sp2": layout({"tp": 2}, [SP, DDP], apart=ROWS + EXPERTS),
+    "pp2-zb_h1": layout({"pp": 2}, [DDP], schedule="zb_h1"),
+    "zero2": layout({"dp": 2}, [], optimizer={**ZERO, "stage": 2}),
+    "ep2": layout({"dp": 2, "ep": 2}, [EP, DDP], apart=EXPERTS),
+    "tp2": layout({"tp": 2}, [TP, DDP], apart=EXPERTS),
+    "tp2-cut": layout({"tp": 2}, [TP, DDP], model=CUT, apart=EVERYTHING),
+    "dp2": layout({"dp": 2}, [DDP]),
+    "zero1": layout({"dp": 2}, [], optimizer={**ZERO, "stage": 1}),
+    "pp2-1f1b": layout({"pp": 2}, [DDP], schedule="1f1b"),
+    "pp2-interleaved_1f1b": layout({"pp": 2}, [DDP], schedule="interleaved_1f1b"),
+    "pp2-dualpipe_v": layout({"pp": 2}, [DDP], schedule="dualpipe_v"),
+    "sp2-ep2": layout({"tp": 2, "ep": 2}, [SP, EP, DDP], apart=ROWS + EXPERTS),
+    "etp2": layout({"dp": 2, "etp": 2}, [EP, DDP], apart=EXPERTS),
+    "sp2-pp2-zb_h1": layout({"tp": 2, "pp": 2}, [SP, DDP], schedule="zb_h1", apart=ROWS + EXPERTS),
+    "sp2-zero2": layout({"tp": 2, "dp": 2}, [SP], optimizer={**ZERO, "stage": 2}, apart=ROWS + EXPERTS),
+    "ep2-pp2-dualpipe_v": layout(
+        {"dp": 2, "pp": 2, "ep": 2}, [EP, DDP], schedule="dualpipe_v", apart=EXPERTS
+    ),
+}
+#: Those of the quick tier: every wrapper, a schedule that puts weight gradients off, a sharded optimizer.
+QUICK = ("sp2", "pp2-zb_h1", "zero2", "ep2")
+QUICK_MASTERS = (("zero2", "residual"), ("sp2", "eco"))
+LAYOUT = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in LAYOUTS]
+)
+BATCH = {"sequences": 8, "microbatch": 1, "length": 16}
+
+
+def case(precision, topology, around):
+    overrides = {**around, "batch": BATCH, "data": {"vocab": 64}}
+    return Case("precision", topology=topology, overrides=overrides, plugins=[PLUGIN], **precision)
+
+
+FP8 = {"use": "exact_fp8"}
+
+
+@cache
+def alone(cut, adamw):
+    around = {"model": CUT if cut else ALIGNED, "optimizer": ADAMW if adamw else SGD}
+    (trace,) = traces(case(FP8, {}, around))
+    return trace
+
+
+@LAYOUT
+def test_fp8_is_that_of_one_process(name):
+    topology, around, apart = LAYOUTS[name]
+    ranks = traces(case(FP8, topology, around))
+    one = alone(around["model"] is CUT, "stage" in around["optimizer"] or around["optimizer"] is ADAMW)
+    found, expected = whole([t.gradients for t in ranks], atol=EXACT), whole([one.gradients])
+    others = {n for n in expected if any(fnmatch(n, pattern) for pattern in apart)}
+    assert bool(others) == bool(apart)
+    exact = [{n: each[n] for n in each if n not in others} for each in (found, expected)]
+    assert_same(*exact, "first gradients", atol=EXACT)
+    for parameter in others:
+        assert_near(found[parameter], expected[parameter], FAR if apart == EVERYTHING else NEAR, parameter)
+    losses, wanted = ([report.loss for report in t.reports] for t in (ranks[-1], one))
+    assert losses == pytest.approx(wanted, rel=0.01 if apart else EXACT)
+    if apart != EVERYTHING:
+        assert losses[0] == pytest.approx(wanted[0], rel=EXACT)
+    if not apart:
+        weights = whole([t.weights for t in ranks], atol=EXACT)
+        assert_same(weights, whole([one.weights]), "weights after 3 steps", atol=EXACT)
+
+
+def assert_near(found, expected, bound, name):
+    """Compare two tensors by the norm of their difference."""
+    assert found.shape == expected.shape
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < bound, f"{name} is {error:.4f} away"
+
+
+# --- 4-bit masters ------------------------------------------------------------------------------
+
+#: What may become of a loss and of a norm where bfloat16 sums go in another order; measured are 0.3% and 1%.
+ROUNDING = {"loss": 0.01, "grad_norm": 0.03}
+MASTERS = [
+    pytest.param(name, variant, marks=[pytest.mark.full] * ((name, variant) not in QUICK_MASTERS))
+    for name in LAYOUTS
+    for variant in ("residual", "eco")
+]
+
+
+@cache
+def trained_alone(variant, cut):
+    around = {"model": CUT if cut else ALIGNED, "optimizer": ADAMW}
+    (trace,) = traces(case(master(variant), {}, around))
+    return trace
+
+
+def master(variant):
+    return {"use": "fp4_master", "config": {"format": "nvfp4", "variant": variant}}
+
+
+@pytest.mark.parametrize(("name", "variant"), MASTERS)
+def test_masters_train_as_in_one_process(name, variant):
+    topology, around, apart = LAYOUTS[name]
+    around = around if "stage" in around["optimizer"] else {**around, "optimizer": ADAMW}
+    ranks = traces(case(master(variant), topology, around))
+    one = trained_alone(variant, around["model"] is CUT)
+    for trace in ranks:
+        for field, bound in ROUNDING.items():
+            found, wanted = ([getattr(r, field) for r in t.reports] for t in (trace, one))
+            assert found == pytest.approx(wanted, rel=bound if apart else 1e-6), field
+
+
+def test_the_comparison_sees_fp8():
+    """Without it, gradients are far from those of one process with it."""
+    _, around, _ = LAYOUTS["tp2"]
+    (wide,) = traces(case({"use": "fp64"}, {}, {**around, "parallel": []}))
+    one = alone(False, False)
+    found, expected = whole([wide.gradients]), whole([one.gradients])
+    error = max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
+    assert error > 0.02
