@@ -141,7 +141,7 @@ def assert_near(found, expected, bound, name):
 
 # --- 4-bit masters ------------------------------------------------------------------------------
 
-#: What may become of a loss and of a norm where bfloat16 sums go in another order; measured are 0.3% and 1%.
+#: What may become of a loss and of a norm where bfloat16 sums go in another order; measured are 0.3% and 2%.
 ROUNDING = {"loss": 0.01, "grad_norm": 0.03}
 MASTERS = [
     pytest.param(name, variant, marks=[pytest.mark.full] * ((name, variant) not in QUICK_MASTERS))
