@@ -94,7 +94,7 @@ class Executor:
     def _begin(
         self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]
     ) -> None:
-        self.handover.forget()
+        self.handover.begin(len(microbatches))
         self._microbatches, self._weights = microbatches, weights
         self._passes: dict[tuple[int, int], Pass] = {}
         self._sums: Losses = {}
@@ -200,6 +200,7 @@ class Executor:
 
     def _through(self, batch: Batch) -> dict[int, PartOutput]:
         """Run this rank's stages forward, in the order of the model, in evaluation mode."""
+        self.handover.begin(1)
         outputs = {}
         for stage in sorted(self.stages):
             with evaluating(self.stages[stage]):

@@ -1,8 +1,8 @@
 """Hands tensors from one pipeline stage to the next: within a rank, or as a message to another one.
 
-Every message has its own tag, so the two ends need not agree on an order. NCCL ignores tags and takes
-messages of a group in order, so there each edge between stages has a group for either direction;
-a schedule runs the microbatches of an edge in the same order at both ends (the harness checks it).
+A schedule runs the microbatches of an edge in the same order at both ends (the harness checks it). NCCL takes
+the messages of a group in order, so there each edge between stages has a group for either direction. On the
+CPU all edges share a group and messages have tags; between ranks of one host they go through shared memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.host_messages import Channel, open_channels
 from nanotrain_core.mesh import Mesh
 
 Way = Literal["forward", "backward"]
@@ -46,6 +47,7 @@ class Handover:
         self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
         self._told: set[tuple[int, Shape]] = set()
         self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
+        self._channels: dict[tuple[str, int], Channel] = {}
         crossing = [e for e in range(len(owners) - 1) if owners[e] != owners[e + 1]]
         if crossing and (mesh.device.type == "cpu" if tags is None else tags):
             self._share_group(crossing)
@@ -58,6 +60,10 @@ class Handover:
         """Make one group for all edges: tags tell messages apart."""
         group = self.mesh.new_group(self.mesh.ranks("pp"), "handover")
         self._groups = {(way, edge): group for edge in crossing for way in WAYS}
+        pairs = {edge: self.owners[edge : edge + 2] for edge in crossing}
+        ends = {("forward", edge): pair for edge, pair in pairs.items()}
+        ends |= {("backward", edge): pair[::-1] for edge, pair in pairs.items()}
+        self._channels = open_channels(ends, group, self.mesh.timeout.total_seconds())
 
     def _make_groups(self, crossing: Sequence[int]) -> None:
         """Make a group for each edge between two ranks, in either direction.
@@ -98,12 +104,19 @@ class Handover:
         if receiver == self.rank:
             self._kept[way, edge, microbatch] = tensor
             return
-        tensor = tensor.contiguous()
         if way == "forward" and (edge, like) not in self._told:
             self._told.add((edge, like))
             self._arrived((way, edge, -1))  # a description of another shape
             self._post((way, edge, -1), receiver, describe(tensor))
-        self._post((way, edge, microbatch), receiver, tensor)
+        if channel := self._channel(way, edge, tensor):
+            channel.send(tensor, microbatch)
+        else:
+            self._post((way, edge, microbatch), receiver, tensor.contiguous())
+
+    def _channel(self, way: Way, edge: int, tensor: torch.Tensor) -> Channel | None:
+        """Return the shared memory that such a tensor goes through, if any."""
+        channel = self._channels.get((way, edge))
+        return channel if channel and channel.holds(tensor) else None
 
     def _post(self, key: tuple[Way, int, int], receiver: int, tensor: torch.Tensor) -> None:
         """Start to send, and let go of what has arrived, as far as the backend tells before it is asked."""
@@ -128,10 +141,12 @@ class Handover:
         self._sent.clear()
         self.waited += time.perf_counter() - began
 
-    def forget(self) -> None:
-        """Drop what a step that was broken off left behind."""
+    def begin(self, microbatches: int) -> None:
+        """Begin a step of so many, and drop what one that was broken off left behind. Collective."""
         self._kept.clear()
         self._sent.clear()
+        for channel in self._channels.values():
+            channel.begin(microbatches)
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -142,11 +157,11 @@ class Handover:
             return self._kept.pop(key)
         if (edge, like) not in self._known:
             header = torch.empty(MOST_DIMS + 2, dtype=torch.int64, device=self.mesh.device)
-            self._wait_for("forward", edge, self._tag("forward", edge, -1), self.owners[edge], header)
+            self._wait_for(("forward", edge, -1), self.owners[edge], header)
             self._known[edge, like] = read(header)
         shape, dtype = self._known[edge, like]
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device)
-        self._wait_for("forward", edge, self._tag(*key), self.owners[edge], found)
+        self._wait_for(key, self.owners[edge], found)
         return found
 
     def receive_gradient(self, edge: int, microbatch: int, output: torch.Tensor) -> torch.Tensor:
@@ -155,16 +170,20 @@ class Handover:
         if key in self._kept:
             return self._kept.pop(key)
         found = torch.empty_like(output, memory_format=torch.contiguous_format)
-        self._wait_for("backward", edge, self._tag(*key), self.owners[edge + 1], found)
+        self._wait_for(key, self.owners[edge + 1], found)
         self._arrived(("forward", edge, microbatch))
         return found
 
-    def _wait_for(self, way: Way, edge: int, tag: int, sender: int, into: torch.Tensor) -> None:
-        source = self.mesh.ranks("pp")[sender]
+    def _wait_for(self, key: tuple[Way, int, int], sender: int, into: torch.Tensor) -> None:
+        way, edge, microbatch = key
         began = time.perf_counter()
-        work = dist.irecv(into, source, group=self._groups[way, edge], tag=tag)
-        assert work is not None
-        work.wait()
+        if microbatch >= 0 and (channel := self._channel(way, edge, into)):
+            channel.receive(into, microbatch)
+        else:
+            source = self.mesh.ranks("pp")[sender]
+            work = dist.irecv(into, source, group=self._groups[way, edge], tag=self._tag(*key))
+            assert work is not None
+            work.wait()
         self.waited += time.perf_counter() - began
 
     def _tag(self, way: Way, edge: int, microbatch: int) -> int:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.handover import Handover
+from nanotrain_core.host_messages import CHANNEL, STAMP
 from nanotrain_core.layout import Layout, Span, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.testing.pool import run_ranks
@@ -21,6 +22,7 @@ def pass_through(owners, tags, stages_that_share):
     mesh = Mesh(Layout({"dense": view}), rank=dist.get_rank())
     mesh.create_groups([Span((), stages) for stages in stages_that_share])
     handover = Handover(owners, mesh, tags=tags)
+    handover.begin(2)
     seen = {}
     for m in range(2):
         for stage in (s for s, owner in enumerate(owners) if owner == handover.rank):
@@ -42,7 +44,9 @@ def pass_through(owners, tags, stages_that_share):
     return seen, one.item()
 
 
-@pytest.mark.parametrize("tags", [True, False], ids=["tags", "groups"])
+@pytest.mark.parametrize(
+    ("tags", "checked"), [(True, False), (True, True), (False, True)], ids=["memory", "tags", "groups"]
+)
 @pytest.mark.parametrize(
     ("owners", "world", "shared"),
     [
@@ -54,8 +58,8 @@ def pass_through(owners, tags, stages_that_share):
     ],
     ids=["two", "three", "four", "loop", "v_twice"],
 )
-def test_every_stage_gets_what_the_one_before_sent(tags, owners, world, shared):
-    results = run_ranks(pass_through, world, owners, tags, shared)
+def test_every_stage_gets_what_the_one_before_sent(tags, checked, owners, world, shared):
+    results = run_ranks(pass_through, world, owners, tags, shared, check_collectives=checked)
     replicas = world // (max(owners) + 1)
     for rank, (seen, together) in enumerate(results):
         assert together == world  # groups made after those of only some ranks still meet
@@ -72,6 +76,7 @@ def one_forward_one_backward(microbatches):
     """Return the most hidden states that the first of two stages keeps alive after sending them."""
     mesh = Mesh(Layout({"dense": View(("pp",), (2,))}), rank=dist.get_rank())
     handover, sent = Handover([0, 1], mesh), []
+    handover.begin(microbatches)
     for m in range(microbatches):
         if handover.rank == 0:
             x = torch.full((2, 3), float(m))
@@ -86,5 +91,63 @@ def one_forward_one_backward(microbatches):
     return alive
 
 
-def test_what_was_sent_is_let_go_when_its_gradient_is_back():
-    assert run_ranks(one_forward_one_backward, 2, 5)[0] == 0
+@pytest.mark.parametrize("checked", [True, False], ids=["tags", "memory"])
+def test_what_was_sent_is_let_go_when_its_gradient_is_back(checked):
+    assert run_ranks(one_forward_one_backward, 2, 5, check_collectives=checked)[0] == 0
+
+
+def send_steps(sizes, microbatches, left=(), *, crossed=False):
+    """Send each step's messages, of ``left`` steps none is received; return what came, and by which way.
+
+    ``crossed``: the receiver has another order of microbatches.
+    """
+    mesh = Mesh(Layout({"dense": View(("pp",), (2,))}), rank=dist.get_rank())
+    handover, came = Handover([0, 1], mesh), []
+    for step, size in enumerate(sizes):
+        handover.begin(microbatches[step])
+        order = range(microbatches[step])
+        for m in order if crossed and handover.rank else reversed(order):
+            if handover.rank == 0:
+                handover.send("forward", 0, m, torch.full((size,), 100.0 * step + m), (1, size))
+            elif step not in left:
+                found = handover.receive(0, m, (1, size))
+                assert found.shape == (size,)
+                assert (found == found[0]).all()
+                came.append(found[0].item())
+        mesh.gather(step, "pp")
+    shared = any(channel._unread for channel in handover._channels.values())
+    handover.flush()
+    return came, shared
+
+
+LARGE = (CHANNEL // 3 // STAMP - 1) * STAMP // 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "microbatches", "shared"),
+    [
+        ([5, 5, 300, 1, 300], [7, 7, 7, 1, 3], True),
+        ([LARGE, LARGE, LARGE], [3, 3, 3], True),  # the whole channel
+        ([LARGE, LARGE, 5], [4, 5, 4], True),  # another way, then through memory
+        ([CHANNEL, CHANNEL], [3, 3], False),
+    ],
+)
+def test_messages_arrive_once_and_in_their_own_step(sizes, microbatches, shared):
+    (_, through), (came, _) = run_ranks(send_steps, 2, sizes, microbatches, check_collectives=False)
+    assert through == shared
+    expected = [100.0 * step + m for step, count in enumerate(microbatches) for m in reversed(range(count))]
+    assert came == expected
+
+
+def test_what_a_step_that_was_broken_off_left_in_memory_is_not_taken_for_the_next_one_s():
+    with pytest.raises(Exception, match="a step that was broken off left messages behind"):
+        run_ranks(send_steps, 2, [5, 5, 5], [1, 1, 2], (1,), check_collectives=False)
+
+
+def crossed_steps():
+    return send_steps([5], [2], crossed=True)
+
+
+def test_a_schedule_that_crosses_microbatches_is_told_so():
+    with pytest.raises(Exception, match="microbatch 0 was expected from another stage and 1 came"):
+        run_ranks(crossed_steps, 2, check_collectives=False)

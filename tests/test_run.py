@@ -66,6 +66,20 @@ def test_a_pipeline_says_how_the_model_is_split_by_what_its_pieces_cost(recipe, 
     assert drawn.out.endswith("0: embedding, layers 0 to 2\nstage 1 on rank 1: layer 3, head\n")
 
 
+def test_a_pipeline_that_hands_over_through_memory_reports_the_losses_of_one_rank(recipe, tmp_path):
+    model = ["--set", "model.layers=4", "--set", "run.steps=3"]
+    pipeline = ["--set", "topology.pp=2", "--set", 'schedule.use="interleaved_1f1b"']
+    for ranks, options in (("1", model), ("2", [*model, *pipeline])):
+        done = nanotrain("run", "small.toml", "--nproc", ranks, "--folder", ranks, *options, cwd=tmp_path)
+        assert (done.code, done.err) == (Exit.DONE, "")
+    for event, fields in (("step", ("loss", "grad_norm")), ("evaluation", ("loss",))):
+        one, two = metrics(tmp_path / "1", event), metrics(tmp_path / "2", event)
+        assert len(one) == len(two) > 0
+        for ours, theirs in zip(two, one, strict=True):
+            for field in fields:
+                assert ours[field] == pytest.approx(theirs[field], rel=1e-4)
+
+
 def first_line(outcome):
     return outcome.err.splitlines()[0]
 
