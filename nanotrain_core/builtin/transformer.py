@@ -21,6 +21,7 @@ from nanotrain_core.actions import Costs, Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.attention import causal_attention
 from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.embedding import Embedding
 from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.linear import Linear
 from nanotrain_core.builtin.rms_norm import RMSNorm
@@ -79,7 +80,7 @@ class TransformerPart(nn.Module):
         super().__init__()
         self.config, self.part = config, part
         if part.has_embedding or (part.has_head and config.tied):
-            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
+            self.embed = tag(Embedding(config.vocab, config.width), Role.VOCAB)
         if part.has_embedding and config.positions == "learned":
             self.positions = tag(Positions(config), Role.POSITION)
         self.layers = nn.ModuleDict(

@@ -10,6 +10,7 @@ from torch import nn
 
 from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.embedding import Embedding
 from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.rope import Rotation
 from nanotrain_core.contracts import Initializer, PartOutput
@@ -32,7 +33,7 @@ class DeepSeekPart(nn.Module):
         super().__init__()
         self.config, self.part = config, part
         if part.has_embedding or (part.has_head and (config.tied or config.mtp)):
-            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
+            self.embed = tag(Embedding(config.vocab, config.width), Role.VOCAB)
         self.layers = nn.ModuleDict(
             {str(n): Block(config, dense=n < config.dense_layers) for n in range(part.first, part.last)}
         )
