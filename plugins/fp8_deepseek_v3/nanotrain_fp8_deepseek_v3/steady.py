@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,12 +13,16 @@ T = TypeVar("T")
 
 
 class MadeOnce(Generic[T]):
-    """Makes something of each weight once in a pass of the core's executor, and anew outside of one."""
+    """Makes something of each weight once in a pass of the core's executor, and anew outside of one.
+
+    Weights are told apart by where they lie, not by the object: one that is recomputed for its backward pass
+    has a new object each time, which may come to lie where that of another weight was. Each is held on to.
+    """
 
     def __init__(self, make: Callable[[torch.Tensor], T]) -> None:
         self.make = make
         self._pass: int | None = None
-        self._made: dict[int, tuple[int, T]] = {}
+        self._made: dict[Hashable, tuple[torch.Tensor, int, T]] = {}
 
     def __call__(self, weight: torch.Tensor) -> T:
         """Return what was made of ``weight``."""
@@ -28,10 +32,11 @@ class MadeOnce(Generic[T]):
         if now != self._pass:
             self._made.clear()
             self._pass = now
-        version, made = self._made.get(id(weight), (None, None))
+        key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+        _, version, made = self._made.get(key, (None, None, None))
         if made is None or version != weight._version:
             made = self.make(weight)
-            self._made[id(weight)] = weight._version, made
+            self._made[key] = weight.detach(), weight._version, made
         return made
 
 

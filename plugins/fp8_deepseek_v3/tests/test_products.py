@@ -208,6 +208,16 @@ def test_a_weight_is_rounded_once_in_a_pass_and_again_when_it_was_written():
     assert read(weight) is not read(weight)  # outside, anything may happen between two calls
 
 
+def test_objects_made_anew_for_one_weight_share_what_was_made_and_never_get_that_of_another():
+    """As the objects that torch's checkpointing makes for a backward pass, each where the last one was."""
+    made, weights = [], [nn.Parameter(torch.full((3,), float(number))) for number in range(2)]
+    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1])
+    with steady_weights():
+        for number in (0, 1, 1, 0, 1, 0):
+            assert torch.equal(read(weights[number].detach()), weights[number])
+    assert len(made) == 2
+
+
 def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatches():
     products, made = EmulatedFP8(TILED), []
     products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w))
