@@ -83,7 +83,8 @@ def choose_products(rows_ND: torch.Tensor, counts_E: torch.Tensor, weight_EFD: t
     counts, multiple = counts_E.tolist(), _multiple(rows_ND, weight_EFD)
     filled = len(counts) * _filled(max(counts), multiple)
     small = filled * sizes.numel() <= len(counts) * SMALL
-    if rows_ND.element_size() == 2 and small and 0 < filled <= FILLING * len(rows_ND):
+    on_cpu = rows_ND.device.type == "cpu"  # where a batch's places are
+    if on_cpu and rows_ND.element_size() == 2 and small and 0 < filled <= FILLING * len(rows_ND):
         return Batched(counts, multiple)
     return OneByOne(counts, multiple)
 

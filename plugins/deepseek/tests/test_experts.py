@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from nanotrain_deepseek import experts as module
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.expert_products import Batched, Grouped, OneByOne
+from nanotrain_deepseek.expert_products import Batched, Grouped, OneByOne, choose_products
 from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.samples import V3
 from torch import nn
@@ -71,6 +71,13 @@ def test_products_and_gradients_are_those_of_a_loop(dtype, make, tolerance, coun
         found = outputs_and_gradients(experts, lambda x: experts.compute(x, torch.tensor(counts)), rows)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("device", "way"), [("cpu", Batched), ("meta", OneByOne)])
+def test_even_rows_are_a_batch_only_where_its_places_are(device, way):
+    """On a device in float16 too, or in bfloat16 where sizes are not aligned."""
+    rows, weight = (torch.empty(s, dtype=torch.float16, device=device) for s in ((32, 8), (2, 4, 8)))
+    assert type(choose_products(rows, torch.tensor([16, 16]), weight)) is way
 
 
 def test_no_rows_at_all_give_no_outputs_and_gradients_of_zero():
