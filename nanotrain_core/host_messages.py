@@ -10,6 +10,7 @@ another what was read.
 from __future__ import annotations
 
 import mmap
+import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from nanotrain_core.shared_memory import map_for_all
 
 #: Bytes of a channel: a step with larger messages, or more of them, uses another way.
 CHANNEL = 2**22
-#: Bytes ahead of each message, for its step and number; slots begin at a multiple of it.
+#: Bytes ahead of each message, for its step, number and form; slots begin at a multiple of it.
 STAMP = 64
 
 #: What a channel is for: a way and an edge between stages.
@@ -53,7 +54,7 @@ class Channel:
             self.barrier.wait()
             self._unread -= 1
         stamp, content = self._next(tensor)
-        stamp[0], stamp[1] = self._step, number
+        stamp.copy_(torch.tensor([self._step, number, _form_of(tensor)]))
         content.copy_(tensor)
         self._unread += 1
         self.barrier.announce()
@@ -62,16 +63,20 @@ class Channel:
         """Wait for the next message, and copy it.
 
         Raises:
-            RuntimeError: it is one of a step that was broken off, or not the one of this ``number``.
+            RuntimeError: it is one of a step that was broken off, or not the one of this ``number``, or has
+                another shape or dtype than ``into``.
         """
         self.barrier.wait()
         stamp, content = self._next(into)
-        step, sent = stamp.tolist()
+        step, sent, form = stamp.tolist()
         if step != self._step:
             raise RuntimeError("a step that was broken off left messages behind: start these ranks again")
         if sent != number:
             text = f"microbatch {number} was expected from another stage and {sent} came"
             raise RuntimeError(f"{text}: the schedule does not run them in one order at both ends")
+        if form != _form_of(into):
+            expected = f"{list(into.shape)} of {into.dtype}"
+            raise RuntimeError(f"another stage sent something else than the {expected} that it did at first")
         into.copy_(content)
         self.barrier.announce()
 
@@ -80,7 +85,12 @@ class Channel:
         slot = self.bytes[self._turn * self._slot :]
         self._turn += 1
         content = slot[STAMP : STAMP + like.nbytes].view(like.dtype).view(like.shape)
-        return slot[:16].view(torch.int64), content
+        return slot[:24].view(torch.int64), content
+
+
+def _form_of(tensor: torch.Tensor) -> int:
+    """Return a number for shape and dtype, the same in every process."""
+    return zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
 
 
 def open_channels(ends: Ends, group: dist.ProcessGroup, timeout: float) -> dict[Key, Channel]:

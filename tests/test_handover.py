@@ -1,5 +1,6 @@
 """Messages reach the stage they are for, in whatever order, with tags and in groups of their own."""
 
+import mmap
 import weakref
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.handover import Handover
-from nanotrain_core.host_messages import CHANNEL, STAMP
+from nanotrain_core.host_barrier import HostBarrier
+from nanotrain_core.host_messages import CHANNEL, STAMP, Channel
 from nanotrain_core.layout import Layout, Span, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.testing.pool import run_ranks
@@ -151,3 +153,18 @@ def crossed_steps():
 def test_a_schedule_that_crosses_microbatches_is_told_so():
     with pytest.raises(Exception, match="microbatch 0 was expected from another stage and 1 came"):
         run_ranks(crossed_steps, 2, check_collectives=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((8,), torch.bfloat16), ((2, 2), torch.float32), ((2,), torch.float32)], ids=str
+)
+def test_a_message_of_another_form_is_not_taken_for_what_was_expected(shape, dtype):
+    memory = mmap.mmap(-1, CHANNEL + HostBarrier.size(2))
+    sender, receiver = (HostBarrier(memory, CHANNEL, rank, [0, 1], 1.0) for rank in range(2))
+    assert sender.make()
+    ends = Channel(memory, 0, sender), Channel(memory, 0, receiver)
+    for end in ends:
+        end.begin(1)
+    ends[0].send(torch.arange(4.0), 0)
+    with pytest.raises(RuntimeError, match="another stage sent something else"):
+        ends[1].receive(torch.empty(shape, dtype=dtype), 0)
