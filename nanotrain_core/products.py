@@ -80,9 +80,17 @@ _MADE_AGAIN = "nanotrain_made_again"
 
 
 def make_again(x: torch.Tensor, how: MadeAgain) -> torch.Tensor:
-    """Return ``x``; a linear layer with products given that reads it next keeps ``how.of`` in its place."""
-    setattr(x, _MADE_AGAIN, how)
+    """Return ``x``; a linear layer with products given that reads it next keeps ``how.of`` in its place.
+
+    Whoever writes to ``x`` in between has it kept as it is then.
+    """
+    setattr(x, _MADE_AGAIN, (x._version, how))
     return x
+
+
+def _how_made_again(x: torch.Tensor) -> MadeAgain | None:
+    version, how = getattr(x, _MADE_AGAIN, (None, None))
+    return how if version == x._version else None
 
 
 _ATTRIBUTE = "nanotrain_products"
@@ -120,7 +128,7 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     bias = module.bias
     products, place = products_of(module)["weight"], take_place(module)
     handle = None if place is None else place.handle
-    made: MadeAgain | None = getattr(x, _MADE_AGAIN, None)
+    made = _how_made_again(x)
     y: torch.Tensor = _Linear.apply(x, module.weight, products, made, place, handle)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias  # type: ignore[operator]
 

@@ -9,6 +9,7 @@ from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 
 from nanotrain_core import weight_gradients
 from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.swiglu import swiglu
 from nanotrain_core.builtin.transformer import SwiGLU
 from nanotrain_core.products import give_products
 from nanotrain_core.roles import tagged
@@ -118,3 +119,14 @@ def test_the_recipe_says_whether(config, narrow):
     (part,) = make_run(Case("precision", use="fp8_deepseek_v3", config=config), {}).stages.values()
     recipe = part.layers["0"].ffn.down.nanotrain_products["weight"].recipe
     assert recipe == attrs.evolve(Recipe(), narrow=narrow)
+
+
+def test_what_was_written_to_since_is_kept_as_it_is():
+    down = layer_of(Recipe(narrow=True)).down
+    gate, up = (rows(M, INNER, seed=seed).requires_grad_() for seed in (1, 2))
+    found = []
+    for times in (lambda h: h * 3, lambda h: h.mul_(3)):
+        down(times(swiglu(gate, up, down))).sum().backward()
+        found.append(down.weight.grad)
+        down.weight.grad = None
+    torch.testing.assert_close(*found, rtol=0, atol=0)
