@@ -98,4 +98,4 @@ class _Open(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.crossing.begin(d_x)
-        return d_x.new_empty(()).expand_as(d_x), None  # a shape without memory: `hold` has the sum
+        return d_x.new_zeros(()).expand_as(d_x), None  # a shape without memory: `hold` has the sum

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.routing import Routing
-from nanotrain_core.weight_gradients import Again, Place, give_place
+from nanotrain_core.weight_gradients import Again, Place, give_place, take_place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import split_cross_entropy
 from nanotrain_tp.overlap import Crossing
@@ -169,6 +169,10 @@ class Boundary:
     def enter_linear(self, module: nn.Module, args: Args) -> Args:
         """Take the input in: the pre-hook of COLUMN."""
         return self.enter_layer(args[0], module), *args[1:]
+
+    def leave_linear(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> None:
+        """Take back a place that the layer has not taken: the hook of COLUMN, also when the module failed."""
+        take_place(module)
 
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Sum the output: the hook of a ROW without bias."""

@@ -1,11 +1,13 @@
 """Gradients of inputs are summed over ranks while weights get theirs, and every number stays what it was."""
 
+from contextlib import nullcontext, suppress
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from nanotrain_tp.collectives import Ranks
 from nanotrain_tp.regions import Boundary
 from nanotrain_tp.wrapper import hook
@@ -19,7 +21,7 @@ from nanotrain_core.mesh import Mesh
 from nanotrain_core.products import give_products
 from nanotrain_core.roles import Role, tag, tag_of
 from nanotrain_core.testing import run_ranks
-from nanotrain_core.weight_gradients import Postponed, postpone
+from nanotrain_core.weight_gradients import Postponed, postpone, take_place
 
 RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
 COLUMNS = ("q", "k", "v")
@@ -192,6 +194,38 @@ def test_gradients_are_those_of_one_process_and_are_announced_once(region, share
 def test_layers_that_cannot_leave_a_product_and_layers_run_again_have_the_same_gradients(kind, run):
     for found in zip(*run_ranks(passes, RANKS, Region, kind, run, sp=True), strict=True):
         compare([numbers_of for numbers_of, _ in found], Region, sp=True)
+
+
+def left_after(kind, *, fails):
+    """Return the layers that a pass leaves a place with."""
+    region, own = split(Region, kind, sp=True)
+    x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+    failing = mock.patch.object(F, "linear", side_effect=ArithmeticError) if fails else nullcontext()
+    with suppress(ArithmeticError), failing:
+        region(x)
+    return [name for name in COLUMNS if take_place(getattr(region, name)) is not None]
+
+
+@pytest.mark.parametrize(("kind", "fails"), [(Linear, False), (nn.Linear, False), (nn.Linear, True)])
+def test_no_place_is_left_with_a_layer_that_did_not_take_it(kind, fails):
+    assert run_ranks(left_after, RANKS, kind, fails=fails) == [[]] * RANKS
+
+
+def backward_that_looks_for_nan():
+    region, own = split(Region, sp=False)
+    x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+    torch.use_deterministic_algorithms(True)  # then what is not written to is NaN
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            region(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return bool(x.grad.isfinite().all())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_nothing_is_passed_on_that_anomaly_detection_takes_for_a_mistake():
+    assert run_ranks(backward_that_looks_for_nan, RANKS) == [True] * RANKS
 
 
 def order_of_events(sp, shared, overlap, keep=True):
