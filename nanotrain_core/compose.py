@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.actions import Action, Part, describe_stages
+from nanotrain_core.actions import Action, Costs, Part, describe_stages
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import (
     Checkpoint,
@@ -117,6 +117,7 @@ def compose(
 
     pp, pp_rank = pipeline(mesh)
     costs = model.flops(recipe.batch.length)
+    _check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh)
     placements = share_between_stages(place(stages.values(), layout), mesh)
@@ -232,6 +233,15 @@ def _check_same_data(data: Data, mesh: Mesh) -> None:
             raise DataError(
                 f"rank {rank} has other data than rank 0: its fingerprint is {found}, not {prints[0]}"
             )
+
+
+def _check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
+    """Refuse costs of other layers than the model has: by them it is cut up, and it would lose some."""
+    if len(costs.layers) != model.layers or costs.total <= 0:
+        found = f"{len(costs.layers)} layers and a total of {costs.total:g}"
+        raise PluginError(
+            f"model '{recipe.model.use}': flops returned {found}; expected {model.layers} and more than 0"
+        )
 
 
 def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:

@@ -1,13 +1,19 @@
 """Each mistake in a plugin is told in one text that names the component, and where to look."""
 
+from unittest import mock
+
 import pytest
 from recipe_files import SMALL, write
 
+from nanotrain_core.actions import Costs
+from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.cli import main
 from nanotrain_core.discovery import PluginArguments, discover
 from nanotrain_core.errors import DataError, Exit, PluginError
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry import Registry
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_run
 
 PLUGIN = '''
 import attrs
@@ -215,3 +221,13 @@ def test_a_resolved_recipe_says_which_file_it_was_made_with(tmp_path, capsys):
     path = write(tmp_path, SMALL + '[[monitor]]\nuse = "mine"\n' + versions)
     assert main(["check", str(path)]) == Exit.USER
     assert "this recipe was made with mistake.py: give --plugin mistake.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [(2.0,), (0.0, 0.0)], ids=["fewer", "free"])
+def test_a_model_that_is_cut_up_by_costs_of_other_layers_is_refused(layers):
+    case = Case("schedule", use="accumulate", overrides={"model": {"layers": 2}})
+    with (
+        mock.patch.object(Transformer, "flops", return_value=Costs(layers=layers)),
+        pytest.raises(PluginError, match="'transformer': flops returned"),
+    ):
+        make_run(case, {})
