@@ -28,7 +28,7 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
         engine.step = int(meta["step"])
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
 
