@@ -61,7 +61,9 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide_dtype(weight_VD))
+        d_weight_VD = torch.empty_like(weight_VD, dtype=wide_dtype(weight_VD))
+        if not len(target_T):
+            d_weight_VD.zero_()
         losses = []
         for rows in row_chunks(target_T, weight_VD):
             hidden_CD = hidden_TD[rows]
@@ -70,7 +72,7 @@ class _ChunkedLoss(torch.autograd.Function):
             losses.append(chunk)
             d_logits_CV = logits_CV.copy_(gradient())
             d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
-            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
+            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD, first=not rows.start)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
@@ -129,11 +131,16 @@ def _index(target_C: torch.Tensor) -> torch.Tensor:
     return torch.where(target_C == IGNORE, 0, target_C).unsqueeze(1)
 
 
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may have a wider dtype.
+def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, first: bool) -> None:
+    """Add ``left @ right`` to ``total``, which may have a wider dtype; the ``first`` takes its place.
 
     A sum over thousands of tokens does not fit into float16, so that product is computed wide.
     """
     if left.dtype == torch.float16:
         left, right = left.to(total.dtype), right.to(total.dtype)
-    total.add_(matmul(left, right))
+    if left.dtype == total.dtype:
+        matmul(left, right, total, add=not first)
+    elif first:
+        total.copy_(matmul(left, right))
+    else:
+        total.add_(matmul(left, right))
