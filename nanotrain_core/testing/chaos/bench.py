@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from nanotrain_core.batch import Shard
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.recipe import load_recipe
@@ -22,6 +23,7 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry import Registry, load_plugins
 from nanotrain_core.testing.chaos import inject
 from nanotrain_core.testing.chaos.inject import VARIABLE, Order, read_ledger
+from nanotrain_core.testing.chaos.marks import row_marks
 
 #: Seconds after which a run that should have ended is killed, and its row has failed.
 LIMIT = 180.0
@@ -102,6 +104,14 @@ class Bench:
     def registry(self) -> Registry:
         """The plugins, as the runs have them."""
         return load_plugins(local=self._plugins().local)
+
+    def order_of_data(self, steps: int) -> list[set[str]]:
+        """Return the sequences of so many batches, by their marks, in the order in which a run reads them."""
+        recipe = self.recipe()
+        data = self.registry.build(recipe.data)
+        data.open(length=recipe.batch.length, seed=recipe.run.seed)
+        batches = (data.train_batch(recipe.batch.sequences, Shard()) for _ in range(steps))
+        return [set(row_marks(batch.tokens)) for batch in batches]
 
     @cached_property
     def baseline(self) -> Trial:

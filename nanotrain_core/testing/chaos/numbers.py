@@ -37,6 +37,16 @@ def left_aside(trial: Trial) -> set[int]:
     return found
 
 
+def taken_since_rollback(trial: Trial) -> dict[int, set[str]]:
+    """Return the sequences, by their marks, that each step trained on after the rollback."""
+    began = {row["rank"]: row["time"] for row in trial.rows("rollback")}
+    found: dict[int, set[str]] = {}
+    for row in trial.trained():
+        if row["time"] > began[row["rank"]]:
+            found.setdefault(row["step"], set()).update(row["rows"])
+    return found
+
+
 class RollsBack(Row):
     """Training goes wrong; the guard goes back to before, and the bad steps' data is left out."""
 
@@ -56,13 +66,11 @@ class RollsBack(Row):
         (back,) = backs
         if not back["restored"] < back["onset"] <= step:
             yield f"went back to {back['restored']} with onset {back['onset']}; the fault was at step {step}"
-        committed = trial.bench.baseline.committed()
-        left_out = set[str]().union(*(committed[s] for s in range(back["onset"], back["step"] + 1)))
-        for row in trial.trained():
-            again = left_out.intersection(row["rows"]) if row["time"] > back["time"] else ()
-            # Short synthetic sequences repeat here and there; a batch that is taken again does so whole.
-            if row["step"] >= back["onset"] and 2 * len(again) >= len(row["rows"]):
-                yield f"step {row['step']} trained on the data of the bad steps again"
+        left_out = back["step"] - back["onset"] + 1
+        order = trial.bench.order_of_data(trial.bench.settings.steps + left_out)
+        for step, taken in taken_since_rollback(trial).items():
+            if taken != order[step - 1 + left_out * (step >= back["onset"])]:
+                yield f"step {step} has other data than what comes once that of the bad steps is left out"
         trial.announced_bad |= left_aside(trial)
 
 
