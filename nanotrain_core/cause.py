@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 
 from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.files import read_each
 
 
 @attrs.define(frozen=True)
@@ -46,7 +47,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     """
     if hang is not None:
         return Cause(hang, Exit.HUNG)
-    reports = [json.loads(path.read_text()) for path in scratch.glob("failure-*.json")]
+    reports = [json.loads(text) for _, text in read_each(scratch, "failure-*.json")]
     reports.sort(key=lambda report: (report["echo"], report["trace"] is not None, report["time"]))
     killed = sorted(rank for rank, code in codes.items() if code < 0)
     stopped = [report for report in reports if report["code"] == Exit.PREEMPTED]

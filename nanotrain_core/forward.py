@@ -10,8 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanotrain_core.files import read_each
-from nanotrain_core.hang import kill
+from nanotrain_core.hang import kill, pids_of
 
 POLL = 0.1
 
@@ -51,7 +50,7 @@ class SignalForwarder:
         """Tell ranks that have not been told; those that start late are told late."""
         if self.received is None:
             return
-        pids = {int(text or 0) for _, text in read_each(self.scratch, "pid-*")} - {0}
+        pids = {*pids_of(self.scratch)} - {0}
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
         else:

@@ -141,8 +141,8 @@ class HangWatch:
 
     def _end_the_left_behind(self, passed: float) -> None:
         """Kill ranks that go on long after another one died: they may wait for it in vain."""
-        pids = {path: int(text or 0) for path, text in read_each(self.scratch, "pid-*")}
-        alive = [pid for pid in pids.values() if pid and is_alive(pid)]
+        pids = pids_of(self.scratch)
+        alive = [pid for pid in pids if pid and is_alive(pid)]
         self._alone = self._alone + passed if 0 < len(alive) < len(pids) else 0.0
         if self._alone > LEFT_BEHIND:
             kill(alive, signal.SIGKILL)
@@ -184,6 +184,11 @@ def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed:
     """Return the value and for how many seconds it has been the same."""
     before, seconds = seen.get(rank, (-1, 0.0))
     return (value, seconds + passed) if value == before else (value, 0.0)
+
+
+def pids_of(scratch: Path) -> list[int]:
+    """Return the processes of ranks that have begun and not ended; 0 of one about to say its number."""
+    return [int(text or 0) for _, text in read_each(scratch, "pid-*")]
 
 
 def kill(pids: Iterable[int], number: signal.Signals) -> None:
