@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,8 +195,7 @@ class RuntimeEngine:
 
     def _lr_scheduler(self) -> LRScheduler:
         run = self.run
-        config = run.optimizer_config.lr_schedule
-        return lr_scheduler(run.optimizer.inner, config, self.steps, done=self.step)
+        return lr_scheduler(run.optimizer.inner, run.optimizer_config.lr_schedule, self.steps, done=self.step)
 
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
         """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
@@ -211,6 +209,8 @@ class RuntimeEngine:
         losses = self.executor.run(run.actions, microbatches, weights)
         self.note("gradient sync")
         run.gradients.finish()
+        self.note("monitors before the update")
+        self.events.before_update(self.step + 1)
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())
@@ -294,6 +294,7 @@ class RuntimeEngine:
         if self.saves.checkpoint is None:
             return
         self.note("checkpoint")
+        self.events.before_save(self.step)
         self._saved = self.step
         self.saves.begin(self.step, self._state(), last=last)
         self.pace.restart(self.step)
@@ -306,8 +307,7 @@ class RuntimeEngine:
         run.checkpoint.open(self.folder / "checkpoints", run.mesh)
         if self.resume is None:
             return
-        which = "latest" if self.resume == "auto" else self.resume
-        found = self.load(which)
+        found = self.load("latest" if self.resume == "auto" else self.resume)
         if not found and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
 
@@ -315,7 +315,7 @@ class RuntimeEngine:
         """Become what a checkpoint says; false if there is none."""
         run = self.run
         assert run.checkpoint is not None
-        saved = run.checkpoint.load(which, attrs.evolve(self._state(), accept=partial(become, self)))
+        saved = run.checkpoint.load(which, attrs.evolve(self._state(), accept=lambda m: become(self, m)))
         if saved is None:
             return False
         become(self, saved.meta)  # whatever the checkpoint has called

@@ -43,6 +43,10 @@ class Events:
         """The run is about to take its first step."""
         self._tell("on_start", run)
 
+    def before_update(self, step: int) -> None:
+        """The gradient of ``step`` is complete, and the optimizer is about to use it."""
+        self._tell("on_before_update", step)
+
     @property
     def every_step(self) -> bool:
         """Whether a monitor must hear of every step."""
@@ -55,6 +59,10 @@ class Events:
     def evaluation(self, report: EvaluationReport) -> None:
         """Validation loss was measured."""
         self._tell("on_evaluation", report)
+
+    def before_save(self, step: int) -> None:
+        """What the run is after ``step`` is about to be saved."""
+        self._tell("on_before_save", step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is complete."""

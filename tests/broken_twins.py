@@ -178,6 +178,23 @@ class DrawsNumbers(Monitor):
         torch.rand(1)
 
 
+class ChangesGradients(DrawsNumbers):
+    on_step = Monitor.on_step
+
+    def on_start(self, run):
+        self.placed = run.placed
+
+    def on_before_update(self, step):
+        self.placed[0].parameter.grad.mul_(1.5)
+
+
+class DrawsBeforeSaving(DrawsNumbers):
+    on_step = Monitor.on_step
+
+    def on_before_save(self, step):
+        torch.rand(1)
+
+
 class IgnoresTheShard(Synthetic):
     def train_batch(self, sequences, shard):
         return super().train_batch(sequences, Shard(0, shard.count))
@@ -234,7 +251,8 @@ def nanotrain_register_checkpoint(register):
 
 @hookimpl
 def nanotrain_register_monitor(register):
-    register(twin(DrawsNumbers))
+    for cls in (DrawsNumbers, DrawsBeforeSaving, ChangesGradients):
+        register(twin(cls))
 
 
 @hookimpl

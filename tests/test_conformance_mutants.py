@@ -68,6 +68,11 @@ FAULTS = [
         {"what_the_run_cannot_be_touches_nothing"},
     ),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
+    (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
+    (
+        Case("monitor", use="changes_gradients", plugins=TWINS),
+        {"changes_nothing", "its_failure_does_not_stop_training"},
+    ),
     (
         Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),
         {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},

@@ -2,11 +2,14 @@
 
 import pytest
 import structlog
+import torch
 
 from nanotrain_core.contracts import EndReport, Monitor
 from nanotrain_core.errors import Diverged
 from nanotrain_core.events import Events
 from nanotrain_core.stop import StopRequest
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import make_engine
 
 END = EndReport(1, "done", 0)
 
@@ -69,3 +72,51 @@ def test_ranks_agree_on_the_most_urgent_wish():
         assert request.reason is None
         request.agree(summed)
         assert request.reason == "preempted"
+
+
+class Looks(Monitor):
+    """Copies weights and gradients before each update, and weights when the step is done."""
+
+    def __init__(self, run):
+        self.run, self.events = run, []
+
+    def weights(self):
+        return [placed.parameter.detach().clone() for placed in self.run.placed]
+
+    def on_before_update(self, step):
+        gradients = [self.run.gradients.gradient(placed.parameter).clone() for placed in self.run.placed]
+        self.events.append(("before_update", step, self.weights(), gradients))
+
+    def on_step(self, report):
+        self.events.append(("step", report.step, self.weights()))
+
+    def on_before_save(self, step):
+        self.events.append(("before_save", step))
+
+    def on_checkpoint(self, report):
+        self.events.append(("checkpoint", report.step))
+
+
+def look_on(case, changes, folder):
+    engine = make_engine(case, changes, folder=folder)
+    looks = Looks(engine.run)
+    engine.events.monitors = [looks]
+    engine.fit()
+    return looks.events
+
+
+def test_before_an_update_the_sum_over_ranks_is_complete_and_weights_are_the_old_ones(tmp_path):
+    """Steps of gradient descent can then be done by hand; a report of the step comes afterwards, if any."""
+    case = Case("parallel", use="ddp", topology={"dp": 2})
+    changes = {"run": {"steps": 4, "log_every": 2}, "checkpoint": {"use": "simple", "every": 2}}
+    for events in run_ranks(look_on, 2, case, changes, tmp_path):
+        assert [event[:2] for event in events] == [
+            *(("before_update", 1), ("before_update", 2), ("step", 2), ("before_save", 2), ("checkpoint", 2)),
+            *(("before_update", 3), ("before_update", 4), ("step", 4), ("before_save", 4), ("checkpoint", 4)),
+        ]
+        afterwards = [events[1][2], events[2][2], events[6][2], events[7][2]]
+        for (_, step, weights, gradients), after in zip(
+            (event for event in events if event[0] == "before_update"), afterwards, strict=True
+        ):
+            for old, gradient, new in zip(weights, gradients, after, strict=True):
+                torch.testing.assert_close(old - 0.1 * gradient, new, rtol=0, atol=1e-12, msg=f"step {step}")

@@ -196,7 +196,8 @@ class ReplicasConfig:
     """``[[monitor]] use = "replicas"``: every bit of the weights compared, and memory of every rank."""
 
     every: int = attrs.field(default=1, validator=ge(1))
-    """Steps between comparisons."""
+    """Steps between comparisons; every checkpoint is compared before it is written. With `zero12` or master
+    weights only 1 finds every flip: each update writes copies anew."""
 
 
 @attrs.define(frozen=True, kw_only=True)

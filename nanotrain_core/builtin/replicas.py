@@ -6,39 +6,49 @@ import resource
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from nanotrain_core.builtin.configs import ReplicasConfig
-from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout import Span
 from nanotrain_core.placement import PlacedParameter
 
 #: A block: its parameter and where it begins.
 Held = tuple[str, tuple[int, ...]]
-#: An integer type with as many bytes as a number has.
-INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Numbers hashed at once, to bound the memory of a check.
-CHUNK = 1 << 22
+#: Words of 8 bytes hashed at once: on a CPU what stays in cache, elsewhere what bounds memory and launches.
+CHUNK = {"cpu": 1 << 16}
+CHUNK_ELSEWHERE = 1 << 20
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 hash of a tensor's bits: each number's bits times an odd number of its place, summed.
+    """Return an int64 hash of a tensor's bits: every 8 bytes times an odd number of their place, summed.
 
     Modulo 2^64 a change of one number always changes the sum, since an odd factor loses no bit; changes
     of several cancel out with a chance of about 2^-64.
     """
-    bits = tensor.detach().reshape(-1).view(INTEGER[tensor.element_size()])
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        raw = pad(raw, (0, -len(raw) % 8))
+    chunk = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
+    parts = torch.split(raw.view(torch.int64), chunk)
+    within, each = factors(0, chunk, tensor.device), factors(chunk, len(parts), tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for first in range(0, bits.numel(), CHUNK):
-        part = bits[first : first + CHUNK].to(torch.int64)
-        place = torch.arange(first, first + part.numel(), device=tensor.device)
-        mixed = place * 0x5851F42D4C957F2D  # spreads neighbouring places over all 64 bits
-        total += (part * ((mixed ^ (mixed >> 29)) | 1)).sum()
+    for part, factor in zip(parts, each, strict=True):
+        total += (part * within[: len(part)]).sum() * factor
     return total
+
+
+@lru_cache(maxsize=64)
+def factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers [count] that depend on their place in all 64 bits, for places from ``first`` on."""
+    mixed = torch.arange(first, first + count, device=device) * 0x5851F42D4C957F2D
+    return (mixed ^ (mixed >> 29)) | 1
 
 
 class Replicas(Monitor):
@@ -47,29 +57,47 @@ class Replicas(Monitor):
     Two integers a parameter are all-reduced over the ranks that hold it, and one flag over all. Only
     after a difference do ranks tell one another everything, to name who is wrong. At the end a table
     shows what every rank holds.
+
+    They are compared before the update. Where it writes copies anew, from a range that one rank updates for
+    all or from masters, a flip is gone afterwards, though a gradient was computed with it. And they are
+    compared before they are saved, so that no flip gets into a checkpoint.
     """
 
     def __init__(self, config: ReplicasConfig) -> None:
         self.config = config
         self.compared = 0
+        self.saved = -1
+        """The step after which weights were last compared in order to be saved."""
 
     def on_start(self, run: RunInfo) -> None:
         """Group this rank's parameters by the ranks that hold the same blocks."""
-        self.run = run
+        self.run, self.first = run, run.first_step + 1
         self.groups: dict[Span, list[PlacedParameter]] = defaultdict(list)
         for placed in run.placed:
             span = placed.placement.replica_span(run.mesh.layout)
             if span:
                 self.groups[span].append(placed)
 
-    def on_step(self, report: StepReport) -> None:
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Compare what was read from the checkpoint as at the start."""
+        self.first = report.restored + 1
+
+    def on_before_update(self, step: int) -> None:
+        """Compare the weights that the step's gradient was computed with, if it is their turn."""
+        if step == self.first or step % self.config.every == 0:
+            self._compare(step)
+
+    def on_before_save(self, step: int) -> None:
+        """Compare what is about to be saved, whatever the interval."""
+        self._compare(step)
+        self.saved = step
+
+    def _compare(self, step: int) -> None:
         """Compare.
 
         Raises:
             Corrupted: on every rank, naming parameter and ranks.
         """
-        if report.step % self.config.every:
-            return
         self.compared += 1
         differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
         for span in sorted(self.groups):
@@ -82,15 +110,17 @@ class Replicas(Monitor):
             everyone = self.run.mesh.gather(
                 {held(p): hash_bits(p.parameter).item() for group in self.groups.values() for p in group}
             )
-            raise Corrupted(f"step {report.step}: {name_the_wrong(everyone)}")
+            raise Corrupted(f"step {step}: {name_the_wrong(everyone)}")
 
     def on_end(self, report: EndReport) -> None:
-        """Print what every rank holds."""
+        """Compare once more what nobody saved, and print what every rank holds."""
         if report.reason == "failed":
             return
+        if self.saved != report.step:
+            self._compare(report.step)
         rows = self.run.mesh.gather(self._memory())
-        if self.run.rank == 0 and self.compared:
-            print(f"weights equal, bit for bit, on all ranks that share them, at {self.compared} steps")
+        if self.run.rank == 0:
+            print(f"weights equal, bit for bit, on all ranks that share them, in {self.compared} comparisons")
             print(f"{'rank':>4} {'weights MB':>10} {'optimizer MB':>12} {'peak MB':>9}")
             for rank, (weights, optimizer, peak) in enumerate(rows):
                 print(f"{rank:>4} {weights:>10.3f} {optimizer:>12.3f} {peak:>9.1f}")

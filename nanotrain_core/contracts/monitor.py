@@ -78,9 +78,25 @@ class Monitor:
 
     def on_start(self, run: RunInfo) -> None: ...
 
+    def on_before_update(self, step: int) -> None:
+        """Look at what step ``step``, the first is 1, is about to update, and at its gradient.
+
+        Called in every step, logged or not, on all ranks at the same point: forward and backward of all
+        microbatches are done, gradients are summed over ranks, not yet unscaled or clipped, and weights are
+        still those that they were computed with. A step that is skipped, since its gradient is not finite,
+        is one of them: nobody knows yet.
+        """
+
     def on_step(self, report: StepReport) -> Request | None: ...
 
     def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
+
+    def on_before_save(self, step: int) -> None:
+        """Look at what is about to be saved as the checkpoint of step ``step``.
+
+        Nothing has been written, and nothing is if all ranks raise a
+        :class:`~nanotrain_core.errors.NanotrainError`.
+        """
 
     def on_checkpoint(self, report: CheckpointReport) -> None: ...
 

@@ -81,7 +81,7 @@ class Bench:
         """Return what these runs change in the recipe."""
         at = self.settings
         guards = ['{use="guard", window=16, warmup=4, patience=2}'] if guard else []
-        monitors = ['{use="jsonl"}', '{use="replicas", every=2}', *guards]
+        monitors = ['{use="jsonl"}', '{use="replicas", every=1}', *guards]
         monitors += ['{use="stragglers", every=1, patience=2, least=1.0}', '{use="chaos"}']
         return [
             *at.overrides,

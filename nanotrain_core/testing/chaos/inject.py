@@ -41,7 +41,7 @@ class Order:
     last: int = 0
     """Last step to act at, for acts that go on; 0 is the same as ``step``."""
     amount: float = 0.0
-    """Seconds, a factor, or the number of the write to act at."""
+    """Seconds, a factor, the number of the write to act at, or a place between 0 and 1."""
 
     def text(self) -> str:
         return json.dumps(attrs.asdict(self))
@@ -161,9 +161,15 @@ def build(config: ChaosConfig) -> Any:
             raise RuntimeError("chaos: this rank fails")
 
         def do_flip(self) -> None:
-            placed = self.run.placed[len(self.run.placed) // 2]
-            bits = placed.parameter.data.view(-1).view(torch.uint8)
-            bits[len(bits) // 2] ^= 1
+            """Flip one bit, ``amount`` of the way through the weights that other ranks hold, too."""
+            layout = self.run.mesh.layout
+            shared = [p.parameter.data for p in self.run.placed if p.placement.replica_span(layout)]
+            parts = [weight.view(-1).view(torch.uint8) for weight in shared]
+            place, bit = divmod(int(self.order.amount * 8 * sum(map(len, parts))), 8)
+            for part in parts:
+                if 0 <= place < len(part):
+                    part[place] ^= 1 << bit
+                place -= len(part)
 
         def do_full(self) -> None:
             """No file can grow beyond ``amount`` bytes from now on; after the last step it can again."""

@@ -1,0 +1,31 @@
+"""A bit that flips in one rank's copy of the weights is found before the update that would overwrite it."""
+
+import pytest
+
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.flipped import Flip, train_flipped
+
+RANKS = 4
+
+#: Two microbatches a rank, of which the second comes after the flip, too.
+WATCHED = {
+    "monitor": [{"use": "replicas"}],
+    "run": {"steps": 4},
+    "batch": {"sequences": 4 * RANKS, "microbatch": 2},
+}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "shared_memory"), [(1, True), (2, True), (2, False)], ids=["1", "2", "2-sockets"]
+)
+def test_the_flipped_rank_is_named_on_all(stage, shared_memory, culprit, own):
+    config = {"bucket_mb": 0.01, "stage": stage, "shared_memory": shared_memory}
+    case = Case("optimizer", use="zero12", config=config, topology={"dp": RANKS})
+    found = run_ranks(train_flipped, RANKS, case, WATCHED, Flip(2, culprit, own=own))
+    others = ", ".join(str(rank) for rank in range(RANKS) if rank != culprit)
+    name = found[culprit].flipped
+    assert name
+    text = f"step 3: {name} has other bits on rank {culprit} than on ranks {others}, which agree"
+    assert [each.text for each in found] == [text] * RANKS
