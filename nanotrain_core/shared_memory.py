@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,10 @@ from nanotrain_core.host_barrier import HostBarrier, Meeting, open_meeting
 
 #: Where Linux keeps files that are only memory.
 MEMORY = Path("/dev/shm")
+
+log = structlog.get_logger("nanotrain.memory")
+_told: list[str] = []
+"""Ranks that had too little, once that was told: a run asks for memory many times."""
 
 
 class SharedBuffers:
@@ -150,18 +155,35 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
     """Return ``size`` bytes of every rank of the group, by rank, that all of them can read and write.
 
     None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
-    memory to share, are told apart by trying. Collective. The files have no name any more when this
+    memory to share, are told apart by trying. Of too little the group's first rank warns, once. Collective.
+    The files have no name any more when this
     returns, so nothing outlives the ranks.
     """
     path = _create(size)
     paths: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(paths, path, group=group)
+    if None in paths and dist.get_rank(group) == 0:
+        without = [dist.get_global_rank(group, rank) for rank, each in enumerate(paths) if each is None]
+        _tell_of_sockets(", ".join(map(str, without)), size)
     maps = [found for each in paths if (found := _map(each, size))]
     reached: list[bool] = [False] * len(paths)
     dist.all_gather_object(reached, len(maps) == len(paths), group=group)
     if path is not None:
         os.unlink(path)
     return maps if all(reached) else None
+
+
+def _tell_of_sockets(ranks: str, size: int) -> None:
+    """Warn that exchanges will be slower than they could be."""
+    if _told:
+        return
+    _told.append(ranks)
+    log.warning(
+        "too little memory to share: ranks of this host exchange through sockets, which is slower",
+        ranks=ranks,
+        wanted=size,
+        folder=str(MEMORY),
+    )
 
 
 def _create(size: int) -> str | None:

@@ -8,8 +8,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
 
 from nanotrain_core import shared_memory
+from nanotrain_core.host_barrier import HostBarrier
 from nanotrain_core.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
 from nanotrain_core.testing.pool import run_ranks
 
@@ -52,6 +54,20 @@ def open_where_rank_one_cannot():
 
 def test_if_one_rank_cannot_share_none_does():
     assert run_ranks(open_where_rank_one_cannot, 3) == [(True, True)] * 3
+
+
+def open_twice_where_rank_one_cannot():
+    shared_memory._told.clear()
+    with capture_logs() as logs:
+        open_where_rank_one_cannot()
+    return [(line["log_level"], line["ranks"], line["folder"], line["wanted"]) for line in logs]
+
+
+def test_the_slower_way_is_told_once():
+    """A run in a container with a small /dev/shm would be slow without a word."""
+    (line,), *others = run_ranks(open_twice_where_rank_one_cannot, 3)
+    assert line == ("warning", "1", str(MEMORY), 64 + HostBarrier.size(3))
+    assert others == [[], []]
 
 
 TURNS, CHUNK = 7, 4
