@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import attrs
 import torch
 
 from nanotrain_core.errors import CheckpointError, FolderError
-from nanotrain_core.files import write_text_atomically
+from nanotrain_core.files import flush, write_text_atomically
 from nanotrain_core.foreign import ForeignError, ForeignModel
 from nanotrain_core.foreign_weights import Atlas, whole
 from nanotrain_core.open_weights import CONFIG, TABLE, Weights, foreign_models, open_weights
@@ -70,14 +70,15 @@ def convert(
         raise CheckpointError("; ".join(damage))
     form = form or ("nanotrain" if weights.foreign else "huggingface")
     entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtype)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    scratch.mkdir()
+    scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
+        scratch.mkdir(parents=True)
         files = write_shards(scratch, entries, shard_bytes)
         write_text_atomically(scratch / name, text)
         _copy_tokenizer(source, scratch)
+        flush(scratch)
         scratch.rename(target)
+        flush(target.parent)
     except OSError as problem:
         raise FolderError(f"{target} cannot be written: {problem.strerror or problem}") from None
     finally:
@@ -120,4 +121,4 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER if source.is_dir() else ():
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, target / path.name)
+                flush(shutil.copyfile(path, target / path.name))

@@ -13,11 +13,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        _flush(temporary)
+        flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -42,7 +42,8 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,7 @@
 """What cannot be read or written is named: weights that do not fit, damaged files, unknown models."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from nanotrain_core.open_weights import open_weights
 from nanotrain_core.registry import load_plugins
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.case import HARNESS
+from nanotrain_core.testing.disaster import end_of_child, kill_at
 from nanotrain_core.testing.probe import make_engine
 
 SAVED = "model.safetensors"
@@ -202,6 +204,32 @@ def test_nothing_is_overwritten_and_nothing_half_done_is_left(tmp_path, capsys, 
     assert main([*words[:2], str(tmp_path / "ours")]) == Exit.USER
     assert "ours cannot be written: No space left on device" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.full)])
+def test_killed_while_it_is_written_an_export_is_whole_or_not_there(tmp_path, every):
+    gpt2(n_positions=8).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/tokenizer.json").write_text("{}")
+    registry = load_plugins()
+
+    def export(folder, number):
+        kill_at(number)
+        convert(tmp_path / "theirs", folder / "ours", registry)
+
+    def files(folder):
+        return {path.name: path.read_bytes() for path in (folder / "ours").iterdir()}
+
+    convert(tmp_path / "theirs", tmp_path / "ours", registry)
+    ends = []
+    while ends[-1:] != ["done"]:
+        ends.append(end_of_child(partial(export, tmp_path / str(len(ends)), every * len(ends) + 1)))
+    assert set(ends[:-1]) == {"killed"}
+    assert len(ends) > 90 // every
+    there = [
+        path for path in (tmp_path / str(number) for number in range(len(ends))) if (path / "ours").exists()
+    ]
+    assert 0 < len(there) < len(ends) // 2
+    assert all(files(folder) == files(tmp_path) for folder in there)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):

@@ -7,7 +7,6 @@ scripts: nothing here reads it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.files import remove_leftovers, write_text_atomically
+from nanotrain_core.files import flush, remove_leftovers, write_text_atomically
 from nanotrain_sharded_ckpt_v2 import manifest, shard
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -87,15 +86,6 @@ def name_latest(folder: Path) -> None:
             write_text_atomically(folder / LATEST, f"{step_folder(folder, there[-1]).name}\n")
         else:
             (folder / LATEST).unlink(missing_ok=True)
-
-
-def flush(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- a checkpoint goes ----------------------------------------------------------------------------
