@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-#: A file in the launcher's folder: this run has saved a checkpoint of its own.
+#: A file in the launcher's folder, or torchrun's run folder: this launch has saved a checkpoint of its own.
 HAS_SAVED = "has-saved"
 #: Another: the path of the run folder.
 FOLDER = "folder"
@@ -138,6 +138,7 @@ def train(job: Job, ranks: Ranks) -> str:
     store = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store)
     scratch = Path(job.scratch) if job.scratch else None
+    mark = mark_of(job, folder)
     progress = Progress()
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
@@ -149,11 +150,11 @@ def train(job: Job, ranks: Ranks) -> str:
             rank=ranks.rank,
             device=device,
             folder=folder,
-            resume=start_from(job, ranks.rank, store),
+            resume=start_from(job, ranks.rank, store, mark),
         )
         engine.progress, engine.stop.grace = progress, recipe.run.grace
-        if scratch is not None:
-            engine.events.monitors = [*engine.events.monitors, Mark(scratch / HAS_SAVED)]
+        if mark is not None:
+            engine.events.monitors = [*engine.events.monitors, Mark(mark)]
         if "placements" in job.show:
             show_placements(engine.run)
         return engine.fit().reason
@@ -171,10 +172,22 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def start_from(job: Job, rank: int, store: Store | None) -> str | None:
-    """Return the checkpoint to start from, as rank 0 knows it: after a restart the run's own newest."""
-    saved = Path(job.scratch, HAS_SAVED).exists() if job.scratch else attempt() > 0
-    mine = "auto" if saved else job.resume
+def mark_of(job: Job, folder: Path) -> Path | None:
+    """Return where this launch notes that it has saved, None if nobody would start its ranks again."""
+    if job.scratch is not None:
+        return Path(job.scratch, HAS_SAVED)
+    return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
+
+
+def start_from(job: Job, rank: int, store: Store | None, mark: Path | None) -> str | None:
+    """Return the checkpoint to start from, as rank 0 knows it: after a restart the run's own newest.
+
+    A run that went on from a certain checkpoint does so again until it has saved one, which ``mark`` says.
+    """
+    if mark is not None and rank == 0 and attempt() == 0:
+        mark.unlink(missing_ok=True)  # of an earlier launch
+    own = job.resume is None or (mark is not None and mark.exists())
+    mine = "auto" if own and attempt() > 0 else job.resume
     if store is None:
         return mine
     if rank == 0:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command import COMMAND, finish
+from command import COMMAND, finish, nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import Exit
@@ -66,6 +66,52 @@ def test_torchrun_itself_starts_ranks(tmp_path):
     (start,) = metrics(tmp_path / "here", "start")
     assert start["world_size"] == 2
     assert json.loads((tmp_path / "here/.lock").read_text())["pid"] > 0
+
+
+DIES_ONCE = """
+import os
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Monitor
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    at: int = 2
+    \"\"\"Steps after the first attempt began.\"\"\"
+
+class DiesOnce(Monitor):
+    every_step = True
+    def __init__(self, config):
+        self.config = config
+    def on_start(self, run):
+        self.first = run.first_step
+    def on_step(self, report):
+        if report.step == self.first + self.config.at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(9)
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="dies_once", config=Config, factory=f"{__name__}:DiesOnce", summary="dies"))
+"""
+
+
+@pytest.mark.parametrize(("at", "again"), [(1, 3), (4, 6)])
+def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_path, at, again):
+    """A run that goes on from another one's checkpoint must not begin anew because it died early."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    monitors = f"""[[monitor]]\nuse = "jsonl"\n[[monitor]]\nuse = "dies_once"\nat = {at}\n"""
+    (tmp_path / "dying.toml").write_text(SMALL + monitors)
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    ended = nanotrain("run", "small.toml", "--folder", "first", cwd=tmp_path)
+    assert ended.code == Exit.DONE, ended.err
+    (step,) = tmp_path.glob("first/checkpoints/step-00000003*")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    words = ["-m", "nanotrain_core.cli", "run", "dying.toml", "--plugin", "dies_once.py", "--folder", "here"]
+    words += ["--resume", str(step), "--set", "run.steps=9"]
+    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.DONE, done.stderr
+    assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [3, again]
 
 
 def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):
