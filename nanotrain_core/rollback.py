@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanotrain_core.contracts import Checkpoint, RollbackReport
+import structlog
+
+from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.model_table import refuse_other_model
@@ -13,6 +15,8 @@ from nanotrain_core.stop import Rollback
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
+
+log = structlog.get_logger("nanotrain.checkpoint")
 
 
 def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
@@ -42,9 +46,8 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.note("checkpoint")
     engine.saves.advance(wait=True)
     wish = earliest(engine.stop.rollback, run.mesh)
-    restored = newest_before(wish.onset, engine.saves.checkpoint, run.mesh)
     skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
-    engine.load(str(restored))
+    restored = load_newest_before(wish.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
     engine.skipped_in_a_row = 0
     engine.stop.wish_back(None)
@@ -58,18 +61,27 @@ def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
     return min(wishes, key=lambda each: each.onset)
 
 
-def newest_before(onset: int, checkpoint: Checkpoint | None, mesh: Mesh) -> int:
-    """Return the newest step below ``onset`` whose checkpoint is whole, as rank 0 finds it. Collective.
+def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
+    """Load the newest checkpoint of a step below ``onset`` that rank 0 finds whole and all ranks can read.
+
+    Returns:
+        Its step. Collective.
 
     Raises:
         Diverged: there is none.
     """
-    steps = checkpoint.steps() if checkpoint is not None and mesh.rank == 0 else []
-    whole = (s for s in reversed(steps) if s < onset and checkpoint is not None and not checkpoint.verify(s))
-    step: int | None = mesh.gather(next(whole, None))[0]
-    if step is None:
-        raise Diverged(
-            f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
-            "(checkpoint.every), or keep more of them (checkpoint.keep)"
-        )
-    return step
+    checkpoint, mesh = engine.saves.checkpoint, engine.run.mesh
+    steps: list[int] = mesh.gather([*checkpoint.steps()] if checkpoint and mesh.rank == 0 else [])[0]
+    for step in reversed([step for step in steps if step < onset]):
+        problem = mesh.gather("; ".join(checkpoint.verify(step)) if checkpoint and mesh.rank == 0 else "")[0]
+        try:
+            if not problem and engine.load(str(step)):
+                return step
+        except CheckpointError as error:  # on every rank, as a load fails
+            problem = str(error)
+        if mesh.rank == 0:
+            log.warning("a checkpoint cannot be gone back to", step=step, problem=problem)
+    raise Diverged(
+        f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
+        "(checkpoint.every), or keep more of them (checkpoint.keep)"
+    )

@@ -23,6 +23,7 @@ from nanotrain_core.builtin.synthetic import Synthetic
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
@@ -153,6 +154,18 @@ class NeverFallsBack(SimpleCheckpoint):
         return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
 
 
+class SetsAllAside(SimpleCheckpoint):
+    """Moves damaged checkpoints away though no other is left: the next launch finds none, and begins anew."""
+
+    def load(self, which, state):
+        try:
+            return super().load(which, state)
+        except CheckpointError:
+            if which == "latest":
+                self._quarantine({self.path(step): "damaged" for step in self.steps()})
+            raise
+
+
 class KeepsTheOtherBranch(SimpleCheckpoint):
     """Leaves checkpoints of later steps where they are when an older one is loaded."""
 
@@ -245,6 +258,7 @@ def nanotrain_register_precision(register):
 def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
     register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
+    register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
 

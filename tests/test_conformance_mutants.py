@@ -60,6 +60,10 @@ FAULTS = [
         {f"falls_back_over_a_damaged_one[{damage}]" for damage in ("truncated", "bit_flipped", "empty")},
     ),
     (
+        Case("checkpoint", use="sets_all_aside", plugins=TWINS),
+        {"damaged_ones_stay_if_no_other_is_left"},
+    ),
+    (
         Case("checkpoint", use="keeps_the_other_branch", plugins=TWINS),
         {"later_steps_are_left_behind", "another_branch_is_left_behind"},
     ),

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -10,12 +11,13 @@ from unittest import mock
 import attrs
 import pytest
 import torch
-from nanotrain_sharded_ckpt_v2 import ShardedConfig, blocks
+from nanotrain_sharded_ckpt_v2 import ShardedConfig, blocks, shard
 from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from test_guard import GUARDED, OneStepLRMultiplier
 from test_run import metrics
 
 from nanotrain_core import compose
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.random_state import seed_all
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.checks.optimizer import whole_of
@@ -124,6 +126,68 @@ def test_a_rollback_takes_a_save_on_its_way_and_shared_out_state_back_too(tmp_pa
     one, other = (files(tmp_path / name / "checkpoints/step-00000040") for name in ("a", "b"))
     assert len(one) == 5
     assert one == other
+
+
+# --- damage that one host alone sees ----------------------------------------------------------------
+
+
+def unreadable_on_rank_1(rank, step, full):
+    """Have rank 1 fail to read the files of a step: when it compares them, or looks at what it will read."""
+    damage, name = shard.damage, f"step-{step:08d}"
+
+    def fail(folder, *arguments, **options):
+        if rank == 1 and folder.name == name and options["full"] is full:
+            return f"{folder} cannot be read: Stale file handle"
+        return damage(folder, *arguments, **options)
+
+    return mock.patch.object(shard, "damage", fail)
+
+
+def go_back_unreadably(folder, full):
+    tables = {**GUARDED, "optimizer": ZERO, "checkpoint": {"use": "sharded_v2", "every": 5, "keep": 9}}
+    folder.mkdir(exist_ok=True)
+    engine = make_engine(case(ZERO), tables, folder=folder)
+    engine.run = attrs.evolve(engine.run, optimizer=OneStepLRMultiplier(engine, 23, 300.0))
+    with unreadable_on_rank_1(engine.run.mesh.rank, 20, full):
+        engine.fit()
+    return sorted(path.name for path in folder.glob("checkpoints/superseded-*/step-*"))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_all_ranks_go_back_to_a_checkpoint_that_each_can_read(tmp_path, full):
+    """Rank 0 finds the newest whole: the other one's word counts as much."""
+    aside = run_ranks(go_back_unreadably, 2, tmp_path, full)
+    (back,) = metrics(tmp_path, "rollback")
+    assert (back["onset"], back["restored"]) == (23, 15)
+    assert aside[0][0] == "step-00000020"
+    (end,) = metrics(tmp_path, "end")
+    assert end["step"] == 40
+
+
+def resume_unreadably(folder, full, steps):
+    engine = make_engine(case(ZERO), {"checkpoint": {"every": 2, "keep": 9}}, folder=folder, resume="latest")
+    with ExitStack() as patches:
+        for step in steps:
+            patches.enter_context(unreadable_on_rank_1(engine.run.mesh.rank, step, full))
+        try:
+            engine._restore()
+        except CheckpointError as error:
+            return str(error)
+    return engine.step
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):
+    """One bad host sets nothing aside that all others could go on from, if it can read none."""
+    run_ranks(save_often, 2, tmp_path, ZERO, 0.0, True)
+    steps = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
+    for error in run_ranks(resume_unreadably, 2, tmp_path, full, (2, 4, 6, 8, 9)):
+        assert "is whole: " in error
+        assert "Stale file handle" in error
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step-*")) == steps
+    assert run_ranks(resume_unreadably, 2, tmp_path, full, (8, 9)) == [6, 6]
+    aside = sorted(path.name[:17] for path in tmp_path.glob("checkpoints/.corrupt-*"))
+    assert aside == [".corrupt-00000008", ".corrupt-00000009"]
 
 
 # --- all that is remembered -------------------------------------------------------------------------

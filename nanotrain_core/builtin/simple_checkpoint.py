@@ -106,12 +106,12 @@ class SimpleCheckpoint:
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify the whole file, check that every block fits, then fill the blocks."""
-        path = self._newest_whole() if which == "latest" else self._find(which)
+        path, damaged = self._newest_whole() if which == "latest" else (self._find(which), {})
         if path is None:
             return None
         if which != "latest":
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
-        with safe_open(path, framework="pt") as file:
+        with self._opened(path) as file:
             names = frozenset(names_in(file))
             kinds = self.mesh.gather({block.name.rpartition("/")[0] for block in state.blocks})
             problems = superfluous(names, set().union(*kinds))
@@ -121,6 +121,7 @@ class SimpleCheckpoint:
             self._agree(text)
             meta = json.loads(read_header(file)["state"])
             state.accept(meta)
+            self._quarantine(damaged)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
             same_world = meta["world_size"] == self.mesh.world_size
@@ -130,6 +131,16 @@ class SimpleCheckpoint:
             return TrainState(
                 state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
             )
+
+    def _opened(self, path: Path) -> Any:
+        """Open a file that rank 0 found whole on every rank, or on none."""
+        file, error = None, None
+        try:
+            file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as problem:
+            error = f"rank {self.mesh.rank}: {path} cannot be read: {problem}"
+        self._agree(error)
+        return file
 
     def _set_aside_after(self, path: Path) -> None:
         """Move checkpoints of later steps aside, all if ``path`` is not one of them: the run leaves them."""
@@ -142,22 +153,31 @@ class SimpleCheckpoint:
                 aside.mkdir(exist_ok=True)
                 old.rename(aside / old.name)
 
-    def _newest_whole(self) -> Path | None:
-        """Return the newest file that is whole, as rank 0 finds it, and set damaged newer ones aside."""
+    def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
+        """Return the newest file that is whole, as rank 0 finds it, and what is wrong with newer ones."""
         found: Path | None = None
-        problems = [""]
+        damaged: dict[Path, str] = {}
         for step in reversed(self.steps()) if self.mesh.rank == 0 else ():
             problems = damage(self.path(step))
             if not problems:
                 found = self.path(step)
                 break
-            aside = self.path(step).with_name(time.strftime(f".corrupt-{step:08d}-%Y%m%d-%H%M%S"))
-            self.path(step).rename(aside)
-            log = structlog.get_logger("nanotrain.checkpoint")
-            log.warning("a damaged checkpoint was set aside", problem="; ".join(problems), now=str(aside))
-        self._agree(f"no checkpoint in {self.folder} is whole: {problems[0]}" if any(problems) else None)
+            damaged[self.path(step)] = "; ".join(problems)
+        # All damaged ones stay where they are: else the next launch would find none, and begin anew.
+        none = damaged and found is None
+        self._agree(
+            f"no checkpoint in {self.folder} is whole: {next(iter(damaged.values()))}" if none else None
+        )
         newest: Path | None = self.mesh.gather(found)[0]
-        return newest
+        return newest, damaged
+
+    def _quarantine(self, damaged: Mapping[Path, str]) -> None:
+        """Rename damaged files, on rank 0, once there is another one to go on from."""
+        for path, problem in damaged.items():
+            aside = path.with_name(time.strftime(f".corrupt-{path.stem.removeprefix('step-')}-%Y%m%d-%H%M%S"))
+            path.rename(aside)
+            log = structlog.get_logger("nanotrain.checkpoint")
+            log.warning("a damaged checkpoint was set aside", problem=problem, now=str(aside))
 
     def _find(self, which: str) -> Path:
         steps = self.steps()

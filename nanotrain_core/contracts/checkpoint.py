@@ -76,11 +76,12 @@ class Checkpoint(Protocol):
 
         Args:
             state: what to fill. Blocks may be cut in any other way than they were saved.
-            which: ``"latest"``: the newest that is whole, damaged ones being set aside with a
-                warning; or a step number, or a path, and then exactly this one.
+            which: ``"latest"``: the newest that is whole and that all ranks can read, damaged newer ones
+                being set aside with a warning; or a step number, or a path, and then exactly this one.
 
         Raises:
-            CheckpointError: on every rank: it is damaged or does not fit; nothing live was touched.
+            CheckpointError: on every rank: it is damaged or does not fit, or of several none is whole.
+                Nothing live was touched, and nothing moved.
         """
         ...
 

@@ -163,6 +163,30 @@ def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
 
 
 @check("checkpoint", since="0.2")
+def damaged_ones_stay_if_no_other_is_left(case: Case) -> None:
+    """With all checkpoints damaged, ``latest`` is refused each time: a later launch does not begin anew."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1, 2])
+        for path in (path for path in files(folder) if path.name != ADVISORY):
+            cut_in_half(path)
+        before = files(folder)
+        for launch in ("the first", "the next"):
+            errors = run_ranks(try_to_go_on, case.world_size, case, folder)
+            assert all(errors), f"{launch} load of 'latest', all damaged: errors of the ranks {errors}"
+        assert files(folder) == before, f"files after refused loads are {files(folder)}, before {before}"
+
+
+def try_to_go_on(case: Case, folder: Path) -> str:
+    """Load the latest; return the error, empty if there was none."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    try:
+        checkpoint.load("latest", state)
+    except CheckpointError as refused:
+        return str(refused)
+    return ""
+
+
+@check("checkpoint", since="0.2")
 def later_steps_are_left_behind(case: Case) -> None:
     """After an older step was loaded, later ones are no steps of the run: ``latest`` is the older one."""
     with temporary_folder() as folder:

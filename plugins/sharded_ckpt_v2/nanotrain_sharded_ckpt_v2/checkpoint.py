@@ -70,6 +70,18 @@ class Agreed:
     """Of all ranks; on rank 0 alone."""
 
 
+@attrs.define(frozen=True, eq=False)
+class Found:
+    """A checkpoint that every rank is able to read."""
+
+    path: Path
+    manifest: Manifest
+    reading: Reading
+    """Of this rank's blocks."""
+    streams: Mapping[str, torch.Tensor]
+    """This rank's."""
+
+
 class ShardedCheckpoint:
     """See :class:`~nanotrain_core.contracts.Checkpoint`."""
 
@@ -259,40 +271,30 @@ class ShardedCheckpoint:
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify, plan, look, then fill the blocks."""
-        found = self._newest_whole() if which == "latest" else self._named(which)
+        found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})
         if found is None:
             return None
-        path, saved = found
-        kinds = self.mesh.gather(kinds_of(block.name for block in state.blocks))
-        problems = misfits(saved, state.blocks, set().union(*kinds))
-        more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
-        agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else "", self.mesh)
+        saved = found.manifest
         state.accept(saved.meta)
-        streams = self._fill(path, saved, state)
-        own = path.resolve().parent == self.folder.resolve()
+        self._quarantine(damaged)
+        self._fill(found.reading)
+        own = found.path.resolve().parent == self.folder.resolve()
         left = (step for step in self.steps() if step > saved.step or not own)
         self._on_first(lambda: folders.set_aside(self.folder, [*left]))
         if own:
             self._restored.add(saved.step)
             if self.config.verify == "full":
                 self._verified[saved.step] = saved.files
-        return TrainState(state.blocks, saved.meta, streams)
+        return TrainState(state.blocks, saved.meta, found.streams)
 
-    def _fill(self, path: Path, saved: Manifest, state: TrainState) -> dict[str, torch.Tensor]:
-        """Fill blocks and return this rank's streams, or fail on every rank."""
-        problem, streams = "", dict[str, torch.Tensor]()
-        try:
-            reading = Reading(path, saved, state.blocks)
-            streams = self._streams(path, saved, state.rank_tensors)
-        except CheckpointError as error:
-            problem = str(error)
-        agree(problem, self.mesh)
+    def _fill(self, reading: Reading) -> None:
+        """Overwrite live tensors, or fail on every rank."""
+        problem = ""
         try:
             reading.fill()
         except CheckpointError as error:
             problem = str(error)
         agree(problem, self.mesh)
-        return streams
 
     def _streams(
         self, path: Path, saved: Manifest, wanted: Mapping[str, torch.Tensor]
@@ -312,7 +314,7 @@ class ShardedCheckpoint:
                 raise CheckpointError(f"{path / name}: {stream} is {form}, expected {expected}")
         return found
 
-    def _named(self, which: str) -> tuple[Path, Manifest]:
+    def _named(self, which: str, state: TrainState) -> Found:
         """Return exactly the checkpoint asked for."""
         path = folders.step_folder(self.folder, int(which)) if which.isdecimal() else Path(which)
         problem = ""
@@ -320,27 +322,52 @@ class ShardedCheckpoint:
             known = ", ".join(map(str, self.steps())) or "none"
             problem = f"no checkpoint at {path}; steps saved in {self.folder}: {known}"
         agree(problem, self.mesh)
-        saved, problems = self._examine(path)
-        if saved is None:
+        found, problems = self._open(path, state)
+        if found is None:
             raise CheckpointError("; ".join(problems))
-        return path, saved
+        return found
 
-    def _newest_whole(self) -> tuple[Path, Manifest] | None:
-        """Return the newest checkpoint that is whole, and set damaged newer ones aside."""
-        problems: Sequence[str] = ()
+    def _newest_whole(self, state: TrainState) -> tuple[Found | None, dict[int, str]]:
+        """Return the newest checkpoint that all ranks can read, and what is wrong with newer ones."""
+        damaged: dict[int, str] = {}
         there: list[int] = from_first(self.steps(), self.mesh)
         for step in reversed(there):
-            path = folders.step_folder(self.folder, step)
-            saved, problems = self._examine(path)
-            if saved is not None:
-                return path, saved
+            found, problems = self._open(folders.step_folder(self.folder, step), state)
+            if found is not None:
+                return found, damaged
+            damaged[step] = "; ".join(problems)
+        if damaged:  # all stay where they are: else the next launch would find none, and begin anew
+            raise CheckpointError(f"no checkpoint in {self.folder} is whole: {damaged[there[-1]]}")
+        return None, damaged
+
+    def _quarantine(self, damaged: Mapping[int, str]) -> None:
+        """Rename damaged checkpoints, once there is another one to go on from."""
+        for step, problem in damaged.items():
             now = self._on_first(partial(folders.quarantine, self.folder, step))
             if self.mesh.rank == 0:
-                text = "; ".join(problems)
-                self.log.warning("a damaged checkpoint was set aside", problem=text, now=str(now))
-        if problems:
-            raise CheckpointError(f"no checkpoint in {self.folder} is whole: {problems[0]}")
-        return None
+                self.log.warning("a damaged checkpoint was set aside", problem=problem, now=str(now))
+
+    def _open(self, path: Path, state: TrainState) -> tuple[Found | None, Sequence[str]]:
+        """Return what is to be read, if every rank can read its part, else what is wrong: on all ranks alike.
+
+        Raises:
+            CheckpointError: it is whole, and does not fit ``state``.
+        """
+        saved, problems = self._examine(path)
+        if saved is None:
+            return None, problems
+        kinds = self.mesh.gather(kinds_of(block.name for block in state.blocks))
+        unfit = misfits(saved, state.blocks, set().union(*kinds))
+        more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
+        agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
+        found, problem = None, ""
+        try:
+            reading = Reading(path, saved, state.blocks)
+            found = Found(path, saved, reading, self._streams(path, saved, state.rank_tensors))
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]
+        return (None if problems else found), problems
 
     def _examine(self, path: Path) -> tuple[Manifest | None, Sequence[str]]:
         """Return the manifest if all is well, else None and what is not: the same on every rank.
