@@ -76,6 +76,12 @@ class Layout:
         return next(iter(self.views.values())).world_size
 
     @property
+    def degrees(self) -> dict[str, dict[str, int]]:
+        """View -> dimension -> size, where there are several ranks along it: what tells layouts apart."""
+        views = {name: zip(view.dims, view.sizes, strict=True) for name, view in self.views.items()}
+        return {name: found for name, each in views.items() if (found := {d: n for d, n in each if n > 1})}
+
+    @property
     def dims(self) -> tuple[str, ...]:
         """Every dimension of every view, each once."""
         return tuple(dict.fromkeys(dim for view in self.views.values() for dim in view.dims))

@@ -250,6 +250,25 @@ def test_on_another_layout_random_streams_are_neither_the_old_ones_nor_those_of_
     assert len({str(each) for each in (start, *found)}) == 3
 
 
+def streams_on(folder, topology, kind, resume=None):
+    tables = {"optimizer": ZERO, "checkpoint": {"use": kind}, "parallel": [{"use": "tp"}]}
+    on = Case("topology", use="grid", topology=topology, overrides=tables)
+    engine = make_engine(on, {"checkpoint": {"every": 3}}, folder=folder, resume=resume)
+    if resume is None:
+        engine.fit()
+    else:
+        engine._restore()
+    return torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
+def test_as_many_ranks_in_another_layout_do_not_take_each_others_streams(tmp_path, kind):
+    saved = run_ranks(streams_on, 2, tmp_path, {"dp": 2}, kind)
+    assert run_ranks(streams_on, 2, tmp_path, {"dp": 2}, kind, resume="3") == saved
+    turned = run_ranks(streams_on, 2, tmp_path, {"tp": 2}, kind, resume="3")
+    assert all(streams not in saved for streams in turned)
+
+
 # --- clocks -----------------------------------------------------------------------------------------
 
 

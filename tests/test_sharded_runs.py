@@ -56,6 +56,29 @@ def test_converts_into_the_whole_file_and_back(runs):
     assert shown[0]["meta"]["data"] == shown[1]["meta"]["data"]
 
 
+@pytest.mark.parametrize(("kind", "other"), [("simple", "sharded_v2"), ("sharded_v2", "simple")])
+def test_a_converted_checkpoint_of_one_rank_keeps_its_random_streams(tmp_path, kind, other):
+    (tmp_path / "one.toml").write_text(SMALL.replace('use = "simple"', f'use = "{kind}"'))
+    (tmp_path / "other.toml").write_text(SMALL.replace('use = "simple"', f'use = "{other}"'))
+    steps = [
+        ("run", "one.toml", "--folder", "one", "--set", "run.steps=3"),
+        ("ckpt", "convert", "one", "as-other", "--to", other),
+        ("ckpt", "convert", "as-other", "back", "--to", kind),
+    ]
+    for words in steps:
+        ended = nanotrain(*words, cwd=tmp_path)
+        assert ended.code == Exit.DONE, ended.err
+    assert streams(tmp_path / "back") == streams(tmp_path / "one") == streams(tmp_path / "as-other")
+
+
+def streams(folder):
+    """Return the random streams of rank 0 in the newest checkpoint of a run, whatever its kind."""
+    path = sorted(folder.glob("checkpoints/step-*"))[-1]
+    file = path / "rank-00000.safetensors" if path.is_dir() else path
+    tensors = {name.removeprefix("rng/0/"): tensor for name, tensor in load_file(file).items()}
+    return {name: tensors[name].tolist() for name in ("torch", "python")}
+
+
 def test_a_converted_checkpoint_is_gone_on_with(runs):
     words = ["--resume", "shards-resumed/checkpoints/step-00000003", "--folder", "resumed", "--nproc", "1"]
     ended = nanotrain(

@@ -88,7 +88,7 @@ class SimpleCheckpoint:
         return reports
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        text = json.dumps({**meta, "world_size": self.mesh.world_size})
+        text = json.dumps({**meta, "world_size": self.mesh.world_size, "degrees": self.mesh.layout.degrees})
         header = {"format": FORMAT, "state": text, "sha256": digest(tensors.items(), text)}
         metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -124,10 +124,10 @@ class SimpleCheckpoint:
             self._quarantine(damaged)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
-            same_world = meta["world_size"] == self.mesh.world_size
+            same_layout = meta.get("degrees") == self.mesh.layout.degrees
             prefix = f"rng/{self.mesh.rank}/"
             self._set_aside_after(path)
-            streams = [name for name in names if same_world and name.startswith(prefix)]
+            streams = [name for name in names if same_layout and name.startswith(prefix)]
             return TrainState(
                 state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
             )

@@ -255,6 +255,11 @@ class ShardedCheckpoint:
         views = self.mesh.layout.views.items()
         return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in views}
 
+    def _same_layout(self, saved: Manifest) -> bool:
+        """Compare the dimensions along which there are several ranks."""
+        degrees = {name: {d: n for d, n in view.items() if n > 1} for name, view in saved.layout.items()}
+        return {name: view for name, view in degrees.items() if view} == self.mesh.layout.degrees
+
     def _retire_old(self) -> list[Path]:
         """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
         gone: list[Path] = []
@@ -301,7 +306,7 @@ class ShardedCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """Return this rank's streams if the layout is the same: elsewhere they mean nothing."""
         name = streams_name(self.mesh.rank)
-        if saved.layout != self._layout() or name not in saved.files:
+        if not self._same_layout(saved) or name not in saved.files:
             return {}
         shard.read_header(path / name)
         try:

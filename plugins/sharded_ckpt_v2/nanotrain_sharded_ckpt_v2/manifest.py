@@ -171,7 +171,7 @@ def _parse(table: Any, folder: Path) -> Manifest:
         step=_count(table["step"], "step"),
         versions=_table(table["versions"], "versions"),
         world_size=_count(table["world_size"], "world_size"),
-        layout=_table(table["layout"], "layout"),
+        layout={name: _sizes(view, name) for name, view in _table(table["layout"], "layout").items()},
         previous=table["previous"],
         meta=_table(table["meta"], "meta"),
         tensors=tensors,
@@ -189,6 +189,10 @@ def _count(value: Any, what: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{what} is {value!r}, expected a number of 0 or more")
     return value
+
+
+def _sizes(view: Any, name: str) -> dict[str, int]:
+    return {dim: _count(size, f"layout.{name}.{dim}") for dim, size in _table(view, f"layout.{name}").items()}
 
 
 def _file_name(name: str) -> str:

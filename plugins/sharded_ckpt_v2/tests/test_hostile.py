@@ -97,6 +97,8 @@ FORGERIES = {
     ),
     "truncated_json": (truncate, "MANIFEST.json is damaged: its last line"),
     "no_json": (write("MANIFEST.json", b"\xff\xfe"), "MANIFEST.json is damaged"),
+    "layout_of_text": (set_to("layout", {"dense": "dp"}), "layout.dense is no table"),
+    "layout_without_sizes": (set_to("layout", {"dense": {"dp": "2"}}), "layout.dense.dp is '2', expected a"),
     "nested_json": (set_to("layout", json.loads("[" * 900 + "]" * 900)), "layout is no table"),
     "other_version": (set_to("version", 3), "version 3; expected 'nanotrain-sharded', version 2"),
     "other_format": (set_to("format", "x"), "is of format 'x'"),
