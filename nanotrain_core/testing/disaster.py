@@ -1,8 +1,8 @@
 """Interrupts a save at every point where it touches the disk.
 
-Each attempt is a forked child. *Killed*: it dies with SIGKILL before or after the n-th call that
-writes, for n from 1 until a save runs to its end. *Out of space*: no file can grow beyond a limit,
-from a few bytes up to more than is needed; libraries that write from C meet it too.
+Each attempt is a forked child, or one for each rank. *Killed*: it, or one of them, dies with SIGKILL before
+or after the n-th call that writes, for n from 1 until a save runs to its end. *Out of space*: no file can
+grow beyond a limit, from a few bytes up to nearly all it needs; libraries that write from C meet it too.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Outcome:
     point: str
     error: str
     """What was wrong already: a full disk that was not reported."""
+    announced: bool = False
+    """Whether a rank took the save for complete."""
 
 
 def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
@@ -70,6 +72,11 @@ def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
 
 def end_of_child(function: Callable[[], None]) -> str:
     """Run ``function`` in a forked child; return ``done``, ``killed`` or the error it raised."""
+    return end_of(start_child(function))
+
+
+def start_child(function: Callable[[], None]) -> tuple[int, int]:
+    """Run ``function`` in a forked child; return its pid, and a pipe for :func:`end_of`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -82,10 +89,62 @@ def end_of_child(function: Callable[[], None]) -> str:
         finally:
             os._exit(0)
     os.close(writer)
+    return child, reader
+
+
+def end_of(child: tuple[int, int]) -> str:
+    """Wait for a child; return how it ended."""
+    pid, reader = child
     with os.fdopen(reader, "rb") as pipe:
         text = pipe.read().decode()
-    os.waitpid(child, 0)
+    os.waitpid(pid, 0)
     return text or "killed"
+
+
+def save_and_lose(case: Case, folder: Path, victim: int) -> list[Outcome]:
+    """Save step 1 on all ranks, then step 2 over and over, each time with one rank killed elsewhere."""
+    from nanotrain_core.testing.saving import numbered, open_state, save
+
+    def save_step(copy: Path, step: int, arm: Callable[[], None]) -> None:
+        checkpoint, state = open_state(case, copy)
+        state = numbered(state, step)
+        arm()
+        save(checkpoint, step, state)
+
+    saved = folder / "saved"
+    ends = ends_of_ranks(case.world_size, folder / "store", lambda rank: save_step(saved, 1, lambda: None))
+    assert ends == ["done"] * case.world_size, ends
+    outcomes = []
+    for number in range(1, 500):
+        copy = folder / f"attempt-{number}"
+        shutil.copytree(saved, copy)
+
+        def save_second(rank: int, copy: Path = copy, number: int = number) -> None:
+            save_step(copy, 2, partial(kill_at, number) if rank == victim else lambda: None)
+
+        ends = ends_of_ranks(case.world_size, folder / f"store-{number}", save_second)
+        error = "" if ends[victim] in ("done", "killed") else f"rank {victim} ended with {ends[victim]}"
+        outcomes.append(Outcome(copy, f"at write {number} of rank {victim}", error, "done" in ends))
+        if ends[victim] == "done":
+            break
+    return outcomes
+
+
+#: Seconds after which a rank that waits for one that is gone is killed, as a launcher would.
+LEFT_BEHIND = 30
+
+
+def ends_of_ranks(ranks: int, store: Path, function: Callable[[int], None]) -> list[str]:
+    """Run ``function`` of the rank in forked children that form a gloo group; return how each ended."""
+    import torch.distributed as dist
+
+    def take_part(rank: int) -> None:
+        signal.alarm(LEFT_BEHIND)
+        meeting = dist.FileStore(str(store), ranks)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+        function(rank)
+
+    return [end_of(child) for child in [start_child(partial(take_part, rank)) for rank in range(ranks)]]
 
 
 Attempt = Callable[[int, Callable[[], None]], tuple[Path, str]]

@@ -1,5 +1,7 @@
 """``sharded_v2`` passes the harness: alone, over data ranks, and written at once instead of in a thread."""
 
+import pytest
+
 from nanotrain_core.testing import Case, conformance
 
 SUMMED = {"parallel": [{"use": "summed"}]}
@@ -8,4 +10,21 @@ test_conformance = conformance(
     Case("checkpoint", use="sharded_v2"),
     Case("checkpoint", use="sharded_v2", topology={"dp": 2}, overrides=SUMMED),
     Case("checkpoint", use="sharded_v2", config={"asynchronous": False}, name="at_once"),
+)
+
+test_exhaustively = pytest.mark.full(
+    conformance(
+        Case("checkpoint", use="sharded_v2", topology={"dp": 4}, overrides=SUMMED),
+        *(
+            Case(
+                "checkpoint",
+                use="sharded_v2",
+                config={"asynchronous": False},
+                topology={"dp": dp},
+                overrides=SUMMED,
+                name=f"at_once-w{dp}",
+            )
+            for dp in (2, 4)
+        ),
+    )
 )
