@@ -109,10 +109,11 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         try:
             ends = forwarder.wait(agent, meanwhile=watch.look)
         except ChildFailedError as failed:
-            if forwarder.received is not None:
-                return EXIT_OF[SIGNALS[forwarder.received]]
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            return _end(first_cause(scratch, codes, watch.hang))
+            cause = first_cause(scratch, codes, watch.hang)
+            if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
+                return EXIT_OF[SIGNALS[forwarder.received]]
+            return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
         except RendezvousError as problem:
             raise LaunchError(f"the hosts of the run do not meet: {problem}") from None
     return EXIT_OF[next(iter(ends.values()))]

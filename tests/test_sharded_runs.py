@@ -113,3 +113,22 @@ def test_sigterm_loses_no_step_though_files_are_written_beside_training(runs):
     saved = metrics(runs / "stopped", "checkpoint")
     assert saved[-1]["step"] == last["step"]
     assert nanotrain("ckpt", "verify", "stopped", "--step", str(last["step"]), cwd=runs).code == Exit.DONE
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_last_checkpoint_that_cannot_be_saved_is_told_though_a_signal_ended_the_run(tmp_path, ranks):
+    """Exit code 75 would say that all is there to go on with."""
+    (tmp_path / "sharded.toml").write_text(SHARDED)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/checkpoints").write_text("a file where a folder should be")
+    words = ["--nproc", ranks, "--folder", "here", "--resume", "auto", "--set", "run.steps=100000"]
+    process = start("run", "sharded.toml", *words, "--set", "checkpoint.every=0", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "here/metrics.jsonl").exists() or not metrics(tmp_path / "here", "step"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.code == Exit.UNSAVED, ended.err
+    assert "here/checkpoints cannot be written" in ended.err
+    assert "Traceback" not in ended.err
