@@ -8,28 +8,38 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, mesh, moe, narrow, startup
+from benchmarks import bubble, mesh, moe, narrow, originals, startup
 from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
-NAMES = (*(case.name for case in (*CASES, *SHARDED, *ALONE)), "moe", "fp8", "bubble", "startup", "mesh")
+CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *ALONE))
+NAMES = (*CASE_NAMES, *originals.NAMES, "moe", "fp8", "bubble", "startup", "mesh")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    about = f"of {', '.join(NAMES)}; default: all, of originals those whose clone is given"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=about)
     parser.add_argument("--rounds", type=positive, default=9, help="turns of each side (default: 9)")
     parser.add_argument("--steps", type=positive, default=3, help="optimizer steps in a turn (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables between its markers")
+    for name, original in originals.CLONES.items():
+        about = f"clone of {original.url} to race"
+        parser.add_argument(f"--{name}", type=Path, metavar="CLONE", help=about)
     args = parser.parse_args(arguments)
     unknown = sorted(set(args.names) - set(NAMES))
     if unknown:
         parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    args.clones = {name: getattr(args, name.replace("-", "_")) for name in originals.CLONES}
+    args.originals = originals.chosen(args.names, args.clones)
+    missing = originals.problems(args.originals, args.clones)
+    if missing:
+        parser.error("\n".join(missing))
     return args
 
 
@@ -47,10 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.names or NAMES
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
     measured: list[Measured] = []
-    for case in (*CASES, *SHARDED):
-        if case.name in names:
-            print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
-            measured.append(race(case, engine, case.peer_builder(), rounds=args.rounds, steps=args.steps))
+    races = [case for case in (*CASES, *SHARDED) if case.name in names]
+    for case in (*races, *args.originals):
+        print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
+        peer = case.peer_builder(args.clones)
+        measured.append(race(case, engine, peer, rounds=args.rounds, steps=args.steps))
     for case in ALONE:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)

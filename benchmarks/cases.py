@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from nanotrain_core.recipe.tree import Recipe
 
 RECIPE = Path(__file__).with_name("llama.toml")
 DEEPSEEK = Path(__file__).with_name("deepseek.toml")
+DEEPSEEK_ZERO = Path(__file__).with_name("deepseek_zero.toml")
 ZERO = Path(__file__).with_name("llama_zero.toml")
 LARGE = Path(__file__).with_name("llama_118m.toml")
+NO_CLONES: Mapping[str, Path | None] = {}
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class Case:
     """What the other side is, for the table; empty: nobody."""
     build: str = "benchmarks.peers:peer"
     """``module:function`` that builds one rank of it."""
+    clone: str = ""
+    """Framework whose clone that function is given first; empty: it needs none."""
     file: Path = RECIPE
     ranks: int = 1
     threads: int = 1
@@ -63,10 +69,11 @@ class Case:
         overrides = [f"{key}={value}" for key, value in changes.items()]
         return load_recipe(self.file, overrides=overrides, ranks=self.ranks)
 
-    def peer_builder(self) -> Any:
-        """Import what builds the other side."""
+    def peer_builder(self, clones: Mapping[str, Path | None] = NO_CLONES) -> Any:
+        """Import what builds the other side, and give it its clone."""
         module, _, name = self.build.partition(":")
-        return getattr(import_module(module), name)
+        build = getattr(import_module(module), name)
+        return partial(build, clones[self.clone]) if self.clone else build
 
 
 PLAIN = "PyTorch loop"
@@ -133,18 +140,47 @@ SHARDED = tuple(
 #: 1024 tokens a step of a small DeepSeek, whatever the layout.
 SMALL_DEEPSEEK: dict[str, Any] = {"file": DEEPSEEK, "microbatch": 2}
 
+#: Layouts of two dimensions, over 4 ranks.
+PP2_EP2: dict[str, Any] = {"ranks": 4, "pp": 2, "ep": 2, "schedule": "1f1b"}
+TP2_PP2: dict[str, Any] = {"ranks": 4, "tp": 2, "pp": 2, "schedule": "1f1b"}
+DP2_TP2: dict[str, Any] = {"ranks": 4, "tp": 2}
+
 ALONE = (
     Case(name="deepseek-1-rank", accumulate=4, **SMALL_DEEPSEEK),
-    Case(name="deepseek-pp2-ep2", ranks=4, pp=2, ep=2, schedule="1f1b", accumulate=2, **SMALL_DEEPSEEK),
-    Case(name="deepseek-tp2-pp2", ranks=4, tp=2, pp=2, schedule="1f1b", accumulate=4, **SMALL_DEEPSEEK),
+    Case(name="deepseek-pp2-ep2", accumulate=2, **PP2_EP2, **SMALL_DEEPSEEK),
+    Case(name="deepseek-tp2-pp2", accumulate=4, **TP2_PP2, **SMALL_DEEPSEEK),
+    Case(name="deepseek-tp2-pp2-ep2", accumulate=4, **TP2_PP2, ep=2, **SMALL_DEEPSEEK),
+    Case(name="llama-tp2-pp2", **TP2_PP2, **PIPELINE),
+    Case(name="llama-dp2-tp2", **DP2_TP2),
+)
+
+NANO_TRAIN: dict[str, Any] = {
+    "clone": "nano-train",
+    "build": "benchmarks.peer_nano_train:peer",
+    "bar": 1.5,
+    **SMALL_DEEPSEEK,
+}
+NANO_TRAIN_ZERO: dict[str, Any] = {
+    **NANO_TRAIN,
+    **PP2_EP2,
+    "file": DEEPSEEK_ZERO,
+    "stage": 2,
+    "accumulate": 2,
+}
+PICOTRON: dict[str, Any] = {"clone": "picotron", "build": "benchmarks.peer_picotron:peer", "bar": 1.2}
+
+#: Frameworks that are raced from a clone.
+ORIGINALS = (
+    Case(name="nano-train-1-rank", peer="nano-train", accumulate=4, **NANO_TRAIN),
+    Case(name="nano-train-pp2-ep2", peer="nano-train, ZeRO-2", **NANO_TRAIN_ZERO),
     Case(
-        name="deepseek-tp2-pp2-ep2",
-        ranks=4,
-        tp=2,
-        pp=2,
-        ep=2,
-        schedule="1f1b",
-        accumulate=4,
-        **SMALL_DEEPSEEK,
+        name="nano-train-pp2-ep2-lanes",
+        peer="nano-train, ZeRO-2, a batch for each lane",
+        **{**NANO_TRAIN_ZERO, "build": "benchmarks.peer_nano_train:every_lane"},
     ),
+    Case(name="nano-train-tp2-pp2", peer="nano-train", accumulate=4, **TP2_PP2, **NANO_TRAIN),
+    Case(name="picotron-tp2", peer="picotron", ranks=2, tp=2, **PICOTRON),
+    Case(name="picotron-pp2", peer="picotron", ranks=2, pp=2, schedule="1f1b", **PIPELINE, **PICOTRON),
+    Case(name="picotron-tp2-pp2", peer="picotron", **TP2_PP2, **PIPELINE, **PICOTRON),
+    Case(name="picotron-dp2-tp2", peer="picotron", **DP2_TP2, **PICOTRON),
 )
