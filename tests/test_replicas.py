@@ -129,7 +129,7 @@ def test_in_a_pipeline_all_stages_end():
     case = attrs.evolve(ZERO, topology={"pp": 2, "dp": 2})
     found = run_ranks(train_flipped, 4, case, changes, Flip(1, 3, own=False))
     name = found[3].flipped
-    text = f"step 2: {name} has other bits on ranks 1, 3 each, and there is no majority to trust"
+    text = f"step 2: {name} has other bits on ranks 2, 3 each, and there is no majority to trust"
     assert [each.text for each in found] == [text] * 4
 
 
