@@ -18,7 +18,7 @@ from nanotrain_core.contracts import GradientSync, PartOutput
 from nanotrain_core.handover import Handover
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.products import steady_weights
-from nanotrain_core.weight_gradients import Postponed, postpone
+from nanotrain_core.weight_gradients import Postponed, add_in_place, postpone
 
 Losses = dict[str, torch.Tensor]
 
@@ -156,7 +156,8 @@ class Executor:
             with postpone(into):
                 torch.autograd.backward(roots, gradients)
         else:
-            torch.autograd.backward(roots, gradients)
+            with add_in_place():
+                torch.autograd.backward(roots, gradients)
         if stage:
             assert done.inputs.grad is not None
             like = tuple(self._microbatches[number].tokens.shape)

@@ -65,12 +65,22 @@ class Products(Protocol):
         """Return a piece of the gradient of x [N, A], in ``out``, or added to it, if there is one."""
         ...
 
-    def weight_room(self, weight_EBA: torch.Tensor) -> tuple[torch.Tensor | None, list[Any]]:
-        """Return memory for a gradient, None if the products make it themselves, and each piece's place."""
+    def weight_room(
+        self, weight_EBA: torch.Tensor, total_EBA: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, list[Any]]:
+        """Return memory for a gradient, and each piece's place: ``total_EBA`` to be added to, or new.
+
+        None: the products make it themselves.
+        """
         ...
 
-    def of_weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return a piece of the gradient of the weights, in ``out``; zeros for an expert without rows."""
+    def of_weight(
+        self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor, *, add: bool = False
+    ) -> torch.Tensor:
+        """Return a piece of the gradient of the weights, in ``out``, or added to it.
+
+        It is zero for an expert without rows.
+        """
         ...
 
 
@@ -149,14 +159,18 @@ class OneByOne:
         """One product."""
         return matmul(d_y_NB, weight, out, add=add)
 
-    def weight_room(self, weight_EBA: torch.Tensor) -> tuple[torch.Tensor | None, list[Any]]:
+    def weight_room(
+        self, weight_EBA: torch.Tensor, total_EBA: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, list[Any]]:
         """Return views of one tensor."""
-        memory = torch.empty_like(weight_EBA)
+        memory = torch.empty_like(weight_EBA) if total_EBA is None else total_EBA
         return memory, list(memory.unbind())
 
-    def of_weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def of_weight(
+        self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor, *, add: bool = False
+    ) -> torch.Tensor:
         """One product; over no rows it is zero."""
-        return matmul(d_y_NB.T, x_NA, out)
+        return matmul(d_y_NB.T, x_NA, out, add=add)
 
 
 class Batched:
@@ -209,13 +223,19 @@ class Batched:
             return torch.bmm(d_y_NB, weight, out=out)
         return out.baddbmm_(d_y_NB, weight)
 
-    def weight_room(self, weight_EBA: torch.Tensor) -> tuple[torch.Tensor | None, list[Any]]:
+    def weight_room(
+        self, weight_EBA: torch.Tensor, total_EBA: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, list[Any]]:
         """Return one tensor."""
-        memory = torch.empty_like(weight_EBA)
+        memory = torch.empty_like(weight_EBA) if total_EBA is None else total_EBA
         return memory, [memory]
 
-    def of_weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def of_weight(
+        self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor, *, add: bool = False
+    ) -> torch.Tensor:
         """All products."""
+        if add:
+            return out.baddbmm_(d_y_NB.transpose(1, 2), x_NA)
         return torch.bmm(d_y_NB.transpose(1, 2), x_NA, out=out)
 
 
@@ -260,10 +280,14 @@ class Grouped:
         d_x_NA = F.grouped_mm(d_y_NB, weight, offs=self.ends)
         return d_x_NA if out is None else out.add_(d_x_NA)
 
-    def weight_room(self, weight_EBA: torch.Tensor) -> tuple[torch.Tensor | None, list[Any]]:
-        """Return nothing."""
+    def weight_room(
+        self, weight_EBA: torch.Tensor, total_EBA: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, list[Any]]:
+        """Return nothing: the kernel does not add."""
         return None, [None]
 
-    def of_weight(self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def of_weight(
+        self, d_y_NB: torch.Tensor, x_NA: torch.Tensor, out: torch.Tensor, *, add: bool = False
+    ) -> torch.Tensor:
         """All products; what the kernel leaves for an expert without rows is not defined."""
         return F.grouped_mm(d_y_NB.T, x_NA, offs=self.ends).masked_fill_(self.idle, 0.0)

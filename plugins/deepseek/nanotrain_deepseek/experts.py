@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.products import products_of
 from nanotrain_core.roles import Role, tag
 from nanotrain_core.routing import Routing, run_locally
-from nanotrain_core.weight_gradients import is_postponing, weight_gradient
+from nanotrain_core.weight_gradients import is_postponing, sum_of, weight_gradient
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.expert_products import Products, choose_products
 from nanotrain_deepseek.given_products import given_swiglu
@@ -53,11 +53,15 @@ class Experts(nn.Module):
 
 
 class _WeightGradient:
-    """The gradient of stacked weights: a piece at a time, while its rows are in the cache, or all put off."""
+    """The gradient of stacked weights: a piece at a time, while its rows are in the cache, or all put off.
+
+    Where it may, it is added to the gradients of microbatches before.
+    """
 
     def __init__(self, weight_EBA: torch.Tensor, products: Products, *, wanted: bool) -> None:
         self.weight, self.products, self.wanted = weight_EBA, products, wanted
         self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.total = sum_of(weight_EBA) if wanted else None
         self.memory: torch.Tensor | None = None
         self.pieces: list[Any] = []
         self.made = 0
@@ -70,19 +74,21 @@ class _WeightGradient:
                 self.make()
 
     def make(self) -> torch.Tensor:
-        """Make the pieces whose rows wait, and return the gradient."""
+        """Make the pieces whose rows wait, and return the gradient, or the sum that it was added to."""
         if not self.pieces:
-            self.memory, self.pieces = self.products.weight_room(self.weight)
+            self.memory, self.pieces = self.products.weight_room(self.weight, self.total)
+        add = self.memory is not None and self.memory is self.total
         for rows in self.rows:
-            self.pieces[self.made] = self.products.of_weight(*rows, self.pieces[self.made])
+            self.pieces[self.made] = self.products.of_weight(*rows, self.pieces[self.made], add=add)
             self.made += 1
         self.rows.clear()
         gradient: torch.Tensor = self.pieces[0] if self.memory is None else self.memory
         return gradient
 
     def result(self) -> torch.Tensor | None:
-        """Return the gradient; None: it is not wanted, or was put off."""
-        return weight_gradient(self.weight, self.make) if self.wanted else None
+        """Return the gradient; None: it is not wanted, was put off, or is where autograd would add it."""
+        gradient = weight_gradient(self.weight, self.make) if self.wanted else None
+        return None if gradient is self.total else gradient
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -125,3 +125,52 @@ def test_weight_gradients_can_be_put_off():
     later.compute()
     for found, expected in zip((experts.gate, experts.up, experts.down), (gate, up, down), strict=True):
         assert torch.equal(found.grad, expected)
+
+
+def backward_of(experts, counts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(sum(counts), 32, generator=generator).to(experts.gate.dtype).requires_grad_()
+    y = experts.compute(rows, torch.tensor(counts))
+    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "tolerance"),
+    [
+        (torch.float64, lambda counts: OneByOne(counts, 1), 1e-12),
+        (torch.bfloat16, lambda counts: Batched(counts, 16), 0.02),
+        (torch.bfloat16, lambda counts: Grouped(torch.tensor(counts)), 0.02),
+    ],
+    ids=["fp64", "bf16-batch", "bf16-grouped"],
+)
+def test_a_later_microbatch_adds_to_the_gradients_that_are_there(dtype, make, tolerance):
+    experts, other, told = experts_of(dtype), experts_of(dtype), []
+    experts.up.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
+    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts.tolist())):
+        for counts in (COUNTS, COUNTS[::-1]):
+            backward_of(other, counts, counts[0])
+            with weight_gradients.add_in_place():
+                backward_of(experts, counts, counts[0])
+    for name in WEIGHTS:
+        ours, theirs = (getattr(each, name).grad.double() for each in (experts, other))
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert len(told) == 2
+    assert torch.equal(told[1], experts.up.grad)
+
+
+def test_gradients_that_a_hook_looks_at_are_not_added_behind_its_back():
+    experts, seen = experts_of(torch.float64), []
+    experts.gate.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+    with weight_gradients.add_in_place():
+        backward_of(experts, COUNTS, 0)
+        backward_of(experts, COUNTS, 1)
+    assert torch.allclose(experts.gate.grad, 2 * (seen[0] + seen[1]), atol=1e-12)
+
+
+def test_gradients_that_somebody_asks_for_leave_those_that_are_there_alone():
+    experts, rows = experts_of(torch.float64), torch.randn(66, 32).double()
+    backward_of(experts, COUNTS, 0)
+    before = experts.down.grad.clone()
+    (asked,) = torch.autograd.grad(experts.compute(rows, torch.tensor(COUNTS)).sum(), experts.down)
+    assert asked.abs().sum() > 0
+    assert torch.equal(experts.down.grad, before)
