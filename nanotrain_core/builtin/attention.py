@@ -56,12 +56,13 @@ class _Short(torch.autograd.Function):
         shared = q_BSHK.shape[2] // k_BSGK.shape[2]
         q, k, v = _rows(q_BSHK, shared), _rows(k_BSGK), _rows(v_BSGV)
         y = q.new_empty(*q.shape[:2], v.shape[-1])
-        probabilities = []
+        probabilities, nothing, mask = [], q.new_zeros(1), _mask(shared, q)
         for rows, queries in _blocks(k.shape[1], shared):
-            scores = torch.baddbmm(
-                _mask(rows, shared, q), q[:, queries], k[:, : rows.stop].transpose(1, 2), alpha=scale
-            )
-            p_NRC = torch.softmax(scores, -1)
+            keys = k[:, : rows.stop].transpose(1, 2)
+            scores_NRC = torch.baddbmm(nothing, q[:, queries], keys, beta=0, alpha=scale)
+            own_NRR = scores_NRC[:, :, rows.start :]
+            own_NRR.add_(mask[: own_NRR.shape[1], : own_NRR.shape[2]])
+            p_NRC = torch.softmax(scores_NRC, -1)
             torch.bmm(p_NRC, v[:, : rows.stop], out=y[:, queries])
             probabilities.append(p_NRC)
         ctx.save_for_backward(q, k, v, y, *probabilities)
@@ -108,8 +109,7 @@ def _blocks(length: int, shared: int) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(start * shared, stop * shared)
 
 
-def _mask(positions: slice, shared: int, like: torch.Tensor) -> torch.Tensor:
-    """Return [R, C]: 0 where a query sees a key and -inf where it comes later."""
-    size = (positions.stop - positions.start, positions.stop)
-    hidden = torch.full(size, float("-inf"), dtype=like.dtype, device=like.device)
-    return hidden.triu_(positions.start + 1).repeat_interleave(shared, dim=0)
+def _mask(shared: int, like: torch.Tensor) -> torch.Tensor:
+    """Return 0 where a query of a block sees one of the keys in it, and -inf where that comes later."""
+    hidden = torch.full((BLOCK, BLOCK), float("-inf"), dtype=like.dtype, device=like.device)
+    return hidden.triu_(1).repeat_interleave(shared, dim=0)

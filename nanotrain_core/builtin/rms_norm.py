@@ -1,6 +1,6 @@
 """RMSNorm whose backward pass is written out: on a CPU, torch's own takes twice as long.
 
-Shapes: ... any leading dimensions, D width.
+Shapes: ... any leading dimensions, N rows, as many as they have together, D width.
 
 Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
 """
@@ -47,12 +47,12 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """d_x = r (w d_y - x r^2 mean(x w d_y)); d_w = sum over rows of d_y x r."""
         x, r, w_D = ctx.saved_tensors
-        x_wide, d_wide = _widen(x), _widen(d_y)
-        product = d_wide * x_wide
-        d_w_D = r.flatten() @ product.flatten(0, -2)
-        along = (product @ w_D.to(product.dtype)).unsqueeze(-1) * r.pow(3) / x.shape[-1]
-        d_x = (d_wide * w_D).mul_(r).addcmul_(x_wide, along, value=-1)
-        return d_x.to(x.dtype), d_w_D.to(w_D.dtype), None
+        x_ND, d_ND = (_widen(each).reshape(-1, len(w_D)) for each in (x, d_y))
+        r_N1, product_ND = r.reshape(-1, 1), d_ND * x_ND
+        d_w_D = product_ND.T @ r_N1.flatten()
+        along_N = (product_ND @ w_D.to(product_ND.dtype)).div_(-len(w_D))
+        d_x_ND = (d_ND * w_D).addcmul_(x_ND, along_N.unsqueeze(1) * r_N1.square()).mul_(r_N1)
+        return d_x_ND.view_as(x).to(x.dtype), d_w_D.to(w_D.dtype), None
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:
