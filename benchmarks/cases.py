@@ -171,7 +171,7 @@ PICOTRON: dict[str, Any] = {"clone": "picotron", "build": "benchmarks.peer_picot
 
 #: Frameworks that are raced from a clone.
 ORIGINALS = (
-    Case(name="nano-train-1-rank", peer="nano-train", accumulate=4, **NANO_TRAIN),
+    Case(name="nano-train-1-rank", peer="nano-train", **{**NANO_TRAIN, "microbatch": 8, "accumulate": 1}),
     Case(name="nano-train-pp2-ep2", peer="nano-train, ZeRO-2", **NANO_TRAIN_ZERO),
     Case(
         name="nano-train-pp2-ep2-lanes",
