@@ -47,7 +47,11 @@ def causal_attention(
 
 
 class _Short(torch.autograd.Function):
-    """Forward keeps every block's probabilities. Backward: Dao et al., arXiv 2205.14135, appendix B.2."""
+    """Forward keeps every block's probabilities. Backward: Dao et al., arXiv 2205.14135, appendix B.2.
+
+    Every product fills storage of its own: those that go to a part of a larger tensor are made by torch one
+    matrix at a time, which takes twice as long.
+    """
 
     @staticmethod
     def forward(
@@ -55,37 +59,48 @@ class _Short(torch.autograd.Function):
     ) -> torch.Tensor:
         shared = q_BSHK.shape[2] // k_BSGK.shape[2]
         q, k, v = _rows(q_BSHK, shared), _rows(k_BSGK), _rows(v_BSGV)
-        y = q.new_empty(*q.shape[:2], v.shape[-1])
-        probabilities, nothing, mask = [], q.new_zeros(1), _mask(shared, q)
+        y_BSHV = q.new_empty(*q_BSHK.shape[:3], v.shape[-1])
+        hidden, probabilities = _mask(shared, q), []
         for rows, queries in _blocks(k.shape[1], shared):
-            keys = k[:, : rows.stop].transpose(1, 2)
-            scores_NRC = torch.baddbmm(nothing, q[:, queries], keys, beta=0, alpha=scale)
-            own_NRR = scores_NRC[:, :, rows.start :]
-            own_NRR.add_(mask[: own_NRR.shape[1], : own_NRR.shape[2]])
-            p_NRC = torch.softmax(scores_NRC, -1)
-            torch.bmm(p_NRC, v[:, : rows.stop], out=y[:, queries])
+            p_NRC = _scaled(q[:, queries], k[:, : rows.stop].transpose(1, 2), scale)
+            diagonal = p_NRC[:, :, rows]
+            diagonal.add_(hidden[: diagonal.shape[1], : diagonal.shape[2]])
+            torch.softmax(p_NRC, -1, out=p_NRC)
+            _fill(y_BSHV[:, rows], torch.bmm(p_NRC, v[:, : rows.stop]), shared)
             probabilities.append(p_NRC)
-        ctx.save_for_backward(q, k, v, y, *probabilities)
-        ctx.scale, ctx.heads, ctx.shared = scale, k_BSGK.shape[2], shared
-        return _heads(y, ctx.heads, shared)
+        ctx.save_for_backward(q, k, v, *probabilities)
+        ctx.scale, ctx.shared = scale, shared
+        return y_BSHV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_BSHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, y, *probabilities = ctx.saved_tensors
-        d_y = _rows(d_y_BSHV, ctx.shared)
-        along = (d_y * y).sum(-1, keepdim=True)
-        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        blocks = _blocks(k.shape[1], ctx.shared)
-        for (rows, queries), p_NRC in zip(blocks, probabilities, strict=True):
+        q, k, v, *probabilities = ctx.saved_tensors
+        scale, shared = ctx.scale, ctx.shared
+        d_y, d_q_BSHK = _rows(d_y_BSHV, shared), q.new_empty(*d_y_BSHV.shape[:3], q.shape[-1])
+        blocks, d_k, d_v = list(_blocks(k.shape[1], shared)), None, None
+        for (rows, queries), p_NRC in zip(blocks[::-1], probabilities[::-1], strict=True):
             seen, d_block = slice(rows.stop), d_y[:, queries]
-            d_v[:, seen].baddbmm_(p_NRC.transpose(1, 2), d_block)
             d_p_NRC = torch.bmm(d_block, v[:, seen].transpose(1, 2))
-            d_s_NRC = d_p_NRC.sub_(along[:, queries]).mul_(p_NRC)
-            torch.bmm(d_s_NRC, k[:, seen], out=d_q[:, queries])
-            d_k[:, seen].baddbmm_(d_s_NRC.transpose(1, 2), q[:, queries], alpha=ctx.scale)
-        heads, shared = ctx.heads, ctx.shared
-        return _heads(d_q.mul_(ctx.scale), heads, shared), _heads(d_k, heads), _heads(d_v, heads), None
+            d_s_NRC = torch.ops.aten._softmax_backward_data(d_p_NRC, p_NRC, -1, p_NRC.dtype)
+            _fill(d_q_BSHK[:, rows], _scaled(d_s_NRC, k[:, seen], scale), shared)
+            d_k = _add(_scaled(d_s_NRC.transpose(1, 2), q[:, queries], scale), d_k)
+            d_v = _add(torch.bmm(p_NRC.transpose(1, 2), d_block), d_v)
+        batch = len(d_y_BSHV)
+        return d_q_BSHK, _heads(d_k, batch), _heads(d_v, batch), None
+
+
+def _add(x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    """Add ``x`` to the first keys of the sum so far; the last block, which comes first, sees all."""
+    if total is None:
+        return x
+    total[:, : x.shape[1]].add_(x)
+    return total
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``scale`` a b, for each matrix."""
+    return a.new_empty(*a.shape[:2], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
 
 
 def _rows(x_BSHK: torch.Tensor, shared: int = 1) -> torch.Tensor:
@@ -95,11 +110,16 @@ def _rows(x_BSHK: torch.Tensor, shared: int = 1) -> torch.Tensor:
     return x.reshape(-1, length * shared, size)
 
 
-def _heads(x: torch.Tensor, heads: int, shared: int = 1) -> torch.Tensor:
-    """Turn :func:`_rows` back to [B, S, H, K]."""
-    count, rows, size = x.shape
-    x = x.view(count // heads, heads, rows // shared, shared, size).transpose(1, 2)
-    return x.reshape(count // heads, rows // shared, heads * shared, size)
+def _fill(out_BSHK: torch.Tensor, x: torch.Tensor, shared: int) -> None:
+    """Write :func:`_rows` back."""
+    batch, length, heads, size = out_BSHK.shape
+    rows = x.view(batch, heads // shared, length, shared, size)
+    out_BSHK.view(batch, length, heads // shared, shared, size).copy_(rows.transpose(1, 2))
+
+
+def _heads(x: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Turn :func:`_rows` of unshared heads back to [B, S, H, K], a view."""
+    return None if x is None else x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _blocks(length: int, shared: int) -> Iterator[tuple[slice, slice]]:
@@ -110,6 +130,6 @@ def _blocks(length: int, shared: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _mask(shared: int, like: torch.Tensor) -> torch.Tensor:
-    """Return 0 where a query of a block sees one of the keys in it, and -inf where that comes later."""
+    """Return what is added to the scores of a block for its own keys: -inf where they come later, or 0."""
     hidden = torch.full((BLOCK, BLOCK), float("-inf"), dtype=like.dtype, device=like.device)
     return hidden.triu_(1).repeat_interleave(shared, dim=0)

@@ -82,7 +82,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss, (d_weight_VD * d_loss).to(ctx.weight_dtype), None, None
+        return d_hidden_TD.mul_(d_loss), d_weight_VD.mul_(d_loss).to(ctx.weight_dtype), None, None
 
 
 def _chunk_size(weight_VD: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ Source: Su et al., arXiv 2104.09864, equation 34.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,15 +21,22 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -> Rotation:
     """Return what turns positions 0 to ``length`` - 1, on the device of ``like``.
 
-    Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
-    when a model built on ``meta`` gets its storage. Angles are float64, because position times
-    frequency loses digits of the angle in float32; the results are float32 (float64 for a float64 model).
+    No buffer: that would come to life uninitialised when a model built on ``meta`` gets its storage. Angles
+    are float64, because position times frequency loses digits of the angle in float32; the results are
+    float32 (float64 for a float64 model).
     """
-    pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=like.device)
-    position_S = torch.arange(length, dtype=torch.float64, device=like.device)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return _rotation(length, head_size, theta, like.device, dtype)
+
+
+@lru_cache(maxsize=1)  # every microbatch asks for the same
+def _rotation(
+    length: int, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Rotation:
+    pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=device)
+    position_S = torch.arange(length, dtype=torch.float64, device=device)
     angle_S1K = torch.outer(position_S, theta ** (-pair_K / head_size)).unsqueeze(1)
     cos, sin = angle_S1K.cos(), angle_S1K.sin()
-    dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
@@ -55,6 +63,5 @@ class _Rotate(torch.autograd.Function):
 def _turn(x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Whole heads at a time: on a CPU, arithmetic on half heads, 16 numbers in a row, is slow."""
     wide = x_BSHK.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    other = torch.cat((second, first), dim=-1)
+    other = wide.roll(wide.shape[-1] // 2, dims=-1)
     return other.mul_(sin).addcmul_(wide, cos).to(x_BSHK.dtype)
