@@ -6,6 +6,8 @@ from random import Random
 import pytest
 from test_run import SMALL
 
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
 from nanotrain_core.testing.chaos.bench import Bench, Settings, Trial
 from nanotrain_core.testing.chaos.matrix import ROWS, chosen
 from nanotrain_core.testing.chaos.row import Outcome, Row, judge
@@ -33,6 +35,63 @@ def test_is_survived(bench, row):
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.short], ids=lambda row: row.__name__)
 def test_is_survived_too(bench, row):
     assert row().run(bench, row.__name__, Random(1)).problems == []
+
+
+# --- what is refused before anything runs, and a format of another's ----------------------------------
+
+MINE = '''
+import attrs
+from pathlib import Path
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    """A checkpoint without a catalogue."""
+    {key}: int = 5
+
+@hookimpl
+def nanotrain_register_checkpoint(register):
+    register(Component(name="mine", config=Config, factory=f"{{__name__}}:Mine"))
+'''
+
+
+def mine(folder, key):
+    """Write a recipe that saves with a component of a key, and the plugin that has it."""
+    saving = 'use = "simple"\nevery = 3\nkeep = 9\n'
+    assert saving in RECIPE
+    (folder / "recipe.toml").write_text(RECIPE.replace(saving, 'use = "mine"\n'))
+    (folder / "mine.py").write_text(MINE.format(key=key))
+    return str(folder / "recipe.toml"), str(folder / "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--only", "18"], "checkpoint.every, and 'mine' has no such key; valid: interval"),
+        (["--only", "kil", "--only", "rocks"], "--only rocks: no such row; expected a number or a part of"),
+        (["--only", "18", "--keep", "."], "--keep .: it is not empty; expected a new folder"),
+    ],
+)
+def test_is_refused(tmp_path, capsys, monkeypatch, words, text):
+    recipe, plugin = mine(tmp_path, "interval")
+    monkeypatch.chdir(tmp_path)
+    assert main(["chaos", recipe, "--plugin", plugin, *words]) == Exit.USER
+    assert text in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_catalogue_is_found_where_it_was_announced(tmp_path):
+    recipe, plugin = mine(tmp_path, "every")
+    bench = Bench(Settings(recipe=recipe, plugins=(plugin,), every=2), tmp_path / "runs")
+    assert bench.recipe().checkpoint.config.every == 2
+    trial = Trial(bench, "hurt")
+    saved = {step: trial.folder / "checkpoints" / f"of-{step}" / "all" for step in (2, 4)}
+    for path in saved.values():
+        path.parent.mkdir(parents=True)
+        path.write_text("all")
+    rows = [(0, 0, "checkpoint", {"step": step, "path": str(path.parent)}) for step, path in saved.items()]
+    ledger(trial, rows)
+    assert trial.saved_files() == [saved[4]]
 
 
 # --- the judge --------------------------------------------------------------------------------------

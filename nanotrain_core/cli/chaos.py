@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from nanotrain_core.cli.common import plugin_arguments, positive, resolve
+from nanotrain_core.errors import FolderError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +55,12 @@ def run(args: argparse.Namespace) -> int:
         every=args.every,
         hang_timeout=args.hang_timeout,
     )
+    rows = chosen(args.only, short=args.short)
+    if args.keep and Path(args.keep).is_dir() and any(Path(args.keep).iterdir()):
+        raise FolderError(f"--keep {args.keep}: it is not empty; expected a new folder")
     with tempfile.TemporaryDirectory(prefix="nanotrain-chaos-") as scratch:
         root = Path(args.keep).resolve() if args.keep else Path(scratch)
         bench = Bench(settings, root)
-        rows = chosen(args.only, short=args.short)
         tried = try_rows(
             bench, rows, repeat=args.repeat, seed=args.seed, tell=lambda line: print(line, flush=True)
         )

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.batch import Shard
+from nanotrain_core.errors import LaunchError, NanotrainError
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.recipe import load_recipe
@@ -77,6 +78,25 @@ class Bench:
             at.recipe, overrides=self._changes(guard=False), plugins=self._plugins(), ranks=at.ranks
         )
 
+    @cached_property
+    def _saving(self) -> list[str]:
+        """Return what has the recipe's checkpoint component save often enough, and keep everything.
+
+        Raises:
+            NanotrainError: its table has no key ``every``.
+        """
+        at = self.settings
+        chosen = load_recipe(
+            at.recipe, overrides=at.overrides, plugins=self._plugins(), ranks=at.ranks
+        ).checkpoint
+        keys = attrs.fields_dict(type(chosen.config))
+        if "every" not in keys:
+            raise NanotrainError(
+                f"nanotrain chaos says how often to save in checkpoint.every, and '{chosen.use}' has no such "
+                f"key; valid: {', '.join(keys)}"
+            )
+        return [f"checkpoint.every={at.every}", *(["checkpoint.keep=99"] if "keep" in keys else [])]
+
     def _changes(self, *, guard: bool) -> list[str]:
         """Return what these runs change in the recipe."""
         at = self.settings
@@ -89,8 +109,7 @@ class Bench:
             f"run.steps={at.steps}",
             "run.strict_monitors=false",
             f"run.hang_timeout={at.hang_timeout}",
-            f"checkpoint.every={at.every}",
-            "checkpoint.keep=99",
+            *self._saving,
             f"evaluation.every={at.every}",
             "evaluation.sequences=16",
         ]
@@ -119,7 +138,7 @@ class Bench:
         trial = Trial(self, "baseline")
         ended = trial.launch()
         if ended.code != 0:
-            raise RuntimeError(f"the undisturbed run failed:\n{ended.err}")
+            raise LaunchError(f"the undisturbed run ended with exit code {ended.code}:\n{ended.err}")
         return trial
 
 
@@ -318,7 +337,11 @@ class Trial:
         return problems
 
     def saved_files(self) -> list[Path]:
-        """Return the files of the newest checkpoint."""
-        folder = self.folder / "checkpoints"
-        newest = max(path for path in folder.iterdir() if "step-" in path.name and path.name[0] != ".")
+        """Return the files of the newest checkpoint in the catalogue, or else of those announced."""
+        component = self.bench.registry.get("checkpoint", self.bench.recipe().checkpoint.use)
+        catalogue = component.load_optional("catalogue")
+        if catalogue is not None:
+            newest = catalogue(self.folder)[-1].path
+        else:
+            newest = Path(max(self.rows("checkpoint"), key=lambda row: row["step"])["path"])
         return [newest] if newest.is_file() else sorted(p for p in newest.rglob("*") if p.is_file())

@@ -115,7 +115,7 @@ def build(config: ChaosConfig) -> Any:
                 self.arm()
 
         def on_checkpoint(self, report: Any) -> None:
-            self.write("checkpoint", step=report.step)
+            self.write("checkpoint", step=report.step, path=str(report.path.absolute()))
 
         def on_save_failed(self, report: Any) -> None:
             self.write("save_failed", step=report.step)

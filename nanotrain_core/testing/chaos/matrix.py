@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing.chaos import death, disk, mistakes, numbers, signals
 from nanotrain_core.testing.chaos.row import Row
 
@@ -27,6 +28,20 @@ NOT_RUN = {
 
 
 def chosen(only: Sequence[str], *, short: bool) -> list[type[Row]]:
-    """Return the rows whose number or name has one of ``only`` in it."""
+    """Return the rows whose number or name has one of ``only`` in it.
+
+    Raises:
+        NanotrainError: one of ``only`` is in none.
+    """
     rows = [row for row in ROWS if row.short or not short]
-    return [r for r in rows if not only or any(w == r.number or w.lower() in r.name.lower() for w in only)]
+    for word in only:
+        if not any(_meant(row, word) for row in rows):
+            known = ", ".join(f"{row.number} {row.name}" for row in rows)
+            raise NanotrainError(
+                f"--only {word}: no such row; expected a number or a part of a name of: {known}"
+            )
+    return [row for row in rows if not only or any(_meant(row, word) for word in only)]
+
+
+def _meant(row: type[Row], word: str) -> bool:
+    return word == row.number or word.lower() in row.name.lower()
