@@ -19,6 +19,7 @@ import attrs
 
 from nanotrain_core import log
 from nanotrain_core.agreement import agree
+from nanotrain_core.catalogues import expect_own_kind
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import Exit, NanotrainError
@@ -142,6 +143,8 @@ def train(job: Job, ranks: Ranks) -> str:
     progress = Progress()
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
+        resume = start_from(job, ranks.rank, store, mark)
+        expect_own_kind(folder, resume, recipe.checkpoint.use, registry)
         if ranks.rank == 0:
             keep_recipe(folder, write_resolved(recipe))
         engine = RuntimeEngine.from_recipe(
@@ -150,7 +153,7 @@ def train(job: Job, ranks: Ranks) -> str:
             rank=ranks.rank,
             device=device,
             folder=folder,
-            resume=start_from(job, ranks.rank, store, mark),
+            resume=resume,
         )
         engine.progress, engine.stop.grace = progress, recipe.run.grace
         if mark is not None:

@@ -33,7 +33,7 @@ LEVELS = (
         "agreement conform environment events executor feed fences folder foreign_weights gradients handover "
         "initialise lr_schedule saves model_table",
     ),
-    ("recipe and registry", "discovery registry recipe recipe.* open_weights convert reformat"),
+    ("recipe and registry", "catalogues discovery registry recipe recipe.* open_weights convert reformat"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose measure script show rollback engine"),
     ("launch", "agent worker launch"),

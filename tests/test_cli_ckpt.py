@@ -76,3 +76,29 @@ def test_verify_names_the_damaged_one(run, tmp_path):
     assert ended.code == Exit.USER
     assert ended.out.splitlines()[0] == "step 3: whole"
     assert "step-00000006.safetensors is damaged" in ended.out.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["auto", "--folder", "run", "--set", "checkpoint.use=sharded_v2"],
+            "run/checkpoints holds checkpoints of 'simple' (steps 3, 6) and none of 'sharded_v2': "
+            'set checkpoint.use = "simple", or see `nanotrain ckpt convert`',
+        ),
+        (
+            ["run/checkpoints/step-00000003.safetensors", "--set", "checkpoint.use=sharded_v2"],
+            "step-00000003.safetensors holds checkpoints of 'simple' (steps 3)",
+        ),
+        (
+            ["run"],
+            "run is no checkpoint but holds some; expected one, such as run/checkpoints/step-00000006.saf",
+        ),
+    ],
+)
+def test_a_resume_from_what_another_kind_wrote_or_from_a_whole_run_is_refused(run, words, text):
+    before = sorted((run / "run").rglob("*"))
+    ended = nanotrain("run", "small.toml", "--resume", *words, cwd=run)
+    assert (ended.code, "Traceback" in ended.err) == (Exit.USER, False)
+    assert text in ended.err
+    assert sorted((run / "run").rglob("*")) == before

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from nanotrain_core.catalogues import listed
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry import Registry, load_plugins
@@ -52,18 +53,15 @@ def find(path: Path, registry: Registry, step: int | None = None) -> list[Found]
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
-    components = {use: registry.get("checkpoint", use) for use in registry.names("checkpoint")}
-    catalogues = {
-        use: found for use, each in components.items() if (found := each.load_optional("catalogue"))
-    }
-    found = [(use, saved) for use, catalogue in catalogues.items() for saved in catalogue(path)]
+    kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).catalogue]
+    found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
     found.sort(key=lambda item: item[1].step)
     chosen = [item for item in found if step in (None, item[1].step)]
     if not chosen:
         known = ", ".join(str(saved.step) for _, saved in found) or "none"
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         raise CheckpointError(
-            f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(catalogues)}"
+            f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(kinds)}"
         )
     return chosen
 
