@@ -173,6 +173,7 @@ def test_layers_that_cannot_be_split_into_stages_are_refused(tmp_path):
 SCHEDULE = """
 import attrs
 from nanotrain_core import hookimpl
+from nanotrain_core.actions import Action, parts_between
 from nanotrain_core.component import Component
 
 @attrs.define(frozen=True)
@@ -188,9 +189,11 @@ class Wrong:
         pass
 
     def parts(self, costs, pp):
-        return ()
+        layers = len(costs.layers)
+        return parts_between([layers * rank // pp for rank in range(pp + 1)], range(pp))
 
     def actions(self, pp, microbatches):
+        lists = [[Action(k, s, m) for k in "FB" for m in range(microbatches)] for s in range(pp)]
         raise WHAT
 """
 
@@ -215,4 +218,39 @@ def test_a_schedule_that_does_not_exist_for_so_many_microbatches(tmp_path, error
             write(tmp_path, SMALL + '[schedule]\nuse = "wrong"\n'),
             plugins=PluginArguments(local=[str(plugin)]),
         )
+    assert text in str(caught.value)
+
+
+def of_schedule(folder, name, change):
+    """Load a recipe over pp 2 whose schedule, sound before it, makes ``change`` to its parts or lists."""
+    source = SCHEDULE.replace("layers * rank // pp", change) if "rank" in change else SCHEDULE
+    action = change if "lists" in change else "pass"
+    (folder / f"{name}.py").write_text(source.replace("raise WHAT", f"{action}\n        return lists"))
+    text = (
+        SMALL.replace("microbatch = 2", "microbatch = 4") + '[schedule]\nuse = "wrong"\n[topology]\npp = 2\n'
+    )
+    plugins = PluginArguments(local=[str(folder / f"{name}.py")])
+    return load_recipe(write(folder, text), plugins=plugins, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("lost", "lists[0].pop()", "rank 0 lacks B0.1"),
+        ("alien", "lists[1].append(Action('W', 0, 0))", "rank 1 has what is not its own: W0.0"),
+        ("twice", "lists[1].append(Action('B', 1, 1))", "rank 1 has more than once B1.1"),
+        ("stuck", "lists[0].reverse()", "no rank can go on; they wait to run rank 0: B0.1, rank 1: F1.0"),
+        (
+            "order",
+            "lists[1][:2] = lists[1][1::-1]",
+            "stage 0 runs F of [0, 1], stage 1 of [1, 0]; expected one",
+        ),
+        ("short", "lists.pop()", "it has actions for 1 ranks; expected pp = 2"),
+        ("parts", "rank // 2", "its stages hold layers [0]; expected 0 to 2 - 1, each once, in order"),
+    ],
+)
+def test_a_schedule_that_makes_up_no_step_is_refused_before_anything_runs(tmp_path, name, change, text):
+    assert of_schedule(tmp_path, f"sound_{name}", "layers * rank // pp").schedule.use == "wrong"
+    with pytest.raises(RecipeError) as caught:
+        of_schedule(tmp_path, name, change)
     assert text in str(caught.value)

@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.actions import Costs
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.extents import either, multiples_near
 from nanotrain_core.layout import Layout
+from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry import Registry
 
@@ -79,9 +79,9 @@ def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
     layers = model_layers(recipe)
     schedule = registry.build(recipe.schedule)
     try:
-        if layers is not None:
-            schedule.parts(Costs.alike(layers), pipeline_of(layout))
-        schedule.actions(pipeline_of(layout), microbatches_of(recipe, layout))
+        expect_one_step(
+            schedule, layers=layers, pp=pipeline_of(layout), microbatches=microbatches_of(recipe, layout)
+        )
     except ValueError as error:
         yield Problem("schedule", f"'{recipe.schedule.use}': {error}")
     except Exception as error:

@@ -1,0 +1,61 @@
+"""Whether a schedule's stages and actions make up one step of a model, before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from nanotrain_core.actions import Action, Costs
+from nanotrain_core.timeline import simulate
+
+
+def expect_one_step(schedule: Any, *, layers: int | None, pp: int, microbatches: int) -> None:
+    """Ask for stages, if ``layers`` is known, and actions: each pass once, in an order that can run.
+
+    Raises:
+        ValueError: with the first rank, stage or action that is wrong.
+    """
+    parts = () if layers is None else schedule.parts(Costs.alike(layers), pp)
+    held = [layer for part in parts for layer in range(part.first, part.last)]
+    if held != list(range(layers or 0)):
+        raise ValueError(f"its stages hold layers {held}; expected 0 to {layers} - 1, each once, in order")
+    lists = schedule.actions(pp, microbatches)
+    if len(lists) != pp:
+        raise ValueError(f"it has actions for {len(lists)} ranks; expected pp = {pp}")
+    for rank, actions in enumerate(lists):
+        mine = {stage for stage, part in enumerate(parts) if part.rank == rank}
+        ran = {action.stage for action in actions}
+        _expect_each_once(rank, actions, mine if parts else ran, microbatches)
+    simulate(lists)
+    _expect_one_order(lists)
+
+
+def _expect_each_once(rank: int, actions: Sequence[Action], stages: set[int], microbatches: int) -> None:
+    found = Counter(actions)
+    passes = [(stage, number) for stage in stages for number in range(microbatches)]
+    wanted = {Action(kind, *each) for kind in ("F", "B") for each in passes}
+    wrong = {
+        "lacks": wanted - found.keys(),
+        "has what is not its own:": found.keys() - wanted - {Action("W", *each) for each in passes},
+        "has more than once": {action for action, times in found.items() if times > 1},
+    }
+    for what, which in wrong.items():
+        if which:
+            raise ValueError(f"rank {rank} {what} {min(map(str, which))} (kind, stage, microbatch)")
+
+
+def _expect_one_order(lists: Sequence[Sequence[Action]]) -> None:
+    """Stages that hand over to each other must run microbatches alike: messages are taken as they come."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
+    for pair in pairwise(sorted(rank_of)):
+        for kind in "FB" if rank_of[pair[0]] != rank_of[pair[1]] else "":
+            wanted = [(kind, stage) for stage in pair]
+            one, other = (
+                [a.microbatch for a in lists[rank_of[s]] if (a.kind, a.stage) == (k, s)] for k, s in wanted
+            )
+            if one != other:
+                raise ValueError(
+                    f"stage {pair[0]} runs {kind} of {one}, stage {pair[1]} of {other}; expected one order"
+                )
