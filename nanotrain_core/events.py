@@ -110,6 +110,8 @@ class Events:
                     self.stop.wish("stopped")
                 elif isinstance(wish, Rollback):
                     self.stop.wish_back(wish)
+                elif wish is not None:
+                    raise TypeError(f'{event} returned {wish!r}; expected None, "stop" or a Rollback')
             except NanotrainError:
                 raise  # said on purpose: the monitor found the run not worth going on
             except Exception:

@@ -45,6 +45,21 @@ def test_strict_monitors_and_deliberate_errors_stop_the_run():
         Events([Fails(Diverged("loss is gone"))], StopRequest()).end(END)
 
 
+class Wishes(Monitor):
+    def on_end(self, report):
+        return "halt"
+
+
+def test_a_wish_that_is_none_is_told_and_no_stop():
+    stop, text = StopRequest(), """on_end returned 'halt'; expected None, "stop" or a Rollback"""
+    with structlog.testing.capture_logs() as logs:
+        Events([Wishes()], stop).end(END)
+    assert [entry["monitor"] for entry in logs] == ["Wishes.on_end"]
+    assert not any(stop.flags())
+    with pytest.raises(TypeError, match=text):
+        Events([Wishes()], stop, strict=True).end(END)
+
+
 class Counts(Monitor):
     def __init__(self, number):
         self.number = number
