@@ -58,7 +58,10 @@ CrossCheck = Callable[["Recipe", Any, "Layout"], Iterable["Problem"]]
 
 def _words(value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str):
-        raise TypeError(f"expected a set of words, got the string {value!r}")
+        raise PluginError(
+            "provides, requires, conflicts and mesh_dims are sets of words, got the string "
+            f"{value!r}: write {{{value!r}}}"
+        )
     return frozenset(value)
 
 

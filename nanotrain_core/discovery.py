@@ -172,10 +172,23 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
         _announce(importer(), components)
     except PluginError as error:
         problem = str(error)
+    except ModuleNotFoundError as error:
+        problem = describe(error) + _unfound(info, error.name)
     except Exception as error:
         problem = describe(error) + _known_field(str(error))
     brought = "torch" in sys.modules and not before
     return attrs.evolve(info, error=problem, components=tuple(components), imports_torch=brought)
+
+
+def _unfound(info: PluginInfo, missing: str | None) -> str:
+    """Return where it is written that the missing module is the plugin itself; nothing if it is another."""
+    own = (
+        not info.local
+        and missing is not None
+        and f"{info.module.partition(':')[0]}.".startswith(f"{missing}.")
+    )
+    entry = f'entry point {info.name} = "{info.module}" of {info.distribution}'
+    return f": {entry}: mend it in pyproject.toml, and install the package again" if own else ""
 
 
 def _check_core(specifier: str) -> None:
@@ -246,7 +259,7 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     label, config = f"{kind} '{component.name}'", component.config
     if not re.fullmatch(r"[a-z0-9_]+", component.name):
         raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")
-    if not re.fullmatch(r"[^:\s]+:[^:\s]+", component.factory):
+    if not re.fullmatch(r"[^:\s]+:[^:\s]+", str(component.factory)):
         raise PluginError(f"{label}: factory {component.factory!r} is not of the form 'module:attribute'")
     if any(kind == other and component.name == it.name for other, it in earlier):
         raise PluginError(f"{label} is registered twice")

@@ -183,6 +183,11 @@ def test_a_clash_names_only_the_plugin_that_may_go(tmp_path):
         ({"register": 'Component(nam="mine", config=Config, '}, "'nam'"),
         ({"register": 'Component(name="mine", confg=Config, '}, "(did you mean 'config'?)"),
         ({"head": "\nimport attrs, ()\n"}, "SyntaxError: invalid syntax ("),
+        ({"factory": "check"}, "is not of the form 'module:attribute'"),
+        (
+            {"register": 'Component(name="mine", provides="sync", config=Config, '},
+            "provides, requires, conflicts and mesh_dims are sets of words, got the string 'sync': write {",
+        ),
     ],
 )
 def test_a_mistake_in_the_face_is_told_without_noise(tmp_path, change, text):

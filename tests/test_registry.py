@@ -94,6 +94,15 @@ def test_broken_plugin_keeps_its_error_and_harms_no_other(site, source, reason):
     assert registry.get("monitor", "healthy")
 
 
+def test_an_entry_point_to_a_module_that_is_not_there_says_where_that_is_written(site):
+    install(site, "broken")
+    (site / "broken.py").unlink()
+    error = plugin_named(load(), "broken").error
+    assert 'entry point broken = "broken" of broken: mend it in pyproject.toml, and install' in error
+    install(site, "other", "import no_such_module_anywhere")
+    assert "entry point" not in plugin_named(load(), "other").error
+
+
 def test_broken_plugin_is_told_to_who_needs_its_component(site):
     install(site, "broken", PLUGIN.format(name="thing") + "\n    1 / 0\n")
     registry = load()
