@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
-from nanotrain_core.builtin.optimizers import SGD, AdamW
+from nanotrain_core.builtin.optimizers import SGD, AdamW, MasterOptimizer
 from nanotrain_core.builtin.precisions import bf16, fp32, fp64
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import place, placed_parameters
+from nanotrain_core.recipe.tree import OptimizerConfig
 
 STEPS = 4
 
@@ -85,6 +86,22 @@ def test_it_steps_as_torchs_own(case, loss_scale):
     assert norms == pytest.approx(plain_norms, rel=1e-12)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_a_config_without_weight_decay_decays_nothing():
+    class Plain(MasterOptimizer):
+        def make(self, groups):
+            return torch.optim.SGD(groups, lr=self.config.lr)
+
+        def initial_state(self, weight):
+            return {}
+
+    config = OptimizerConfig(lr=0.1, clip_norm=0.0)
+    ours, optimizer, _ = train_ours(Plain, config, fp64)
+    theirs, _, _ = train_ours(SGD, SGDConfig(lr=0.1, clip_norm=0.0, weight_decay=0.0), fp64)
+    assert [group["weight_decay"] for group in optimizer.inner.param_groups] == [0.0, 0.0]
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_bfloat16_model_follows_its_float32_master_rounded_once():

@@ -101,7 +101,10 @@ class MasterOptimizer:
         self.config = config
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch optimizer for two parameter groups, decayed and not."""
+        """Return the torch optimizer for two parameter groups.
+
+        Matrices have the config's ``weight_decay``, if it has that key; all else has 0.
+        """
         raise NotImplementedError
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -137,7 +140,7 @@ class MasterOptimizer:
         self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
         decayed = [s.weight for s in self.slots if len(s.placement.global_shape) > 1]
         others = [s.weight for s in self.slots if len(s.placement.global_shape) <= 1]
-        decay = self.config.weight_decay
+        decay = getattr(self.config, "weight_decay", 0.0)
         groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         self.inner = self.make([group for group in groups if group["params"]] or groups)
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
