@@ -54,7 +54,8 @@ class SavedCheckpoint:
     """Of all its files."""
     describe: Callable[[], Mapping[str, Any]]
     """What it says of itself, as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name ->
-    dtype as safetensors calls it, and shape), ``files`` (name -> sha256), whatever else the format has.
+    ``dtype`` as safetensors calls it, and ``shape``), ``files`` (name -> ``sha256``, and whatever else is
+    known of each), whatever else the format has: ``{"files": {"a.npz": {"sha256": "..."}}}``.
 
     Raises :class:`~nanotrain_core.errors.CheckpointError` if that cannot be read."""
     verify: Callable[[], Sequence[str]]

@@ -5,6 +5,7 @@ its own factory's module; the face of an installed plugin must not.
 """
 
 import re
+from functools import partial
 from unittest import mock
 
 import attrs
@@ -18,6 +19,7 @@ from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.builtin.optimizers import SGD, AdamW
 from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
+from nanotrain_core.builtin.simple_catalogue import catalogue
 from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.builtin.synthetic import Synthetic
 from nanotrain_core.builtin.transformer import Transformer
@@ -199,6 +201,18 @@ class AsksTooLate(SimpleCheckpoint):
         return found
 
 
+class ListsBareHashes(SimpleCheckpoint):
+    """Has a catalogue that gives a file's hash in place of what is known of the file."""
+
+
+def bare_hashes(path):
+    def describe(saved):
+        said = saved.describe()
+        return {**said, "files": {name: entry["sha256"] for name, entry in said["files"].items()}}
+
+    return [attrs.evolve(saved, describe=partial(describe, saved)) for saved in catalogue(path)]
+
+
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -278,6 +292,7 @@ def nanotrain_register_checkpoint(register):
     register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
+    register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, catalogue=f"{__name__}:bare_hashes"))
 
 
 @hookimpl

@@ -72,6 +72,7 @@ FAULTS = [
         Case("checkpoint", use="asks_too_late", plugins=TWINS),
         {"what_the_run_cannot_be_touches_nothing"},
     ),
+    (Case("checkpoint", use="lists_bare_hashes", plugins=TWINS), {"catalogue_lists_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
     (

@@ -103,6 +103,30 @@ def empty_folder_has_no_checkpoint(case: Case) -> None:
         assert run_ranks(load, case.world_size, case, folder, "latest") == [None] * case.world_size
 
 
+@check("checkpoint", since="0.2", applies=lambda case: case.component().catalogue is not None)
+def catalogue_lists_what_was_saved(case: Case) -> None:
+    """The catalogue lists each checkpoint, with what ``nanotrain ckpt`` shows of it, and notices damage."""
+    catalogue = case.component().load_optional("catalogue")
+    with temporary_folder() as folder:
+        assert list(catalogue(folder)) == [], "it lists something in an empty folder"
+        ranks = run_ranks(save_steps, case.world_size, case, folder / "checkpoints", [3, 5])
+        newest = catalogue(folder)[-1]
+        for at, wanted in ((folder, [3, 5]), (folder / "checkpoints", [3, 5]), (newest.path, [5])):
+            steps = [saved.step for saved in catalogue(at)]
+            assert steps == wanted, f"steps {steps} at {at.relative_to(folder)}, saved {wanted}"
+        said = newest.describe()
+        assert (said["world_size"], said["meta"]["step"]) == (case.world_size, 5), f"it says {said}"
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in said["tensors"].items()}
+        assert shapes == {block.name: block.global_shape for blocks in ranks for block in blocks}
+        assert said["files"], "it names no file"
+        for name, entry in said["files"].items():
+            assert isinstance(entry, Mapping), f"{name}: {entry!r}, expected an object with sha256"
+            assert "sha256" in entry, f"{name}: {entry!r}, expected sha256 among it"
+        assert list(newest.verify()) == [], "it finds damage in a whole checkpoint"
+        cut_in_half(max(files(folder), key=lambda path: (f"{newest.path}" in f"{path}", path.stat().st_size)))
+        assert newest.verify(), "it finds no damage in a checkpoint with a file cut in half"
+
+
 def cut_in_half(path: Path) -> None:
     """Truncate a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
