@@ -1,14 +1,21 @@
 """What the simple checkpoint refuses to load, with nothing live touched."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from nanotrain_core.builtin import simple_checkpoint
 from nanotrain_core.builtin.configs import GridConfig, SimpleCheckpointConfig
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.testing import run_ranks
 
 
 def state(tensor):
@@ -39,3 +46,41 @@ def test_blocks_that_overlap_and_leave_a_hole_are_refused_though_their_numbers_a
         CheckpointError, match=r"weight are not the whole tensor: blocks at \(0,\) and \(1,\) overlap"
     ):
         checkpoint.save(1, TrainState(blocks, {"step": 1}, {}))
+
+
+def load_where_rank_1_cannot(folder, which, how):
+    """Return the error of a load on this rank: on rank 1 the file is not there, or cannot be opened."""
+    rank = dist.get_rank()
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(folder, Mesh(Grid(GridConfig()).layout(2), rank=rank))
+    live = torch.zeros(2, 3)
+    broken = {
+        "missing": (Path, "is_file", lambda path: False),
+        "unreadable": (simple_checkpoint, "safe_open", stale),
+    }
+    patch = mock.patch.object(*broken[how]) if rank == 1 else nullcontext()
+    with patch, pytest.raises(CheckpointError) as refused:
+        checkpoint.load(which, state(live))
+    assert not live.any()
+    return str(refused.value)
+
+
+def stale(*_, **__):
+    raise OSError("Stale file handle")
+
+
+@pytest.mark.parametrize(
+    ("which", "how", "words"),
+    [
+        ("1", "missing", "no checkpoint at "),
+        ("1", "unreadable", "rank 1: "),
+        ("latest", "unreadable", "rank 1: "),
+    ],
+)
+def test_what_one_rank_cannot_read_is_refused_on_all(tmp_path, which, how, words):
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    checkpoint.save(1, state(torch.rand(2, 3)))
+    one, other = run_ranks(load_where_rank_1_cannot, 2, tmp_path, which, how)
+    assert one == other
+    assert one.startswith(words)

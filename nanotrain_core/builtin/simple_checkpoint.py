@@ -180,11 +180,11 @@ class SimpleCheckpoint:
             log.warning("a damaged checkpoint was set aside", problem=problem, now=str(aside))
 
     def _find(self, which: str) -> Path:
-        steps = self.steps()
-        path = self.path(int(which)) if which.isdecimal() else Path(which)
+        path, problem = self.path(int(which)) if which.isdecimal() else Path(which), None
         if not path.is_file():
-            known = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"no checkpoint at {path}; steps saved in {self.folder}: {known}")
+            known = ", ".join(map(str, self.steps())) or "none"
+            problem = f"no checkpoint at {path}; steps saved in {self.folder}: {known}"
+        self._agree(problem)
         return path
 
     def verify(self, step: int) -> Sequence[str]:
