@@ -62,7 +62,9 @@ def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
 
 
 def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
-    """Load the newest checkpoint of a step below ``onset`` that rank 0 finds whole and all ranks can read.
+    """Load the newest checkpoint of a step below ``onset`` that is whole and that all ranks can read.
+
+    A load looks at that, each rank at its share: one that read it all would keep the others waiting too long.
 
     Returns:
         Its step. Collective.
@@ -73,14 +75,12 @@ def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
     checkpoint, mesh = engine.saves.checkpoint, engine.run.mesh
     steps: list[int] = mesh.gather([*checkpoint.steps()] if checkpoint and mesh.rank == 0 else [])[0]
     for step in reversed([step for step in steps if step < onset]):
-        problem = mesh.gather("; ".join(checkpoint.verify(step)) if checkpoint and mesh.rank == 0 else "")[0]
         try:
-            if not problem and engine.load(str(step)):
+            if engine.load(str(step)):
                 return step
-        except CheckpointError as error:  # on every rank, as a load fails
-            problem = str(error)
-        if mesh.rank == 0:
-            log.warning("a checkpoint cannot be gone back to", step=step, problem=problem)
+        except CheckpointError as problem:  # on every rank
+            if mesh.rank == 0:
+                log.warning("a checkpoint cannot be gone back to", step=step, problem=str(problem))
     raise Diverged(
         f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
         "(checkpoint.every), or keep more of them (checkpoint.keep)"
