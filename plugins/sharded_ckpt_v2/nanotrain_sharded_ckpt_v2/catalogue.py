@@ -20,7 +20,7 @@ def catalogue(path: Path) -> list[SavedCheckpoint]:
     return [
         _saved(folders.step_folder(parent, step), step)
         for parent in parents
-        for step in folders.steps(parent)
+        for step in folders.once_saved(parent)
     ]
 
 

@@ -335,7 +335,7 @@ class ShardedCheckpoint:
     def _newest_whole(self, state: TrainState) -> tuple[Found | None, dict[int, str]]:
         """Return the newest checkpoint that all ranks can read, and what is wrong with newer ones."""
         damaged: dict[int, str] = {}
-        there: list[int] = from_first(self.steps(), self.mesh)
+        there: list[int] = from_first(folders.once_saved(self.folder), self.mesh)
         for step in reversed(there):
             found, problems = self._open(folders.step_folder(self.folder, step), state)
             if found is not None:

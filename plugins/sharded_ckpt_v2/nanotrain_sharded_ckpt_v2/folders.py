@@ -37,8 +37,12 @@ def step_of(path: Path) -> int | None:
 
 def steps(folder: Path) -> list[int]:
     """Return the steps that have a checkpoint, oldest first."""
-    found = (step_of(path) for path in folder.glob("step-*") if (path / manifest.NAME).is_file())
-    return sorted(step for step in found if step is not None)
+    return [step for step in once_saved(folder) if (step_folder(folder, step) / manifest.NAME).is_file()]
+
+
+def once_saved(folder: Path) -> list[int]:
+    """Return the steps that have a folder, oldest first: one that has lost its manifest since is damaged."""
+    return sorted(step for path in folder.glob("step-*") if (step := step_of(path)) is not None)
 
 
 # --- a checkpoint appears -------------------------------------------------------------------------

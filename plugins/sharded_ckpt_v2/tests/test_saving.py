@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import blocks
+from nanotrain_sharded_ckpt_v2.catalogue import catalogue
 from safetensors.torch import load_file
 from small_run import opened, reseal, save, state
 
@@ -274,3 +275,20 @@ def test_latest_names_the_newest_that_is_left(tmp_path):
     (tmp_path / "step-00000002/shard-00000.safetensors").write_bytes(b"")
     checkpoint.load("latest", state(1))
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.safetensors", "rank-00000.safetensors"])
+def test_a_checkpoint_that_lost_a_file_is_damaged_and_not_taken_for_none(tmp_path, name):
+    """Else a run of which it is the only one would begin anew."""
+    checkpoint = opened(tmp_path)
+    for step in (1, 2):
+        path = save(checkpoint, step)
+    (path / name).unlink()
+    live = state(0, fill=-1.0)
+    assert checkpoint.load("latest", live).meta == {"step": 1}
+    assert [path.name[:17] for path in tmp_path.glob(".corrupt-*")] == [".corrupt-00000002"]
+    (tmp_path / "step-00000001" / name).unlink()
+    (told,) = catalogue(tmp_path)
+    assert f"step-00000001/{name} is missing" in told.verify()[0]
+    with pytest.raises(CheckpointError, match=f"step-00000001/{name} is missing"):
+        checkpoint.load("latest", live)
