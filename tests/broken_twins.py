@@ -4,6 +4,7 @@ Loaded by path, as with ``nanotrain run --plugin tests/broken_twins.py``. It imp
 its own factory's module; the face of an installed plugin must not.
 """
 
+import contextlib
 import re
 from functools import partial
 from unittest import mock
@@ -172,6 +173,21 @@ class NeverFallsBack(SimpleCheckpoint):
         return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
 
 
+class TellsAnyhow(SimpleCheckpoint):
+    """Has ranks take a save for complete whatever became of the one that writes, or of its disk."""
+
+    saving = False
+
+    def save(self, step, state):
+        self.saving = self.mesh.world_size > 1
+        super().save(step, state)
+        self.saving = False
+
+    def _agree(self, error):
+        with contextlib.suppress(RuntimeError if self.saving else ()):
+            super()._agree(None if self.saving else error)
+
+
 class SetsAllAside(SimpleCheckpoint):
     """Moves damaged checkpoints away though no other is left: the next launch finds none, and begins anew."""
 
@@ -289,6 +305,7 @@ def nanotrain_register_precision(register):
 def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
     register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
+    register(twin(TellsAnyhow, configs.SimpleCheckpointConfig))
     register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))

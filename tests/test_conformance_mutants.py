@@ -23,6 +23,8 @@ WRONG_GRADIENTS = {
     "unused_parameter_does_not_hang[on_one_rank]",
 }
 
+SUMMED = {"parallel": [{"use": "summed"}]}
+
 FAULTS = [
     (
         Case("topology", use="rank_in_two_groups", config={"tp": 2}, world_size=4, plugins=TWINS),
@@ -59,6 +61,10 @@ FAULTS = [
     (
         Case("checkpoint", use="never_falls_back", plugins=TWINS),
         {f"falls_back_over_a_damaged_one[{damage}]" for damage in ("truncated", "bit_flipped", "empty")},
+    ),
+    (
+        Case("checkpoint", use="tells_anyhow", topology={"dp": 2}, overrides=SUMMED, plugins=TWINS),
+        {"killed_rank_leaves_the_last[first]", "full_disk_on_one_rank"},
     ),
     (
         Case("checkpoint", use="sets_all_aside", plugins=TWINS),

@@ -344,7 +344,7 @@ def killed_rank_leaves_the_last(case: Case, victim: str) -> None:
 
 @check("checkpoint", since="0.2")
 def full_disk_on_one_rank(case: Case) -> None:
-    """A rank without space fails the save on all ranks or none; nothing is left and the next succeeds."""
+    """A rank without space fails the save on all ranks, and nothing is left, or on none, and it is there."""
     for rank_of_fault in range(case.world_size):
         with temporary_folder() as folder:
             results = run_ranks(save_in_little_space, case.world_size, case, folder, rank_of_fault)
@@ -352,7 +352,9 @@ def full_disk_on_one_rank(case: Case) -> None:
         who = f"rank {rank_of_fault} has a full disk"
         assert all(errors) or not any(errors), f"{who}: errors of the ranks {errors}"
         assert results[0][1] == [], f"{who}: the failed save left {results[0][1]}"
-        assert results[0][2][-1] == 3, f"{who}: steps after the next save {results[0][2]}"
+        steps = results[0][2]
+        assert steps[-1] == 3, f"{who}: steps after the next save {steps}"
+        assert all(errors) or 2 in steps, f"{who}: no rank had an error, yet step 2 is not among {steps}"
 
 
 def save_in_little_space(case: Case, folder: Path, rank_of_fault: int) -> tuple[str, list[str], list[int]]:
