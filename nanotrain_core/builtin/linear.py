@@ -89,10 +89,10 @@ def matmul(
 def _prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:
     return (
         multiplications >= LARGE
+        and onednn_is_faster()  # known already: before what has to be asked each time
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
-        and onednn_is_faster()
     )
 
 
