@@ -87,7 +87,7 @@ def run_rank(job: Job) -> str:
         failure = {
             "rank": ranks.rank,
             "time": time.time(),
-            "text": str(problem) or type(problem).__name__,
+            "text": told(problem),
             "echo": is_echo(str(problem)),
             "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
             "code": code,
@@ -98,6 +98,12 @@ def run_rank(job: Job) -> str:
         if failure["echo"]:
             time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
+
+
+def told(problem: BaseException) -> str:
+    """Return an error in one line: what was said on purpose as it is, all else after its kind."""
+    kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
+    return f"{kind}: {problem}".strip(": ")
 
 
 def is_echo(text: str) -> bool:

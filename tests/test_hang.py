@@ -11,11 +11,12 @@ from command import nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.cause import first_cause
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import DataError, Exit
 from nanotrain_core.forward import SignalForwarder
 from nanotrain_core.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.progress import Progress
 from nanotrain_core.watchdog import Watchdog
+from nanotrain_core.worker import told
 
 SLEEPS = 'Thread 0x00007f (most recent call first):\n  File "/x/loader.py", line 12 in read\n'
 WAITS = (
@@ -167,3 +168,15 @@ def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports
     cause = first_cause(tmp_path, codes, None)
     assert (cause.text, cause.code) == (said, code)
     assert first_cause(tmp_path, codes, "rank 1 hung").code == Exit.HUNG
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (KeyError("layers.0"), "KeyError: 'layers.0'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (DataError("corpus: no such file"), "corpus: no such file"),
+    ],
+)
+def test_an_error_that_nobody_meant_is_told_with_its_kind(problem, text):
+    assert told(problem) == text
