@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import attrs
 import pytest
 from command import nanotrain
 
@@ -86,6 +87,16 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
 @pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting")])
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
+
+
+@pytest.mark.parametrize("topology", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=["dp", "tied over pp"])
+def test_the_gradient_sync_of_the_documentation_passes_every_check(tmp_path, topology):
+    plugins = [write_example(tmp_path, "narrow_ddp.py")]
+    around = {"model": {"tied": True}, "schedule": {"use": "1f1b"}} if "pp" in topology else {}
+    case = Case(
+        "parallel", use="narrow_ddp", config={"dtype": "float64"}, topology=topology, overrides=around
+    )
+    assert failed(attrs.evolve(case, plugins=plugins)) == {}
 
 
 def test_what_to_import_from_where_is_there():
