@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host_messages import Channel, open_channels
+from nanotrain_core.host.messages import Channel, open_channels
 from nanotrain_core.mesh import Mesh
 
 Way = Literal["forward", "backward"]

@@ -31,7 +31,7 @@ LEFT_BEHIND = 3.0
 #: Seconds between two looks.
 INTERVAL = 0.5
 #: In the path of code in which ranks wait for each other.
-WAITING = (os.path.join("torch", "distributed"), "host_barrier")
+WAITING = (os.path.join("torch", "distributed"), os.path.join("nanotrain_core", "host", "barrier"))
 
 
 @attrs.define(frozen=True)

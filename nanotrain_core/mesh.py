@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host_collectives import HostCollectives
+from nanotrain_core.host.collectives import HostCollectives
 from nanotrain_core.layout import Layout, Span
 
 

@@ -34,7 +34,7 @@ def test_a_broken_component_is_told_with_its_numbers(capsys):
     assert call("schedule:drops_backward", "--plugin", TWINS) == Exit.FAILED
     output = capsys.readouterr().out
     assert "FAILED drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
-    assert "rank 0, 1 microbatches: missing ['B0.0']" in output
+    assert "rank 0, 3 microbatches: missing ['B0.2']" in output
 
 
 def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.handover import Handover
-from nanotrain_core.host_barrier import HostBarrier
-from nanotrain_core.host_messages import CHANNEL, STAMP, Channel
+from nanotrain_core.host.barrier import HostBarrier
+from nanotrain_core.host.messages import CHANNEL, STAMP, Channel
 from nanotrain_core.layout import Layout, Span, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.testing.pool import run_ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain_core import host_barrier, host_collectives
-from nanotrain_core.host_barrier import GlooMeeting, HostBarrier
-from nanotrain_core.host_collectives import HostCollectives
-from nanotrain_core.shared_memory import SharedBuffers
+from nanotrain_core.host import barrier, collectives
+from nanotrain_core.host.barrier import GlooMeeting, HostBarrier
+from nanotrain_core.host.collectives import HostCollectives
+from nanotrain_core.host.shared_memory import SharedBuffers
 from nanotrain_core.testing.pool import RankFailure, run_ranks
 
 
@@ -22,7 +22,7 @@ def operands(seed, shape, dtype):
 
 def exchange(buffer, shapes, dtype):
     """Return, for every shape, what the three collectives give, ranks dawdling as they like."""
-    host_collectives.BUFFER = buffer
+    collectives.BUFFER = buffer
     ours = HostCollectives.open(dist.group.WORLD, 20.0)
     rank, dawdle, found = dist.get_rank(), Random(dist.get_rank()), []
     for number, shape in enumerate(shapes):
@@ -93,7 +93,7 @@ def test_a_rank_that_never_comes_is_named():
 def meet_late_without_a_clock_to_sleep_by():
     """Meet a rank that comes later, as with a C library that has no ``sem_clockwait``."""
     ours = HostCollectives.open(dist.group.WORLD, 20.0)
-    with mock.patch.object(host_barrier, "SLEEPS", new=False):
+    with mock.patch.object(barrier, "SLEEPS", new=False):
         sleep(0.2 * dist.get_rank())
         return ours.all_reduce(torch.ones(1)).item()
 

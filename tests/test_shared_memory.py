@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from structlog.testing import capture_logs
 
-from nanotrain_core import shared_memory
-from nanotrain_core.host_barrier import HostBarrier
-from nanotrain_core.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
+from nanotrain_core.host import shared_memory
+from nanotrain_core.host.barrier import HostBarrier
+from nanotrain_core.host.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
 from nanotrain_core.testing.pool import run_ranks
 
 

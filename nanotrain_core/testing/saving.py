@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
@@ -116,6 +117,12 @@ def try_to_load(case: Case, folder: Path, *, reshape: bool = False) -> Refusal:
     problems = list(checkpoint.verify(1)) if rank() == 0 else []
     touched = [block.name for block in state.blocks if (block.tensor != -1.0).any()]
     return Refusal(error, problems, touched)
+
+
+def wait_for_all() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def named(blocks: list[Block]) -> dict[str, torch.Tensor]:

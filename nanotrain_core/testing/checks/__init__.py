@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TypeVar
 
 import attrs
 
-from nanotrain_core.component import KINDS
 from nanotrain_core.testing.case import Case
 
 Function = Callable[..., None]
@@ -61,6 +61,6 @@ def distributed(case: Case) -> bool:
 
 def checks_of(case: Case) -> list[Check]:
     """Return the checks that apply to a case, those of every kind first."""
-    for module in ("every", *KINDS):
-        import_module(f"{__name__}.{module}")
+    for module in iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
     return [c for kind in ("every", case.kind) for c in _CHECKS if c.kind == kind and c.applies(case)]

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.gradients import LocalGradients
+from nanotrain_core.host.shared_memory import SharedBuffers
 from nanotrain_core.layout import Span
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter, Placements
-from nanotrain_core.shared_memory import SharedBuffers
 from nanotrain_ddp import DataParallelConfig
 
 

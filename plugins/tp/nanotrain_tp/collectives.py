@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.extents import either, multiples_near
-from nanotrain_core.host_collectives import HostCollectives
+from nanotrain_core.host.collectives import HostCollectives
 from nanotrain_core.mesh import Mesh
 
 #: torch 2.13 renamed these.

@@ -21,8 +21,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.host.shared_memory import SharedRing, all_gather, reduce_scatter
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.shared_memory import SharedRing, all_gather, reduce_scatter
 from nanotrain_zero12.flat import ALIGN, Bucket
 
 #: Copies this rank's gradients into a bucket's buffer.

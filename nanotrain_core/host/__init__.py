@@ -1,0 +1,1 @@
+"""What ranks of one host exchange through memory that they share, where gloo would use sockets."""
