@@ -43,7 +43,7 @@ def test_shows_one_step_and_its_recipe(run):
 
 
 def test_replay_arrives_at_the_same_bytes(run):
-    ended = ckpt("replay", "run", cwd=run)
+    ended = ckpt("replay", "run/checkpoints", cwd=run)
     assert ended.code == Exit.DONE, ended.out + ended.err
     assert ended.out.endswith("RESUME VERIFIED\n")
 

@@ -40,7 +40,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         _, twin = find(again, registry, last.step)[-1]
         old, new = (_hashes(saved.describe()["files"]) for saved in (last, twin))
         differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        losses = [final_loss(folder, last.step) for folder in (args.path, again)]
+        losses = [final_loss(each.path.resolve().parents[1], last.step) for each in (last, twin)]
     if differing or losses[0] != losses[1]:
         print(f"RESUME FAILED: losses {losses[0]} and {losses[1]}, other bytes in {', '.join(differing)}")
         return Exit.FAILED
@@ -54,7 +54,7 @@ def _hashes(files: dict[str, dict[str, str]]) -> dict[str, str]:
 
 
 def final_loss(folder: Path, step: int) -> float | None:
-    """Return the loss that ``metrics.jsonl`` has for ``step``, None without one."""
+    """Return the loss that ``metrics.jsonl`` of a run folder has for ``step``, None without one."""
     path = folder / "metrics.jsonl"
     rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
     losses: list[float] = [row["loss"] for row in rows if row["event"] == "step" and row["step"] == step]
