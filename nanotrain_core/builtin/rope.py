@@ -8,7 +8,6 @@ Source: Su et al., arXiv 2104.09864, equation 34.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,22 +20,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 def rotation(length: int, head_size: int, theta: float, *, like: torch.Tensor) -> Rotation:
     """Return what turns positions 0 to ``length`` - 1, on the device of ``like``.
 
-    No buffer: that would come to life uninitialised when a model built on ``meta`` gets its storage. Angles
-    are float64, because position times frequency loses digits of the angle in float32; the results are
-    float32 (float64 for a float64 model).
+    Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
+    when a model built on ``meta`` gets its storage, and a table kept from one call to the next would carry
+    an inference or a fake tensor into training. Angles are float64, because position times frequency loses
+    digits of the angle in float32; the results are float32 (float64 for a float64 model).
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return _rotation(length, head_size, theta, like.device, dtype)
-
-
-@lru_cache(maxsize=1)  # every microbatch asks for the same
-def _rotation(
-    length: int, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
-) -> Rotation:
-    pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=device)
-    position_S = torch.arange(length, dtype=torch.float64, device=device)
+    pair_K = torch.arange(0, head_size, 2, dtype=torch.float64, device=like.device)
+    position_S = torch.arange(length, dtype=torch.float64, device=like.device)
     angle_S1K = torch.outer(position_S, theta ** (-pair_K / head_size)).unsqueeze(1)
     cos, sin = angle_S1K.cos(), angle_S1K.sin()
+    dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
