@@ -7,7 +7,7 @@ stage a second time, for experts. A dimension belongs to every view that names i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 
@@ -76,10 +76,14 @@ class Layout:
         return next(iter(self.views.values())).world_size
 
     @property
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """View -> dimension -> size."""
+        return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in self.views.items()}
+
+    @property
     def degrees(self) -> dict[str, dict[str, int]]:
-        """View -> dimension -> size, where there are several ranks along it: what tells layouts apart."""
-        views = {name: zip(view.dims, view.sizes, strict=True) for name, view in self.views.items()}
-        return {name: found for name, each in views.items() if (found := {d: n for d, n in each if n > 1})}
+        """What tells layouts apart: :attr:`sizes` where there are several ranks."""
+        return above_one(self.sizes)
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -133,3 +137,9 @@ class Layout:
             return ()
         twins = (rank + (other - stage) * stride for other in span.stages)
         return tuple(member for twin in twins for member in view.ranks(twin, span.dims))
+
+
+def above_one(views: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Return ``views`` without dimensions of one rank, and without those that have no others."""
+    kept = {name: {dim: n for dim, n in sizes.items() if n > 1} for name, sizes in views.items()}
+    return {name: sizes for name, sizes in kept.items() if sizes}

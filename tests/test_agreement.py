@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from nanotrain_core.agreement import agree
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.launch.agreement import agree
 
 FACTS = {"nanotrain-core": "0.1.0", "nanotrain-ddp": "0.1.0", "recipe hash": "abc"}
 

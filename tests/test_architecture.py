@@ -16,8 +16,8 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors files foreign forward layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline saved boxes cover extents cause hang progress watchdog",
+        "errors files foreign layout actions batch log dtypes memory roles pace random_state shards "
+        "stop timeline saved boxes cover extents hang progress watchdog",
     ),
     (
         "placement and mesh",
@@ -29,13 +29,13 @@ LEVELS = (
     ),
     (
         "mechanisms",
-        "agreement conform environment events executor feed fences folder foreign_weights gradients handover "
+        "conform environment events executor feed fences folder foreign_weights gradients handover "
         "initialise lr_schedule saves model_table",
     ),
     ("recipe and registry", "catalogues discovery registry recipe recipe.* open_weights convert reformat"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose measure script show rollback engine"),
-    ("launch", "agent worker launch"),
+    ("launch", "launch launch.*"),
     ("harness", "testing testing.*"),
     ("commands", "cli cli.*"),
 )
@@ -123,7 +123,7 @@ def code_lines(path: Path) -> int:
 #: Folders of the core.
 FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
-SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "": 4750}
+SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 600, "": 4250}
 
 
 @pytest.mark.parametrize("part", SMALL)

@@ -96,8 +96,8 @@ def nanotrain_register_monitor(register):
 """
 
 
-@pytest.mark.parametrize(("at", "again"), [(1, 3), (4, 6)])
-def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_path, at, again):
+@pytest.mark.parametrize(("at", "again", "ranks"), [(1, 3, 1), (4, 6, 2)])
+def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_path, at, again, ranks):
     """A run that goes on from another one's checkpoint must not begin anew because it died early."""
     (tmp_path / "small.toml").write_text(SMALL)
     monitors = f"""[[monitor]]\nuse = "jsonl"\n[[monitor]]\nuse = "dies_once"\nat = {at}\n"""
@@ -107,6 +107,7 @@ def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_p
     assert ended.code == Exit.DONE, ended.err
     (step,) = tmp_path.glob("first/checkpoints/step-00000003*")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    launcher += ["--nproc-per-node", str(ranks)]
     words = ["-m", "nanotrain_core.cli", "run", "dying.toml", "--plugin", "dies_once.py", "--folder", "here"]
     words += ["--resume", str(step), "--set", "run.steps=9"]
     done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -3,6 +3,7 @@
 import json
 import socket
 
+import pytest
 import torch
 from command import finish, nanotrain, start
 from safetensors.torch import load_file
@@ -11,7 +12,8 @@ from test_run import SMALL, metrics
 from nanotrain_core.errors import Exit
 
 DIES_ONCE = """
-import os, signal
+HOLD = 0  # seconds that rank 0 lives on and hears nothing of it
+import os, signal, time
 import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
@@ -29,8 +31,9 @@ def build(config):
 
         def on_step(self, report):
             first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-            if first and self.run.rank == 1 and report.step == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if first and report.step == 5:
+                time.sleep(self.run.rank == 0 and HOLD)
+                os.kill(os.getpid(), signal.SIGKILL if self.run.rank == 1 else 0)
 
     return DiesOnce()
 
@@ -76,9 +79,11 @@ def test_two_hosts_meet_at_the_rendezvous(tmp_path):
     assert len(metrics(tmp_path / "here")) == 6
 
 
-def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path):
+@pytest.mark.parametrize("hold", [0, 4])
+def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
+    """Rank 0's host, too, which counts no failure of its own when its rank still lives."""
     write_small(tmp_path)
-    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    (tmp_path / "dies.py").write_text(DIES_ONCE.replace("HOLD = 0", f"HOLD = {hold}"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"

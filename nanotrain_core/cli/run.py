@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
-    from nanotrain_core.launch import EXIT_OF, Nodes, launch, prepare
-    from nanotrain_core.worker import Job, train
+    from nanotrain_core.launch.launcher import EXIT_OF, Nodes, launch, prepare
+    from nanotrain_core.launch.worker import Job, train
 
     end_on_sigterm()  # until there are ranks to end, or training
     use_weights(args)

@@ -156,8 +156,7 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
 
     None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
     memory to share, are told apart by trying. Of too little the group's first rank warns, once. Collective.
-    The files have no name any more when this
-    returns, so nothing outlives the ranks.
+    The files have no name any more when this returns, so nothing outlives the ranks.
     """
     path = _create(size)
     paths: list[str | None] = [None] * dist.get_world_size(group)

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.batch import Shard
+from nanotrain_core.catalogues import listed
 from nanotrain_core.errors import LaunchError, NanotrainError
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
@@ -338,10 +339,7 @@ class Trial:
 
     def saved_files(self) -> list[Path]:
         """Return the files of the newest checkpoint in the catalogue, or else of those announced."""
-        component = self.bench.registry.get("checkpoint", self.bench.recipe().checkpoint.use)
-        catalogue = component.load_optional("catalogue")
-        if catalogue is not None:
-            newest = catalogue(self.folder)[-1].path
-        else:
-            newest = Path(max(self.rows("checkpoint"), key=lambda row: row["step"])["path"])
+        found = listed(self.folder, self.bench.recipe().checkpoint.use, self.bench.registry)
+        announced = max(self.rows("checkpoint"), key=lambda row: row["step"])["path"]
+        newest = found[-1].path if found else Path(announced)
         return [newest] if newest.is_file() else sorted(p for p in newest.rglob("*") if p.is_file())

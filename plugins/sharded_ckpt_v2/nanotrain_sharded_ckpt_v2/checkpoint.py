@@ -35,6 +35,7 @@ from safetensors.torch import load_file
 import nanotrain_core
 from nanotrain_core.contracts import Block, CheckpointReport, TrainState
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout import above_one
 from nanotrain_core.mesh import Mesh
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
@@ -244,21 +245,12 @@ class ShardedCheckpoint:
                 "nanotrain-sharded-ckpt-v2": __version__,
             },
             world_size=self.mesh.world_size,
-            layout=self._layout(),
+            layout=self.mesh.layout.sizes,
             previous=previous,
             meta=flight.state.meta,
             tensors=self._agreed.tensors,
             files=dict(sorted(files.items())),
         )
-
-    def _layout(self) -> dict[str, dict[str, int]]:
-        views = self.mesh.layout.views.items()
-        return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in views}
-
-    def _same_layout(self, saved: Manifest) -> bool:
-        """Compare the dimensions along which there are several ranks."""
-        degrees = {name: {d: n for d, n in view.items() if n > 1} for name, view in saved.layout.items()}
-        return {name: view for name, view in degrees.items() if view} == self.mesh.layout.degrees
 
     def _retire_old(self) -> list[Path]:
         """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
@@ -306,7 +298,7 @@ class ShardedCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """Return this rank's streams if the layout is the same: elsewhere they mean nothing."""
         name = streams_name(self.mesh.rank)
-        if not self._same_layout(saved) or name not in saved.files:
+        if above_one(saved.layout) != self.mesh.layout.degrees or name not in saved.files:
             return {}
         shard.read_header(path / name)
         try:

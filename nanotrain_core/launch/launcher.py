@@ -10,7 +10,7 @@ What torch leaves to its caller is done here, once:
   nothing listens on the network.
 * Cores are divided among the ranks.
 * The agent runs in a thread, where it leaves signals alone: it would kill ranks that wait to hand
-  over their result. Signals go to the ranks through :class:`~nanotrain_core.forward.SignalForwarder`.
+  over their result. Signals go to the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is told instead, with its rank.
 * Ranks are started again only when that can help: not after a mistake of the user's, nor after a signal.
 * Ranks that hang are found, named and killed (:mod:`nanotrain_core.hang`).
@@ -31,15 +31,15 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.cause import Cause, first_cause
 from nanotrain_core.environment import Ranks, loopback
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.folder import RunFolder
-from nanotrain_core.forward import SignalForwarder
 from nanotrain_core.hang import HangWatch
+from nanotrain_core.launch.cause import Cause, first_cause
+from nanotrain_core.launch.forward import SignalForwarder
+from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import EXITS, SIGNALS
-from nanotrain_core.worker import HAS_SAVED, Job, run_rank, train
 
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
@@ -97,7 +97,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from nanotrain_core.agent import Agent
+    from nanotrain_core.launch.agent import Agent
 
     _silence_torch()
     scratch = Path(job.scratch or "")

@@ -10,7 +10,9 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,6 @@ from typing import TYPE_CHECKING
 import attrs
 
 from nanotrain_core import log
-from nanotrain_core.agreement import agree
 from nanotrain_core.catalogues import expect_own_kind
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.environment import Ranks, rendezvous_address
@@ -26,6 +27,8 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import is_alive
+from nanotrain_core.launch.agreement import agree
+from nanotrain_core.launch.attempts import Past, meet
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
@@ -142,15 +145,15 @@ def train(job: Job, ranks: Ranks) -> str:
         torch.use_deterministic_algorithms(True)
     device = choose_device(recipe.run.device, ranks)
     seed_all(recipe.run.seed, ranks.rank)
-    store = join(job, ranks, recipe, device, registry)
-    folder, lock = share_folder(job, ranks, recipe, store)
+    store, past = join(job, ranks, recipe, device, registry)
+    folder, lock = share_folder(job, ranks, recipe, store, past)
     scratch = Path(job.scratch) if job.scratch else None
     mark = mark_of(job, folder)
     progress = Progress()
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
-        resume = start_from(job, ranks.rank, store, mark)
-        expect_own_kind(folder, resume, recipe.checkpoint.use, registry)
+        begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
+        resume = rank_0_says(begin, "resume", ranks.rank, store)
         if ranks.rank == 0:
             keep_recipe(folder, write_resolved(recipe))
         engine = RuntimeEngine.from_recipe(
@@ -177,8 +180,17 @@ def train(job: Job, ranks: Ranks) -> str:
 
 
 def attempt() -> int:
-    """Return how often the ranks have been started again after a failure."""
+    """Return how often this host's launcher has started ranks again after one of its own failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def known_past(job: Job) -> Past:
+    """Return what this host knows of what the launch did before these ranks were started."""
+    scratch = Path(job.scratch) if job.scratch else None
+    held = scratch / FOLDER if scratch else None
+    folder = held.read_text(encoding="utf-8") if held is not None and held.exists() else None
+    saved = scratch is not None and (scratch / HAS_SAVED).exists()
+    return Past(began=attempt() > 0 or folder is not None, saved=saved, folder=folder)
 
 
 def mark_of(job: Job, folder: Path) -> Path | None:
@@ -188,21 +200,43 @@ def mark_of(job: Job, folder: Path) -> Path | None:
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
-def start_from(job: Job, rank: int, store: Store | None, mark: Path | None) -> str | None:
-    """Return the checkpoint to start from, as rank 0 knows it: after a restart the run's own newest.
+def rank_0_says(decide: Callable[[], str | None], key: str, rank: int, store: Store | None) -> str | None:
+    """Return what rank 0 decides, which looks at the disk for all, or fail on every rank with its reason."""
+    if rank != 0:
+        assert store is not None
+        said: tuple[str | None, str | None] = json.loads(store.get(key))
+        if said[1] is not None:
+            raise NanotrainError(said[1])
+        return said[0]
+    decision, problem = None, None
+    try:
+        decision = decide()
+    except NanotrainError as error:
+        problem = error
+    if store is not None:
+        store.set(key, json.dumps([decision, None if problem is None else str(problem)]))
+    if problem is not None:
+        raise problem
+    return decision
 
-    A run that went on from a certain checkpoint does so again until it has saved one, which ``mark`` says.
+
+def start_from(
+    job: Job, folder: Path, mark: Path | None, past: Past, use: str, registry: Registry
+) -> str | None:
+    """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 alone.
+
+    A run that went on from a certain checkpoint does so again until it has saved one, which ``past`` or
+    ``mark`` says.
+
+    Raises:
+        CheckpointError: see :func:`~nanotrain_core.catalogues.expect_own_kind`.
     """
-    if mark is not None and rank == 0 and attempt() == 0:
+    if mark is not None and not past.began:
         mark.unlink(missing_ok=True)  # of an earlier launch
-    own = job.resume is None or (mark is not None and mark.exists())
-    mine = "auto" if own and attempt() > 0 else job.resume
-    if store is None:
-        return mine
-    if rank == 0:
-        store.set("resume", json.dumps(mine))
-    theirs: str | None = json.loads(store.get("resume"))
-    return theirs
+    own = job.resume is None or past.saved or (mark is not None and mark.exists())
+    resume = "auto" if own and past.began else job.resume
+    expect_own_kind(folder, resume, use, registry)
+    return resume
 
 
 def watch(
@@ -244,10 +278,17 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry) -> Store | None:
-    """Meet the other ranks, make sure all run the same thing, make the world's process group."""
+def join(
+    job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry
+) -> tuple[Store | None, Past]:
+    """Meet the other ranks, make sure all run the same thing, make the world's process group.
+
+    Returns:
+        What ranks tell each other by, None on one rank alone; and on rank 0 what went before on any host.
+    """
+    past = known_past(job)
     if ranks.world_size == 1:
-        return None
+        return None, past
     import torch.distributed as dist
 
     timeout = timedelta(seconds=recipe.run.timeout)
@@ -258,8 +299,8 @@ def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry:
         host, port = rendezvous_address(ranks)
         hosts_it = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
-        # The port is new after every restart, and unlike the number of restarts the same on all hosts.
-        store = dist.PrefixStore(f"nanotrain-{port}", tcp)
+        shared = dist.PrefixStore("nanotrain", tcp)
+        store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type}
     agree(store, ranks.rank, ranks.world_size, facts)
     dist.init_process_group(
@@ -269,11 +310,11 @@ def join(job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry:
         world_size=ranks.world_size,
         timeout=timeout,
     )
-    return store
+    return store, past
 
 
 def share_folder(
-    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
+    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, past: Past
 ) -> tuple[Path, RunFolder | None]:
     """Return the run folder, and this process's claim on it if the launcher has none.
 
@@ -281,32 +322,15 @@ def share_folder(
     """
     if job.claimed is not None:
         return Path(job.claimed), None
-    lock, problem = None, None
-    if ranks.rank == 0:
-        try:
-            before = held_before(job)
-            folder = before or job.folder or recipe.run.folder
-            resume = job.resume is not None or before is not None or attempt() > 0
-            lock = RunFolder.claim(recipe.run.name, folder=folder, resume=resume)
-        except NanotrainError as error:
-            problem = error
-        if store is not None:
-            store.set("folder", json.dumps([str(lock.path) if lock else None, str(problem)]))
-    if problem is not None:
-        raise problem
-    if lock is not None:
-        path: str | None = str(lock.path)
-    else:
-        assert store is not None
-        path, text = json.loads(store.get("folder"))
-        if path is None:
-            raise NanotrainError(text)
+    locks: list[RunFolder] = []
+
+    def claim() -> str:
+        folder = past.folder or job.folder or recipe.run.folder
+        resume = job.resume is not None or past.began
+        locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume))
+        return str(locks[0].path)
+
+    path = str(rank_0_says(claim, "folder", ranks.rank, store))
     if job.scratch is not None:
-        Path(job.scratch, FOLDER).write_text(str(path), encoding="utf-8")
-    return Path(str(path)), lock
-
-
-def held_before(job: Job) -> str | None:
-    """Return the folder that this run had before a restart, if it was restarted on this host."""
-    path = Path(job.scratch, FOLDER) if job.scratch else None
-    return path.read_text(encoding="utf-8") if path is not None and path.exists() else None
+        Path(job.scratch, FOLDER).write_text(path, encoding="utf-8")
+    return Path(path), locks[0] if locks else None

@@ -1,0 +1,79 @@
+"""Ranks that are started again find each other, and what went before: no host alone knows that.
+
+A launcher counts only the failures of its own host: where another host failed it starts its ranks again
+without counting, and the launcher of a host that was replaced knows of nothing. And torchrun keeps one
+store for all attempts, so that what ranks wrote before they failed is still there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+@attrs.frozen(kw_only=True)
+class Past:
+    """What this launch has done before its ranks were started for this attempt."""
+
+    began: bool = False
+    saved: bool = False
+    """Whether it has written a checkpoint of its own."""
+    folder: str | None = None
+    """The run folder, where a launcher remembers it."""
+
+
+def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float) -> tuple[Store, Past]:
+    """Return a part of ``store`` that no earlier attempt wrote to, and on rank 0 what any host knows.
+
+    Each rank calls under a name that no process had before, and rank 0 answers with the name of the part
+    until it is heard: a call or an answer that an earlier attempt left reaches no one.
+
+    Args:
+        store: one that all ranks reach, used or new.
+        rank: of this process.
+        world_size: ranks that call.
+        mine: what this rank's host knows.
+        timeout: seconds that rank 0 waits for each of the others.
+
+    Raises:
+        LaunchError: on rank 0: a rank did not come.
+    """
+    from torch.distributed import PrefixStore
+
+    token = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
+        part = store.get(f"answer/{token}").decode()
+        store.set(f"{part}/heard/{rank}", "")
+        return PrefixStore(part, store), mine
+    pasts = [mine, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
+    return PrefixStore(token, store), _joined(pasts)
+
+
+def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
+    """Tell ``rank`` of this attempt the name of its part of the store, and return what it knows."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)
+        time.sleep(0.001)
+        if store.check([f"{part}/heard/{rank}"]):
+            return Past(**json.loads(store.get(f"call/{rank}"))[1])
+    raise LaunchError(f"rank {rank} has not come within {timeout:g} seconds of rank 0")
+
+
+def _joined(pasts: Sequence[Past]) -> Past:
+    return Past(
+        began=any(past.began for past in pasts),
+        saved=any(past.saved for past in pasts),
+        folder=next((past.folder for past in pasts if past.folder is not None), None),
+    )

@@ -1,0 +1,48 @@
+"""Ranks of an attempt meet in a store that an earlier one left full, and learn what any host knows."""
+
+from datetime import timedelta
+from threading import Thread
+
+import pytest
+from torch.distributed import HashStore
+
+from nanotrain_core.errors import LaunchError
+from nanotrain_core.launch.attempts import Past, meet
+
+
+def attempt(store, *pasts):
+    """Let ranks meet in threads; return what each read in its store and what rank 0 learnt."""
+    found = {}
+
+    def rank(number, mine):
+        part, past = meet(store, number, len(pasts), mine, timeout=20)
+        if number == 0:
+            found["past"] = past
+        part.set(f"mine/{number}", str(number))
+        found[number] = [part.get(f"mine/{other}").decode() for other in range(len(pasts))]
+
+    threads = [Thread(target=rank, args=each) for each in enumerate(pasts)]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_rank_0_learns_what_any_host_knows_and_each_attempt_has_a_store_of_its_own():
+    store = HashStore()
+    new, knows = Past(), Past(began=True, saved=True, folder="runs/a")
+    first = attempt(store, new, new, new)
+    assert first == {"past": Past(), **{rank: ["0", "1", "2"] for rank in range(3)}}
+    again = attempt(store, new, new, knows)
+    assert again["past"] == knows
+    assert [again[rank] for rank in range(3)] == [["0", "1", "2"]] * 3
+    assert attempt(store, Past(began=True), new, new)["past"] == Past(began=True)
+
+
+def test_a_rank_that_stays_away_is_named_though_an_earlier_attempt_of_it_called():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    attempt(store, Past(), Past())
+    with pytest.raises(LaunchError, match=r"rank 1 has not come within 0\.2 seconds of rank 0"):
+        meet(store, 0, 2, Past(), timeout=0.2)
