@@ -25,6 +25,6 @@ def configure(rank: int) -> None:
                 key_order=["timestamp", "level", "event"], bool_as_flag=False
             ),
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line is written
     )
     structlog.contextvars.bind_contextvars(rank=rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import arbitrary_address
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import attrs
@@ -61,30 +63,52 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Outcome:
     return Outcome(process.returncode, out, err)
 
 
-def nanotrain(*words: str, cwd: Path, timeout: float = 120) -> Outcome:
-    """Run ``nanotrain`` to its end, from a process that has torch loaded: 5 seconds less than a new one.
+@attrs.define(frozen=True)
+class Running:
+    """A command that :func:`begin` began."""
+
+    words: Sequence[str]
+    process: ForkServerProcess
+    folder: Path
+
+    def end(self, timeout: float = 120) -> Outcome:
+        """Wait for the end."""
+        self.process.join(timeout)
+        hangs = self.process.exitcode is None
+        if hangs:
+            self.process.kill()
+            self.process.join()
+        out, err = ((self.folder / name).read_text() for name in ("out", "err"))
+        shutil.rmtree(self.folder)
+        if hangs:
+            raise subprocess.TimeoutExpired(self.words, timeout, out, err)
+        return Outcome(int(self.process.exitcode or 0), out, err)
+
+
+def begin(*words: str, cwd: Path) -> Running:
+    """Start ``nanotrain`` from a process that has torch loaded: 5 seconds less than :func:`start`.
 
     What :func:`start` starts is new in every way.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        environment = {**os.environ, "NO_COLOR": "1"}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        process = context.Process(target=_be_nanotrain, args=(words, cwd, environment, out, err))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(words, timeout, out.read_text(), err.read_text())
-        return Outcome(process.exitcode, out.read_text(), err.read_text())
+    folder = Path(tempfile.mkdtemp(prefix="nanotrain-command-"))
+    (folder / "out").touch(), (folder / "err").touch()
+    environment = {**os.environ, "NO_COLOR": "1"}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_be_nanotrain, args=(words, cwd, environment, folder))
+    process.start()
+    return Running(words, process, folder)
 
 
-def _be_nanotrain(words: Sequence[str], cwd: Path, environment: dict[str, str], out: Path, err: Path) -> None:
+def nanotrain(*words: str, cwd: Path) -> Outcome:
+    """Run ``nanotrain`` to its end."""
+    return begin(*words, cwd=cwd).end()
+
+
+def _be_nanotrain(words: Sequence[str], cwd: Path, environment: dict[str, str], folder: Path) -> None:
     """Become what a shell would have started, but for what is imported already."""
-    for number, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
@@ -103,7 +127,8 @@ def _fork_a_server() -> None:
     if server._forkserver_pid is not None:
         return
     resource_tracker.ensure_running()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torch reads when it is imported
+    if "OMP_NUM_THREADS" in os.environ:  # which torch reads when it is imported
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     server._forkserver_address = arbitrary_address("AF_UNIX")
     alive, server._forkserver_alive_fd = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from command import finish, nanotrain, start
+from command import begin, nanotrain
 from safetensors.torch import load_file
 from test_run import SMALL, metrics
 
@@ -72,8 +72,8 @@ def test_two_hosts_meet_at_the_rendezvous(tmp_path):
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
-    hosts = [start(*words, "--folder", "here", cwd=tmp_path) for _ in range(2)]
-    outcomes = [finish(host) for host in hosts]
+    hosts = [begin(*words, "--folder", "here", cwd=tmp_path) for _ in range(2)]
+    outcomes = [host.end() for host in hosts]
     assert [(o.code, o.err) for o in outcomes] == [(Exit.DONE, "")] * 2
     assert sum("2 ranks on cpu" in o.out for o in outcomes) == 1
     assert len(metrics(tmp_path / "here")) == 6
@@ -89,8 +89,8 @@ def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
     words += ["--folder", "here", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
-    hosts = [start(*words, "--max-restarts", "3", cwd=tmp_path) for _ in range(2)]
-    outcomes = [finish(host) for host in hosts]
+    hosts = [begin(*words, "--max-restarts", "3", cwd=tmp_path) for _ in range(2)]
+    outcomes = [host.end() for host in hosts]
     assert [outcome.code for outcome in outcomes] == [Exit.DONE] * 2
     assert "rank 1 was killed by SIGKILL; restarting (1 of 3)" in "".join(o.err for o in outcomes)
     starts = [row["first_step"] for row in metrics(tmp_path / "here", "start")]

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from nanotrain_core.environment import Ranks
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a slow or busy machine give ranks more time before they count as hung, or do with fewer checks."""
@@ -23,7 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the pools, which know nothing of pytest."""
+    """Tell the pools, which know nothing of pytest, and share the cores among pytest-xdist's workers."""
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if workers is not None:  # threads of more processes than cores wait for one another: half the speed
+        os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=int(workers)).threads()))
     seconds, checks = config.getoption("--rank-timeout"), config.getoption("--collective-checks")
     if seconds is not None or checks is not None:
         from nanotrain_core.testing.pool import COLLECTIVE_CHECKS, RANK_TIMEOUT
