@@ -84,3 +84,32 @@ def test_what_one_rank_cannot_read_is_refused_on_all(tmp_path, which, how, words
     one, other = run_ranks(load_where_rank_1_cannot, 2, tmp_path, which, how)
     assert one == other
     assert one.startswith(words)
+
+
+def load_where_each_sees_its_own(folder, which):
+    """Return the error of a load on this rank, which has a folder of its own."""
+    rank = dist.get_rank()
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(folder / str(rank), Mesh(Grid(GridConfig()).layout(2), rank=rank))
+    live = torch.zeros(2, 3)
+    sent = checkpoint.path(1)
+    with (
+        mock.patch.object(checkpoint, "_newest_whole", return_value=(sent, {})),
+        pytest.raises(CheckpointError) as refused,
+    ):
+        checkpoint.load(which, state(live))
+    assert not live.any()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("which", ["1", "latest"])
+def test_ranks_that_see_different_files_under_one_name_are_refused(tmp_path, which):
+    """Each host has a disk of its own, or one still sees what another has replaced: both files are whole."""
+    for rank in range(2):
+        checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+        checkpoint.open(tmp_path / str(rank), Mesh(Grid(GridConfig()).layout(1)))
+        checkpoint.save(1, state(torch.full((2, 3), float(rank))))
+    one, other = run_ranks(load_where_each_sees_its_own, 2, tmp_path, which)
+    assert one == other
+    assert one.startswith("rank 1: ")
+    assert one.endswith("is another checkpoint there than on rank 0")

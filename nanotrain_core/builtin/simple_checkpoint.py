@@ -133,12 +133,20 @@ class SimpleCheckpoint:
             )
 
     def _opened(self, path: Path) -> Any:
-        """Open a file that rank 0 found whole on every rank, or on none."""
-        file, error = None, None
+        """Open a file that rank 0 found whole on every rank, or on none.
+
+        Another host may see another file there: on a disk of its own, or a moment ago on a shared one, where
+        a rank may still be led to a file that was set aside since.
+        """
+        file, error, seal = None, None, ""
         try:
             file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as problem:
+            seal = read_header(file).get("sha256", "")
+        except (OSError, SafetensorError, ValueError) as problem:
             error = f"rank {self.mesh.rank}: {path} cannot be read: {problem}"
+        self._agree(error)
+        if seal != self.mesh.gather(seal)[0]:
+            error = f"rank {self.mesh.rank}: {path} is another checkpoint there than on rank 0"
         self._agree(error)
         return file
 

@@ -366,6 +366,18 @@ class ShardedCheckpoint:
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]
         return (None if problems else found), problems
 
+    def _apart(self, path: Path, text: str) -> str:
+        """Say whether this rank sees another checkpoint at ``path`` than rank 0, whose manifest is ``text``.
+
+        It may be on a disk of its own, or be led to a folder on a shared one that was set aside since: shards
+        of the same sizes, which only some ranks compare with their SHA-256.
+        """
+        try:
+            alike = manifest.ends_alike(path, text)
+        except OSError as error:
+            return f"rank {self.mesh.rank}: {path / manifest.NAME} cannot be read: {error.strerror or error}"
+        return "" if alike else f"rank {self.mesh.rank}: {path} is another checkpoint there than on rank 0"
+
     def _examine(self, path: Path) -> tuple[Manifest | None, Sequence[str]]:
         """Return the manifest if all is well, else None and what is not: the same on every rank.
 
@@ -386,10 +398,11 @@ class ShardedCheckpoint:
         if problem:
             return None, [problem]
         saved = saved or manifest.parse(text, path)
+        apart = self._apart(path, text)
         mine = list(saved.files.items())[self.mesh.rank :: self.mesh.world_size]
         full = self.config.verify == "full"
         files = mine if self.config.verify != "none" else []
         found = [shard.damage(path, name, file, full=full) for name, file in files]
-        everyone = self.mesh.gather([problem for problem in found if problem])
+        everyone = self.mesh.gather([problem for problem in (apart, *found) if problem])
         problems = [problem for said in everyone for problem in said]
         return (None if problems else saved), problems

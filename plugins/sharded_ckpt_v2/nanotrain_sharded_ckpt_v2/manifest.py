@@ -8,6 +8,7 @@ a stranger had written it: names stay inside the folder, numbers are numbers, te
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -27,7 +28,7 @@ FORMAT, VERSION = "nanotrain-sharded", 2
 #: Largest manifest that is read. DeepSeek-V3 on 2048 ranks takes 11 MB.
 LARGEST = 512 * 2**20
 
-_SEAL = ',\n"sha256": "'
+_SEAL, _END = ',\n"sha256": "', '"\n}\n'
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -113,7 +114,7 @@ def seal_of(text: str) -> str:
         ValueError: there is none, or it is not that of the rest.
     """
     body, found, tail = text.rpartition(_SEAL)
-    if not found or not _HASH.fullmatch(tail[:64]) or tail[64:] != '"\n}\n':
+    if not found or not _HASH.fullmatch(tail[:64]) or tail[64:] != _END:
         raise ValueError("its last line, with its SHA-256, is missing: it is not complete")
     if sha256(body.encode()).hexdigest() != tail[:64]:
         raise ValueError("its bytes do not match its SHA-256")
@@ -135,6 +136,18 @@ def read_text(folder: Path) -> str:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
+
+
+def ends_alike(folder: Path, text: str) -> bool:
+    """Say whether the manifest in ``folder`` ends with the seal of ``text``: little is read, by every rank.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    end = text[-len(_SEAL) - 64 - len(_END) :].encode()
+    with (folder / NAME).open("rb") as file:
+        file.seek(-len(end), os.SEEK_END)
+        return file.read() == end
 
 
 def parse(text: str, folder: Path) -> Manifest:
