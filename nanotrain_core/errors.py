@@ -13,7 +13,7 @@ class Exit:
     """Exit codes of ``nanotrain``; the table in docs/recipes.md is tested against these."""
 
     DONE = 0
-    FAILED = 1  # a rank crashed; the first cause and its rank were printed
+    FAILED = 1  # a rank crashed, and the first cause and its rank were printed; or another host ended the run
     USER = 2  # the recipe, a plugin, the data or the command line is wrong; nothing was started
     DIVERGED = 3  # training diverged and was given up
     LOCKED = 4  # another run owns the run folder

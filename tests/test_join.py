@@ -11,6 +11,7 @@ from command import COMMAND, finish, nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.folder import RunFolder
 
 
 def free_port():
@@ -122,6 +123,14 @@ def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):
         assert "recipe hash is " in outcome.err
         assert "Traceback" not in outcome.err
         assert "step=" not in outcome.out
+
+
+def test_a_folder_in_use_is_told_on_every_rank_with_its_code(tmp_path):
+    lock = RunFolder.claim("other", folder=str(tmp_path / "here"))
+    for outcome in run_both(tmp_path, torchrun, (), ()):
+        assert outcome.code == Exit.LOCKED
+        assert "here is in use by another run" in outcome.err
+    lock.release()
 
 
 def test_a_refused_folder_is_told_on_every_rank(tmp_path):

@@ -1,11 +1,13 @@
 """What survives a failure: restarts go on from the last checkpoint, and several hosts can meet."""
 
 import json
+import signal
 import socket
+import time
 
 import pytest
 import torch
-from command import begin, nanotrain
+from command import begin, finish, nanotrain, start
 from safetensors.torch import load_file
 from test_run import SMALL, metrics
 
@@ -66,12 +68,16 @@ def test_a_restarted_run_goes_on_from_its_checkpoint_and_ends_with_the_same_byte
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_two_hosts_meet_at_the_rendezvous(tmp_path):
-    write_small(tmp_path)
+def endpoint():
+    """Return where two hosts of one run may meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_two_hosts_meet_at_the_rendezvous(tmp_path):
+    write_small(tmp_path)
+    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint()]
     hosts = [begin(*words, "--folder", "here", cwd=tmp_path) for _ in range(2)]
     outcomes = [host.end() for host in hosts]
     assert [(o.code, o.err) for o in outcomes] == [(Exit.DONE, "")] * 2
@@ -84,10 +90,7 @@ def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
     """Rank 0's host, too, which counts no failure of its own when its rank still lives."""
     write_small(tmp_path)
     (tmp_path / "dies.py").write_text(DIES_ONCE.replace("HOLD = 0", f"HOLD = {hold}"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint()]
     words += ["--folder", "here", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
     hosts = [begin(*words, "--max-restarts", "3", cwd=tmp_path) for _ in range(2)]
     outcomes = [host.end() for host in hosts]
@@ -96,6 +99,40 @@ def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
     starts = [row["first_step"] for row in metrics(tmp_path / "here", "start")]
     assert starts[:2] == [0, 3]
     assert metrics(tmp_path / "here", "end")[-1]["reason"] == "done"
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", Exit.PREEMPTED), ("SIGINT", Exit.INTERRUPTED)])
+def test_a_signal_ends_the_wait_for_another_host(tmp_path, number, code):
+    write_small(tmp_path)
+    at = endpoint()
+    host = start("run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", at, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not listens(at) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    host.send_signal(signal.Signals[number])
+    ended = finish(host, timeout=20)
+    assert (ended.code, ended.err) == (code, "")
+
+
+def listens(at):
+    """Say whether a host serves the place where they meet."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(at.rpartition(":")[2]))) == 0
+
+
+def test_a_host_whose_run_another_one_ends_says_so_and_blames_no_mistake(tmp_path):
+    """One launcher has no restarts left, the other has: it cannot go on alone."""
+    write_small(tmp_path)
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint()]
+    words += ["--folder", "here", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
+    hosts = [start(*words, "--max-restarts", most, cwd=tmp_path) for most in ("3", "0")]
+    outcomes = [finish(host) for host in hosts]
+    assert [outcome.code for outcome in outcomes] == [Exit.FAILED] * 2
+    told = "".join(outcome.err for outcome in outcomes)
+    assert "nanotrain: rank 1 was killed by SIGKILL\n" in told
+    assert "nanotrain: another host has ended the run, and its launcher says why\n" in told
 
 
 def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):

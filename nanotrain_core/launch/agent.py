@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ class Agent(LocalElasticAgent):
         ranks: WorkerSpec,
         before_start: Callable[[], None],
         start_again: Callable[[ExitCodes, int], bool],
+        stopped: Callable[[], bool],
     ) -> None:
         """Prepare.
 
@@ -30,8 +32,9 @@ class Agent(LocalElasticAgent):
             before_start: called when no rank runs and before they are started, the first time or again: also
                 because another host starts its ranks again.
             start_again: called with exit codes and the number of the restart; says whether to go on.
+            stopped: says whether a signal came, which ends the wait for other hosts.
         """
-        self.before_start, self.start_again = before_start, start_again
+        self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
 
     def results(self) -> dict[int, Any]:
@@ -47,6 +50,25 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             raise ChildFailedError("nanotrain", result.failures)
         return dict(result.return_values)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other hosts, unless a signal comes first: no rank is there to be told of it.
+
+        Raises:
+            RendezvousClosedError: a signal came, here or on another host, or another host gave up.
+        """
+        met = threading.Event()
+        threading.Thread(target=self._close_on_signal, args=(met,), daemon=True).start()
+        try:
+            super()._rendezvous(worker_group)
+        finally:
+            met.set()
+
+    def _close_on_signal(self, met: threading.Event) -> None:
+        while not met.wait(0.2):
+            if self.stopped():
+                self._worker_group.spec.rdzv_handler.shutdown()
+                return
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks."""

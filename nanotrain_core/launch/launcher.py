@@ -37,7 +37,7 @@ from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import HangWatch
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.forward import SignalForwarder
-from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
+from nanotrain_core.launch.worker import FOLDER, HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import EXITS, SIGNALS
 
@@ -95,7 +95,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     prepare(nodes.nproc)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     from nanotrain_core.launch.agent import Agent
 
@@ -104,8 +104,13 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     forwarder = SignalForwarder(scratch, recipe.run.grace)
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
     start_again = partial(_start_again, scratch, watch, forwarder, nodes.max_restarts)
+
+    def run() -> dict[int, Any]:
+        ranks = _what_to_start(job, nodes)
+        return Agent(ranks, watch.forget, start_again, lambda: forwarder.received is not None).results()
+
     with ThreadPoolExecutor(1) as thread:
-        agent = thread.submit(lambda: Agent(_what_to_start(job, nodes), watch.forget, start_again).results())
+        agent = thread.submit(run)
         try:
             ends = forwarder.wait(agent, meanwhile=watch.look)
         except ChildFailedError as failed:
@@ -115,7 +120,13 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 return EXIT_OF[SIGNALS[forwarder.received]]
             return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
         except RendezvousError as problem:
-            raise LaunchError(f"the hosts of the run do not meet: {problem}") from None
+            if forwarder.received is not None:
+                return EXIT_OF[SIGNALS[forwarder.received]]
+            if isinstance(problem, RendezvousClosedError):
+                return _end(Cause("another host has ended the run, and its launcher says why", Exit.FAILED))
+            text = f"the hosts of the run do not meet: {problem}"
+            began = (scratch / FOLDER).exists()  # then it is no mistake of the user's
+            return _end(Cause(text, Exit.FAILED if began else Exit.USER, mistake=not began))
     return EXIT_OF[next(iter(ends.values()))]
 
 

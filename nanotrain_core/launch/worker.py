@@ -204,9 +204,11 @@ def rank_0_says(decide: Callable[[], str | None], key: str, rank: int, store: St
     """Return what rank 0 decides, which looks at the disk for all, or fail on every rank with its reason."""
     if rank != 0:
         assert store is not None
-        said: tuple[str | None, str | None] = json.loads(store.get(key))
+        said: tuple[str | None, str | None, int] = json.loads(store.get(key))
         if said[1] is not None:
-            raise NanotrainError(said[1])
+            refusal = NanotrainError(said[1])
+            refusal.exit_code = said[2]
+            raise refusal
         return said[0]
     decision, problem = None, None
     try:
@@ -214,7 +216,8 @@ def rank_0_says(decide: Callable[[], str | None], key: str, rank: int, store: St
     except NanotrainError as error:
         problem = error
     if store is not None:
-        store.set(key, json.dumps([decision, None if problem is None else str(problem)]))
+        told = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
+        store.set(key, json.dumps([decision, *told]))
     if problem is not None:
         raise problem
     return decision
