@@ -135,6 +135,21 @@ def test_a_host_whose_run_another_one_ends_says_so_and_blames_no_mistake(tmp_pat
     assert "nanotrain: another host has ended the run, and its launcher says why\n" in told
 
 
+def test_a_restart_that_sees_no_checkpoint_of_those_saved_is_refused(tmp_path):
+    """Rank 0 may be on another host now, with a disk of its own: the run must not begin anew."""
+    write_small(tmp_path)
+    loses = "os.rename(self.run.folder / 'checkpoints', self.run.folder / 'elsewhere')"
+    (tmp_path / "dies.py").write_text(
+        DIES_ONCE.replace("time.sleep(self.run.rank == 0 and HOLD)", loses).replace("rank == 1", "rank == 0")
+    )
+    words = ["--folder", "here", "--plugin", "dies.py", "--set", 'monitor.2.use="dies_once"']
+    ended = nanotrain("run", "small.toml", *words, "--max-restarts", "1", cwd=tmp_path)
+    assert ended.code == Exit.USER
+    assert "restarting (1 of 1) from the newest checkpoint" in ended.err
+    assert "there is no checkpoint in here to resume from" in ended.err
+    assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [0]
+
+
 def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):
     write_small(tmp_path)
     nanotrain("run", "small.toml", "--folder", "a", "--set", "checkpoint.every=1", cwd=tmp_path)

@@ -229,15 +229,16 @@ def start_from(
     """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 alone.
 
     A run that went on from a certain checkpoint does so again until it has saved one, which ``past`` or
-    ``mark`` says.
+    ``mark`` says. From then on there must be one: if rank 0 is on a host that sees none, nothing begins anew.
 
     Raises:
         CheckpointError: see :func:`~nanotrain_core.catalogues.expect_own_kind`.
     """
     if mark is not None and not past.began:
         mark.unlink(missing_ok=True)  # of an earlier launch
-    own = job.resume is None or past.saved or (mark is not None and mark.exists())
-    resume = "auto" if own and past.began else job.resume
+    saved = past.saved or (mark is not None and mark.exists())
+    own = past.began and (saved or job.resume is None)
+    resume = ("latest" if saved else "auto") if own else job.resume
     expect_own_kind(folder, resume, use, registry)
     return resume
 
