@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from nanotrain_core.errors import LaunchError
-from nanotrain_core.launch.attempts import Past, meet
+from nanotrain_core.launch.attempts import Past, meet, remember
 
 
 def attempt(store, *pasts):
@@ -46,3 +46,11 @@ def test_a_rank_that_stays_away_is_named_though_an_earlier_attempt_of_it_called(
     attempt(store, Past(), Past())
     with pytest.raises(LaunchError, match=r"rank 1 has not come within 0\.2 seconds of rank 0"):
         meet(store, 0, 2, Past(), timeout=0.2)
+
+
+def test_what_rank_0_leaves_is_known_though_no_host_counts():
+    store = HashStore()
+    part, past = meet(store, 0, 1, Past(), timeout=20)
+    assert past == Past()
+    remember(part, "runs/a")
+    assert attempt(store, Past(), Past())["past"] == Past(began=True, folder="runs/a")

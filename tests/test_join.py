@@ -9,6 +9,7 @@ import sys
 import pytest
 from command import COMMAND, finish, nanotrain
 from test_run import SMALL, metrics
+from torch.distributed import TCPStore
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.folder import RunFolder
@@ -114,6 +115,26 @@ def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_p
     done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == Exit.DONE, done.stderr
     assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [3, again]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_torchrun_starts_again_without_counting_go_on_in_their_folder(tmp_path, ranks):
+    """A host that joins or comes back makes it start all ranks again, and that is no restart to it."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True, "WORLD_SIZE": ranks}
+    for steps in (3, 6):
+        words = ["run", "small.toml", "--set", f"run.steps={steps}"]
+        processes = []
+        for rank in range(ranks):
+            environment = {**torchrun(rank, agents.port), **agent, "LOCAL_WORLD_SIZE": ranks}
+            environment = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen([*COMMAND, *words], cwd=tmp_path, env=environment, **pipes))
+        outcomes = [finish(process) for process in processes]
+        assert [(outcome.code, outcome.err) for outcome in outcomes] == [(Exit.DONE, "")] * ranks
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["small"]
+    assert [row["first_step"] for row in metrics(tmp_path / "runs/small", "start")] == [0, 3]
 
 
 def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):

@@ -2,7 +2,8 @@
 
 A launcher counts only the failures of its own host: where another host failed it starts its ranks again
 without counting, and the launcher of a host that was replaced knows of nothing. And torchrun keeps one
-store for all attempts, so that what ranks wrote before they failed is still there.
+store for all attempts, so that what ranks wrote before they failed is still there: also what rank 0 leaves
+for later attempts, where no host counts when one joins.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from nanotrain_core.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+#: Where rank 0 of an attempt leaves a :class:`Past` for those that have the same store.
+PAST = "past"
 
 
 @attrs.frozen(kw_only=True)
@@ -56,8 +60,17 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
         part = store.get(f"answer/{token}").decode()
         store.set(f"{part}/heard/{rank}", "")
         return PrefixStore(part, store), mine
-    pasts = [mine, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
+    left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
+    pasts = [mine, *left, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
     return PrefixStore(token, store), _joined(pasts)
+
+
+def remember(part: Store, folder: str) -> None:
+    """Leave for later attempts that this launch has begun, beside a ``part`` that :func:`meet` returned."""
+    from torch.distributed import PrefixStore
+
+    assert isinstance(part, PrefixStore)
+    part.underlying_store.set(PAST, json.dumps({"began": True, "folder": folder}))
 
 
 def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:

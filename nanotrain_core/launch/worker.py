@@ -28,7 +28,7 @@ from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import is_alive
 from nanotrain_core.launch.agreement import agree
-from nanotrain_core.launch.attempts import Past, meet
+from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
@@ -288,10 +288,11 @@ def join(
     """Meet the other ranks, make sure all run the same thing, make the world's process group.
 
     Returns:
-        What ranks tell each other by, None on one rank alone; and on rank 0 what went before on any host.
+        What ranks tell each other by, None on one rank alone without an agent; and on rank 0 what went before
+        on any host.
     """
-    past = known_past(job)
-    if ranks.world_size == 1:
+    past, agents = known_past(job), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if ranks.world_size == 1 and not agents:
         return None, past
     import torch.distributed as dist
 
@@ -301,12 +302,14 @@ def join(
         store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)
     else:
         host, port = rendezvous_address(ranks)
-        hosts_it = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        hosts_it = ranks.rank == 0 and not agents
         tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type}
     agree(store, ranks.rank, ranks.world_size, facts)
+    if ranks.world_size == 1:
+        return store, past
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -337,4 +340,6 @@ def share_folder(
     path = str(rank_0_says(claim, "folder", ranks.rank, store))
     if job.scratch is not None:
         Path(job.scratch, FOLDER).write_text(path, encoding="utf-8")
+    elif ranks.rank == 0 and store is not None:
+        remember(store, path)
     return Path(path), locks[0] if locks else None
