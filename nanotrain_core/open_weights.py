@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,28 @@ def _read_foreign(folder: Path, shards: Shards, atlas: Atlas, ignored: Sequence[
 # --- a run that starts from them --------------------------------------------------------------
 
 
+def fingerprint(reader: WeightReader) -> str:
+    """Return a SHA-256 over all names and shapes, and over a corner of up to 64 tensors, spread over them.
+
+    It tells weights of one model apart: those of a host's own disk, or of another step of a run that still
+    saves. Those that differ in a few numbers alone may go unnoticed.
+    """
+    names = sorted(reader.shapes)
+    digest = sha256(repr([(name, tuple(reader.shapes[name])) for name in names]).encode())
+    for name in names[:: -(-len(names) // 64)]:
+        corner = reader.read(name, tuple(slice(0, min(16, size)) for size in reader.shapes[name]))
+        digest.update(corner.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 @torch.no_grad()
 def load_weights(
     path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter], mesh: Mesh
 ) -> None:
-    """Gather: fill this rank's blocks, reading no more than these, one at a time. Rank 0 looks for damage.
+    """Gather: fill this rank's blocks one at a time, reading little more. Rank 0 looks for damage.
 
     Raises:
-        CheckpointError: the weights are damaged, or of another model than the run's.
+        CheckpointError: the weights are damaged, of another model than the run's, or other ones on some rank.
     """
     weights = open_weights(path, registry)
     refuse_other_model(
@@ -222,6 +237,10 @@ def load_weights(
     damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:
         raise CheckpointError("; ".join(damage))
+    prints = mesh.gather(fingerprint(weights.reader))
+    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    if other is not None:
+        raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
     for parameter in placed:
         block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
         parameter.parameter.copy_(block)

@@ -9,7 +9,7 @@ from foreign_models import VOCAB, llama, logits, our_tensors
 from safetensors.torch import load_file
 
 from nanotrain_core.cli import main
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.testing import run_ranks
 
 RECIPE = """
@@ -157,6 +157,39 @@ def test_each_rank_reads_its_own_block_of_a_fused_and_transposed_matrix(tmp_path
     for blocks in run_ranks(split_blocks, 2, str(tmp_path), 2):
         for name, (slices, block) in blocks.items():
             assert torch.equal(block, expected[name][slices]), name
+
+
+def load_from_own_disk(path):
+    """Load the weights of this rank's own folder, and return the error."""
+    import torch.distributed as dist
+
+    from nanotrain_core.layout import Layout, View
+    from nanotrain_core.mesh import Mesh
+    from nanotrain_core.open_weights import load_weights, open_weights
+    from nanotrain_core.registry import load_plugins
+
+    rank = dist.get_rank()
+    path, registry = path / str(rank), load_plugins()
+    selection = open_weights(path, registry).selection
+    mesh = Mesh(Layout({"dense": View(("dp",), (2,))}), rank=rank)
+    try:
+        load_weights(path, registry, selection, [], mesh)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_weights_that_are_not_the_same_on_all_ranks_are_refused(tmp_path, apart):
+    """Each host has a folder of its own, of one model: layers of both would be mixed."""
+    for rank in range(2):
+        model = llama(num_key_value_heads=2)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1 + rank * apart)
+        model.save_pretrained(tmp_path / str(rank))
+    for said in run_ranks(load_from_own_disk, 2, tmp_path):
+        assert said.startswith("rank 1 finds other weights in ") == apart
+        assert bool(said) == apart
 
 
 @pytest.mark.parametrize(
