@@ -10,8 +10,12 @@ import torch
 from command import begin, finish, nanotrain, start
 from safetensors.torch import load_file
 from test_run import SMALL, metrics
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.launch.launcher import Nodes, _what_to_start
+from nanotrain_core.launch.worker import Job
 
 DIES_ONCE = """
 HOLD = 0  # seconds that rank 0 lives on and hears nothing of it
@@ -115,6 +119,15 @@ def test_a_signal_ends_the_wait_for_another_host(tmp_path, number, code):
     assert (ended.code, ended.err) == (code, "")
 
 
+def test_where_nobody_serves_the_meeting_is_told(monkeypatch):
+    def refuse(parameters):
+        raise RendezvousConnectionError("nobody there")
+
+    monkeypatch.setattr(rendezvous, "get_rendezvous_handler", refuse)
+    with pytest.raises(LaunchError, match=r"hosts of the run cannot meet at away:29400: nobody there"):
+        _what_to_start(Job(recipe="small.toml"), Nodes(count=2, endpoint="away:29400"))
+
+
 def listens(at):
     """Say whether a host serves the place where they meet."""
     with socket.socket() as probe:
@@ -132,7 +145,9 @@ def test_a_host_whose_run_another_one_ends_says_so_and_blames_no_mistake(tmp_pat
     assert [outcome.code for outcome in outcomes] == [Exit.FAILED] * 2
     told = "".join(outcome.err for outcome in outcomes)
     assert "nanotrain: rank 1 was killed by SIGKILL\n" in told
-    assert "nanotrain: another host has ended the run, and its launcher says why\n" in told
+    assert (
+        "nanotrain: the hosts of the run do not meet, or one has ended it and its launcher says why" in told
+    )
 
 
 def test_a_restart_that_sees_no_checkpoint_of_those_saved_is_refused(tmp_path):

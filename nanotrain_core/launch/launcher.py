@@ -37,7 +37,7 @@ from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import HangWatch
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.forward import SignalForwarder
-from nanotrain_core.launch.worker import FOLDER, HAS_SAVED, Job, run_rank, train
+from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import EXITS, SIGNALS
 
@@ -95,7 +95,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     prepare(nodes.nproc)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from nanotrain_core.launch.agent import Agent
 
@@ -122,11 +122,8 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         except RendezvousError as problem:
             if forwarder.received is not None:
                 return EXIT_OF[SIGNALS[forwarder.received]]
-            if isinstance(problem, RendezvousClosedError):
-                return _end(Cause("another host has ended the run, and its launcher says why", Exit.FAILED))
-            text = f"the hosts of the run do not meet: {problem}"
-            began = (scratch / FOLDER).exists()  # then it is no mistake of the user's
-            return _end(Cause(text, Exit.FAILED if began else Exit.USER, mistake=not began))
+            text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
+            return _end(Cause(f"{text}: {problem}", Exit.FAILED))
     return EXIT_OF[next(iter(ends.values()))]
 
 
@@ -157,9 +154,13 @@ def _start_again(
 
 
 def _what_to_start(job: Job, nodes: Nodes) -> Any:
-    """Return the agent's ``WorkerSpec``. With several hosts, this connects to where they meet."""
+    """Return the agent's ``WorkerSpec``. With several hosts, this connects to where they meet.
+
+    Raises:
+        LaunchError: nobody is there.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     single = nodes.count == 1
@@ -173,12 +174,16 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
         local_addr=local,
         **({"store_type": "file"} if single else {}),
     )
+    try:
+        meeting = get_rendezvous_handler(rendezvous)
+    except RendezvousError as problem:
+        raise LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}") from None
     return WorkerSpec(
         role="default",
         local_world_size=nodes.nproc,
         entrypoint=run_rank,
         args=(job,),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
+        rdzv_handler=meeting,
         max_restarts=nodes.max_restarts,
         monitor_interval=0.1,
         local_addr=local,
