@@ -123,7 +123,7 @@ def code_lines(path: Path) -> int:
 #: Folders of the core.
 FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
-SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 600, "": 4250}
+SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 650, "": 4250}
 
 
 @pytest.mark.parametrize("part", SMALL)

@@ -154,6 +154,13 @@ def test_a_folder_in_use_is_told_on_every_rank_with_its_code(tmp_path):
     lock.release()
 
 
+def test_ranks_with_different_words_are_told_so_before_they_train(tmp_path):
+    """Only rank 0's would count, and which host has it is chance."""
+    for outcome in run_both(tmp_path, torchrun, (), ("--resume", "auto")):
+        assert outcome.code == Exit.USER
+        assert "--resume is auto there and None on rank 0" in outcome.err
+
+
 def test_a_refused_folder_is_told_on_every_rank(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here/metrics.jsonl").write_text("{}\n")

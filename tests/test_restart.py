@@ -128,6 +128,24 @@ def test_where_nobody_serves_the_meeting_is_told(monkeypatch):
         _what_to_start(Job(recipe="small.toml"), Nodes(count=2, endpoint="away:29400"))
 
 
+def test_two_signals_end_a_launcher_that_nobody_answers(tmp_path):
+    write_small(tmp_path)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        at = f"127.0.0.1:{silent.getsockname()[1]}"
+        host = start(
+            "run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", at, cwd=tmp_path
+        )
+        silent.settimeout(60)
+        connection, _ = silent.accept()
+        with connection:
+            for _ in range(2):  # sent at once, they would be one
+                time.sleep(1)
+                host.send_signal(signal.SIGTERM)
+            assert finish(host, timeout=20).code == Exit.PREEMPTED
+
+
 def listens(at):
     """Say whether a host serves the place where they meet."""
     with socket.socket() as probe:

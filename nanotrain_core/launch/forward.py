@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,14 +13,18 @@ from types import FrameType
 from typing import Any
 
 from nanotrain_core.hang import kill, pids_of
+from nanotrain_core.stop import EXITS, SIGNALS
 
 POLL = 0.1
+#: Seconds in which the agent sees that all ranks are gone.
+GONE = 3.0
 
 
 class SignalForwarder:
     """Waits for the agent while handing the first SIGINT or SIGTERM on to every rank, once.
 
-    A second signal, or the end of the ``grace`` period, in seconds, kills the ranks.
+    A second signal, or the end of the ``grace`` period, in seconds, kills the ranks; and ends this process
+    where there are none, because it waits for an answer of the place where hosts meet.
     """
 
     def __init__(self, scratch: Path, grace: float) -> None:
@@ -44,7 +50,7 @@ class SignalForwarder:
         if self.received is None:
             self.received, self._deadline = signal.Signals(number), time.monotonic() + self.grace
         else:
-            self._deadline = 0.0
+            self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:
         """Tell ranks that have not been told; those that start late are told late."""
@@ -53,6 +59,9 @@ class SignalForwarder:
         pids = {*pids_of(self.scratch)} - {0}
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
+            if not pids and time.monotonic() > self._deadline + GONE:
+                shutil.rmtree(self.scratch, ignore_errors=True)
+                os._exit(EXITS[SIGNALS[self.received]])
         else:
             kill(pids - self._told, self.received)
         self._told |= pids

@@ -306,7 +306,8 @@ def join(
         tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
-    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type}
+    words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
+    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
         return store, past
