@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -12,6 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+import structlog
+
+from nanotrain_core import log
 from nanotrain_core.errors import FolderError, FolderLocked
 
 LOCK = ".lock"
@@ -88,10 +92,14 @@ def _lock(path: Path) -> IO[str]:
     except BlockingIOError:
         lock.seek(0)
         raise FolderLocked(f"{path} is in use by another run: {_owner(lock.read())}") from None
-    lock.truncate(0)
+    except OSError as problem:  # as on Lustre that is mounted without ``flock``
+        log.ensure(0)
+        text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
+        structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
-    lock.write(json.dumps(owner))
-    lock.flush()
+    with contextlib.suppress(OSError):  # no space: the lock holds without the name of its owner
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), json.dumps(owner).encode())
     return lock
 
 

@@ -1,5 +1,7 @@
 """One live run owns a run folder, and no run is overwritten."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -63,3 +65,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match="the run folder file/run cannot be written: Not a directory"):
         RunFolder.claim("a", folder="file/run")
+
+
+def test_a_file_system_without_locks_is_told_and_borne(monkeypatch, capsys, tmp_path):
+    def refuse(file, how):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    claimed = RunFolder.claim("first", folder=str(tmp_path / "here"))
+    assert json.loads((tmp_path / "here/.lock").read_text())["pid"] == os.getpid()
+    told = capsys.readouterr().err
+    assert "nothing keeps a second run out" in told
+    assert 'problem="Function not implemented"' in told
+    claimed.release()
