@@ -31,12 +31,17 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
     verdict = store.get("verdict").decode()
     if verdict == "equal":
         return
-    store.set(f"heard/{rank}", "yes")
-    if rank == 0:  # the store may end with this process: let the others read it first
+    let_all_hear("verdict", store, rank, world_size)
+    raise LaunchError(verdict)
+
+
+def let_all_hear(key: str, store: Store, rank: int, world_size: int) -> None:
+    """Say that this rank has read ``key``, and on rank 0 await the others: the store may end with it."""
+    store.set(f"heard/{key}/{rank}", "yes")
+    if rank == 0:
         with contextlib.suppress(RuntimeError):  # one that never comes
             for other in range(world_size):
-                store.get(f"heard/{other}")
-    raise LaunchError(verdict)
+                store.get(f"heard/{key}/{other}")
 
 
 def _verdict(store: Store, world_size: int) -> str:

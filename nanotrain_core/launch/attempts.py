@@ -58,7 +58,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
     if rank != 0:
         store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
         part = store.get(f"answer/{token}").decode()
-        store.set(f"{part}/heard/{rank}", "")
+        store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
     left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
     pasts = [mine, *left, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
@@ -79,7 +79,7 @@ def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
     while time.monotonic() < deadline:
         store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)
         time.sleep(0.001)
-        if store.check([f"{part}/heard/{rank}"]):
+        if store.check([f"{part}/met/{rank}"]):
             return Past(**json.loads(store.get(f"call/{rank}"))[1])
     raise LaunchError(f"rank {rank} has not come within {timeout:g} seconds of rank 0")
 

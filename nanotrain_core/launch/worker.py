@@ -27,7 +27,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import is_alive
-from nanotrain_core.launch.agreement import agree
+from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
@@ -153,7 +153,7 @@ def train(job: Job, ranks: Ranks) -> str:
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
         begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
-        resume = rank_0_says(begin, "resume", ranks.rank, store)
+        resume = rank_0_says(begin, "resume", ranks, store)
         if ranks.rank == 0:
             keep_recipe(folder, write_resolved(recipe))
         engine = RuntimeEngine.from_recipe(
@@ -200,12 +200,13 @@ def mark_of(job: Job, folder: Path) -> Path | None:
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
-def rank_0_says(decide: Callable[[], str | None], key: str, rank: int, store: Store | None) -> str | None:
+def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None) -> str | None:
     """Return what rank 0 decides, which looks at the disk for all, or fail on every rank with its reason."""
-    if rank != 0:
+    if ranks.rank != 0:
         assert store is not None
         said: tuple[str | None, str | None, int] = json.loads(store.get(key))
         if said[1] is not None:
+            let_all_hear(key, store, ranks.rank, ranks.world_size)
             refusal = NanotrainError(said[1])
             refusal.exit_code = said[2]
             raise refusal
@@ -218,6 +219,8 @@ def rank_0_says(decide: Callable[[], str | None], key: str, rank: int, store: St
     if store is not None:
         told = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
         store.set(key, json.dumps([decision, *told]))
+        if problem is not None:
+            let_all_hear(key, store, ranks.rank, ranks.world_size)
     if problem is not None:
         raise problem
     return decision
@@ -338,7 +341,7 @@ def share_folder(
         locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume))
         return str(locks[0].path)
 
-    path = str(rank_0_says(claim, "folder", ranks.rank, store))
+    path = str(rank_0_says(claim, "folder", ranks, store))
     if job.scratch is not None:
         Path(job.scratch, FOLDER).write_text(path, encoding="utf-8")
     elif ranks.rank == 0 and store is not None:
