@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name
 import nanotrain_core
 from nanotrain_core import hookspecs
 from nanotrain_core.component import KINDS, Component
-from nanotrain_core.errors import PluginError, describe, did_you_mean
+from nanotrain_core.errors import PluginError, Preempted, describe, did_you_mean
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 
@@ -170,6 +170,8 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     try:
         _check_core(info.requires_core)
         _announce(importer(), components)
+    except Preempted:
+        raise  # it only happened to come here
     except PluginError as error:
         problem = str(error)
     except ModuleNotFoundError as error:

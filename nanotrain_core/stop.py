@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Literal
@@ -25,6 +25,17 @@ SIGNALS: dict[signal.Signals, StopReason] = {signal.SIGINT: "interrupted", signa
 
 #: Exit codes of runs that were stopped.
 EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED}
+
+#: Seconds in which a SIGTERM after the first is that one again.
+ECHO = 1.0
+
+
+def is_again(number: int, since: float) -> bool:
+    """Say whether a signal is the one received at monotonic time ``since``, on another way.
+
+    Slurm, ``timeout`` and a shell's ``kill %1`` tell all processes, and a launcher tells its ranks once more.
+    """
+    return number == signal.SIGTERM and time.monotonic() - since < ECHO
 
 
 @attrs.define(frozen=True)
@@ -96,13 +107,17 @@ class StopRequest:
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        received: list[tuple[float, signal.Signals]] = []
+        received: dict[signal.Signals, float] = {}
         over = threading.Event()
 
         def handle(number: int, frame: FrameType | None) -> None:
-            received.append((time.monotonic(), signal.Signals(number)))
-            self.wish(SIGNALS[signal.Signals(number)])
-            signal.signal(number, before[signal.Signals(number)])
+            name = signal.Signals(number)
+            if name not in received:
+                received[name] = time.monotonic()
+                self.wish(SIGNALS[name])
+            elif not is_again(number, received[name]):
+                signal.signal(number, before[name])
+                signal.raise_signal(number)
 
         if self.grace is not None:
             threading.Thread(target=_end_after, args=(self.grace, received, over), daemon=True).start()
@@ -117,11 +132,11 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def _end_after(grace: float, received: Sequence[tuple[float, signal.Signals]], over: threading.Event) -> None:
+def _end_after(grace: float, received: Mapping[signal.Signals, float], over: threading.Event) -> None:
     """End this process if training is not over so long after the first signal: a rank may wait for ever."""
     while not over.wait(0.2):
-        if received and time.monotonic() - received[0][0] > grace:
-            number = received[0][1]
+        if received and time.monotonic() - min(received.values()) > grace:
+            number = next(iter(received))
             text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"
             print(f"nanotrain: {text} after {number.name}", file=sys.stderr, flush=True)
             os._exit(EXITS[SIGNALS[number]])

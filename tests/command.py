@@ -15,6 +15,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import arbitrary_address
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -40,7 +41,7 @@ class Outcome:
     err: str
 
 
-def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*words: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start ``nanotrain`` with ``words``; its output is piped."""
     environment = {**os.environ, "NO_COLOR": "1"}
     return subprocess.Popen(
@@ -50,6 +51,7 @@ def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        **options,
     )
 
 

@@ -1,10 +1,11 @@
+import signal
 import sys
 
 import pytest
 from fake_distribution import PLUGIN, install
 
 from nanotrain_core.discovery import PluginArguments, discover
-from nanotrain_core.errors import PluginError
+from nanotrain_core.errors import PluginError, Preempted
 from nanotrain_core.registry import Registry, load_plugins
 
 
@@ -92,6 +93,17 @@ def test_broken_plugin_keeps_its_error_and_harms_no_other(site, source, reason):
     assert reason in plugin_named(registry, "broken").error
     assert registry.broken == (plugin_named(registry, "broken"),)
     assert registry.get("monitor", "healthy")
+
+
+def test_a_signal_while_a_plugin_is_imported_is_no_fault_of_the_plugin(site):
+    source = "import signal\nfrom nanotrain_core.stop import end_on_sigterm\nend_on_sigterm()\n"
+    install(site, "struck", source + "signal.raise_signal(signal.SIGTERM)\n")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Preempted, match="ended by SIGTERM"):
+            load()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_entry_point_to_a_module_that_is_not_there_says_where_that_is_written(site):

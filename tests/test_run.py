@@ -1,7 +1,10 @@
 """``nanotrain run`` as a user meets it: what it prints, leaves behind and exits with."""
 
+import contextlib
 import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 from command import finish, nanotrain, start
@@ -153,6 +156,34 @@ def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number
     (end,) = metrics(tmp_path / "here", "end")
     assert end["reason"] == reason
     assert (tmp_path / f"here/checkpoints/step-{end['step']:08d}.safetensors").exists()
+
+
+@pytest.mark.parametrize("whom", ["group", "everyone"])
+def test_sigterm_to_all_processes_ends_the_run_as_one_to_the_launcher_does(recipe, tmp_path, whom):
+    """``timeout`` tells the process group, and the launcher twice; Slurm tells every process, ranks too."""
+    words = ("run", "small.toml", "--nproc", "2", "--set", "run.steps=100000", "--folder", "here")
+    process = start(*words, cwd=tmp_path, start_new_session=True)
+    next(line for line in process.stdout if line.startswith("step=5/"))
+    if whom == "group":
+        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        for pid in session(process.pid):
+            os.kill(pid, signal.SIGTERM)
+    ended = finish(process)
+    assert (ended.code, ended.err) == (Exit.PREEMPTED, "")
+    (end,) = metrics(tmp_path / "here", "end")
+    assert end["reason"] == "preempted"
+    assert (tmp_path / f"here/checkpoints/step-{end['step']:08d}.safetensors").exists()
+
+
+def session(leader):
+    """Return the processes of a session."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
+        with contextlib.suppress(OSError):
+            found += [pid] if os.getsid(pid) == leader else []
+    return found
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(recipe, tmp_path):

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from nanotrain_core.hang import kill, pids_of
-from nanotrain_core.stop import EXITS, SIGNALS
+from nanotrain_core.stop import EXITS, SIGNALS, is_again
 
 POLL = 0.1
 #: Seconds in which the agent sees that all ranks are gone.
@@ -31,7 +31,7 @@ class SignalForwarder:
         self.scratch, self.grace = scratch, grace
         self.received: signal.Signals | None = None
         self._told: set[int] = set()
-        self._deadline = float("inf")
+        self._since, self._deadline = 0.0, float("inf")
 
     def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
         """Return the agent's result; call ``meanwhile`` again and again until then."""
@@ -48,8 +48,9 @@ class SignalForwarder:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
-            self.received, self._deadline = signal.Signals(number), time.monotonic() + self.grace
-        else:
+            self.received, self._since = signal.Signals(number), time.monotonic()
+            self._deadline = self._since + self.grace
+        elif number != self.received or not is_again(number, self._since):
             self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:

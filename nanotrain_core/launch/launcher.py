@@ -21,7 +21,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
+import signal
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +86,14 @@ def prepare(nproc: int) -> None:
     # torch._dynamo too: else every rank would import it, in over a second, to make its optimizer.
     preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
     multiprocessing.set_forkserver_preload(preload)
-    multiprocessing.forkserver.ensure_running()
+    # Its processes inherit what is blocked. A SIGTERM to all processes would else end it, and with it the
+    # launcher's knowledge of ranks that are still saving. They listen once they can end in order.
+    multiprocessing.resource_tracker.ensure_running()  # which unblocks it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:

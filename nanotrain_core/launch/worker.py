@@ -77,6 +77,7 @@ def run_rank(job: Job) -> str:
     assert ranks is not None
     assert job.scratch is not None
     end_on_sigterm()  # until training handles signals
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once

@@ -90,5 +90,5 @@ class TerminateTwice(Terminate):
     def signal(self, launcher: int) -> None:
         """Send both, while a rank sleeps."""
         super().signal(launcher)
-        time.sleep(1.0)
+        time.sleep(2.0)  # within a second it would count as one
         super().signal(launcher)
