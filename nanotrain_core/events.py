@@ -121,6 +121,17 @@ class Events:
                 self.log.exception("a monitor failed and the run goes on", monitor=name)
 
 
+class AtStart(Monitor):
+    """Does what must not be done for a run that is refused: weights and checkpoint have been taken by now."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+
+    def on_start(self, run: RunInfo) -> None:
+        """Do it."""
+        self.act()
+
+
 class Mark(Monitor):
     """Leaves a file when a checkpoint has been saved: a restarted run then starts from its own."""
 

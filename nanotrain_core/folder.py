@@ -62,12 +62,15 @@ def holds_run(path: Path) -> bool:
 
 
 def newest(name: str) -> Path:
-    """Return the newest folder of a run called ``name``, or where the first would be."""
+    """Return the newest folder of a run called ``name``, or where the first would be.
+
+    A folder in which nothing is, as of a run that was refused, hides none that came before.
+    """
     last = Path("runs") / name
     for path in _numbered(name):
         if not path.exists():
             return last
-        last = path
+        last = path if holds_run(path) or _is_locked(path) else last
     raise AssertionError("unreachable")
 
 

@@ -35,6 +35,16 @@ def test_a_resumed_run_takes_the_newest():
     assert run_once("a", resume=True) == "runs/a-2"
 
 
+def test_a_folder_of_a_run_that_was_refused_hides_no_run():
+    run_once("a")
+    refused = RunFolder.claim("a")
+    refused.release()
+    assert str(refused.path) == "runs/a-2"
+    assert run_once("a", resume=True) == "runs/a"
+    assert run_once("a") == "runs/a-2"
+    assert run_once("a", resume=True) == "runs/a-2"
+
+
 def test_a_named_folder_that_holds_a_run_is_refused_unless_resumed():
     run_once("a", folder="here")
     with pytest.raises(FolderError, match="holds a run already: add --resume"):

@@ -218,6 +218,18 @@ def test_a_checkpoint_of_another_model_or_precision_is_refused_by_name(tmp_path)
         ended = nanotrain("run", "small.toml", *words, cwd=tmp_path)
         assert ended.code == Exit.USER, change
         assert text in ended.err
+        assert not (tmp_path / folder / "recipe-2.toml").exists()  # it says what a resume has changed
+
+
+def test_a_run_that_is_refused_at_its_start_hides_none_that_came_before(tmp_path):
+    """``--resume auto`` began anew in its folder, and ``--resume`` found no checkpoint there."""
+    write_small(tmp_path)
+    assert nanotrain("run", "small.toml", cwd=tmp_path).code == Exit.DONE
+    words = ("--weights", "runs/small", "--set", "model.norm_eps=0.1")
+    assert nanotrain("run", "small.toml", *words, cwd=tmp_path).code == Exit.USER
+    ended = nanotrain("run", "small.toml", "--resume", "auto", "--set", "run.steps=7", cwd=tmp_path)
+    assert (ended.code, ended.err) == (Exit.DONE, "")
+    assert "resumed after step 6" in ended.out
 
 
 def test_ranks_with_different_data_are_refused(tmp_path):

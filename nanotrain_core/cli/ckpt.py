@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(act=function)
         action.add_argument("path", metavar="PATH", type=Path, help="a run folder, or a checkpoint in it")
         if name != "ls":
-            default = "all" if name == "verify" else "the newest"
+            default = {"verify": "all", "replay": "the oldest"}.get(name, "the newest")
             action.add_argument("--step", type=int, metavar="N", help=f"which one; default: {default}")
         add_plugin_options(action)
         if name == "show":

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="latest",
         metavar="WHICH",
         help="go on from a checkpoint: the latest (default), a step or a path; 'auto' is the latest, or the "
-        "beginning if there is none yet",
+        "beginning if there is none yet; after RECIPE, which it would else take for WHICH",
     )
     parser.add_argument(
         "--weights",

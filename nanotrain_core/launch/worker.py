@@ -23,7 +23,7 @@ from nanotrain_core import log
 from nanotrain_core.catalogues import expect_own_kind
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.environment import Ranks, rendezvous_address
-from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
 from nanotrain_core.hang import is_alive
@@ -135,7 +135,7 @@ def train(job: Job, ranks: Ranks) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.events import Mark
+    from nanotrain_core.events import AtStart, Mark
     from nanotrain_core.random_state import seed_all
     from nanotrain_core.show import show_placements
 
@@ -155,8 +155,6 @@ def train(job: Job, ranks: Ranks) -> str:
     try:
         begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
         resume = rank_0_says(begin, "resume", ranks, store)
-        if ranks.rank == 0:
-            keep_recipe(folder, write_resolved(recipe))
         engine = RuntimeEngine.from_recipe(
             recipe,
             registry=registry,
@@ -166,6 +164,9 @@ def train(job: Job, ranks: Ranks) -> str:
             resume=resume,
         )
         engine.progress, engine.stop.grace = progress, recipe.run.grace
+        if ranks.rank == 0:
+            keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe)))
+            engine.events.monitors = [keep, *engine.events.monitors]
         if mark is not None:
             engine.events.monitors = [*engine.events.monitors, Mark(mark)]
         if "placements" in job.show:
@@ -257,11 +258,18 @@ def watch(
 
 
 def keep_recipe(folder: Path, text: str) -> None:
-    """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it."""
+    """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
     for number in count(1):
         path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
         if not path.exists():
-            write_text_atomically(path, text)
+            try:
+                write_text_atomically(path, text)
+            except OSError as problem:
+                raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
         if path.read_text(encoding="utf-8") == text:
             return
 
