@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -100,9 +99,11 @@ def _lock(path: Path) -> IO[str]:
         text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
         structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # no space: the lock holds without the name of its owner
+    try:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), json.dumps(owner).encode())
+    except OSError as problem:  # no space
+        raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
     return lock
 
 

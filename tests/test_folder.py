@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -88,3 +89,13 @@ def test_a_file_system_without_locks_is_told_and_borne(monkeypatch, capsys, tmp_
     assert "nothing keeps a second run out" in told
     assert 'problem="Function not implemented"' in told
     claimed.release()
+
+
+def test_a_disk_without_space_is_told(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(FolderError, match="the run folder here cannot be written: File too large"):
+            RunFolder.claim("a", folder="here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
