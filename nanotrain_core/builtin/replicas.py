@@ -120,7 +120,8 @@ class Replicas(Monitor):
             self._compare(report.step)
         rows = self.run.mesh.gather(self._memory())
         if self.run.rank == 0:
-            print(f"weights equal, bit for bit, on all ranks that share them, in {self.compared} comparisons")
+            times = f"{self.compared} comparison{'s' if self.compared > 1 else ''}"
+            print(f"weights equal, bit for bit, on all ranks that share them, in {times}")
             print(f"{'rank':>4} {'weights MB':>10} {'optimizer MB':>12} {'peak MB':>9}")
             for rank, (weights, optimizer, peak) in enumerate(rows):
                 print(f"{rank:>4} {weights:>10.3f} {optimizer:>12.3f} {peak:>9.1f}")

@@ -138,16 +138,18 @@ class SimpleCheckpoint:
         Another host may see another file there: on a disk of its own, or a moment ago on a shared one, where
         a rank may still be led to a file that was set aside since.
         """
-        file, error, seal = None, None, ""
+        file, error, seal = None, "", ""
         try:
             file = safe_open(path, framework="pt")
             seal = read_header(file).get("sha256", "")
         except (OSError, SafetensorError, ValueError) as problem:
-            error = f"rank {self.mesh.rank}: {path} cannot be read: {problem}"
-        self._agree(error)
-        if seal != self.mesh.gather(seal)[0]:
-            error = f"rank {self.mesh.rank}: {path} is another checkpoint there than on rank 0"
-        self._agree(error)
+            error = f"{path} cannot be read: {problem}"
+        everyone = self.mesh.gather((seal, error))
+        for rank, (theirs, unread) in enumerate(everyone):
+            if unread:
+                raise CheckpointError(f"rank {rank}: {unread}")
+            if theirs != everyone[0][0]:
+                raise CheckpointError(f"rank {rank}: {path} is another checkpoint there than on rank 0")
         return file
 
     def _set_aside_after(self, path: Path) -> None:
@@ -160,6 +162,9 @@ class SimpleCheckpoint:
             for old in later:
                 aside.mkdir(exist_ok=True)
                 old.rename(aside / old.name)
+            if later:
+                log = structlog.get_logger("nanotrain.checkpoint")
+                log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
 
     def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
         """Return the newest file that is whole, as rank 0 finds it, and what is wrong with newer ones."""

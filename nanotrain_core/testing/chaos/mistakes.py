@@ -18,8 +18,8 @@ class OtherData(Row):
     number, name = "17", "resumed with other data"
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
-        settings = trial.bench.settings  # the second save waits for the first, which is there from then on
-        order = {"act": "kill", "step": random.randrange(2 * settings.every + 1, settings.steps - 1)}
+        # The second save waits for the first, which is there from then on.
+        order = {"act": "kill", "step": some_step(trial, random, after=2)}
         yield from expect(trial.launch(order=order), Exit.FAILED)
         other = trial.launch(words=RESUME, more=("run.seed=4321",))
         yield from expect(other, Exit.USER, "other data")

@@ -99,9 +99,9 @@ def expect(ended: Ended, code: int, *texts: str) -> Iterator[str]:
         yield f"a traceback was shown: {ended.err.strip()[-400:]}"
 
 
-def some_step(trial: Trial, random: Random) -> int:
-    """Return a random step after the first checkpoint and before the last step."""
-    return random.randrange(trial.bench.settings.every + 1, trial.bench.settings.steps - 1)
+def some_step(trial: Trial, random: Random, *, after: int = 1) -> int:
+    """Return a random step before the last one, ``after`` checkpoints having been due."""
+    return random.randrange(after * trial.bench.settings.every + 1, trial.bench.settings.steps - 1)
 
 
 def save_step(trial: Trial, random: Random, *, after: int = 1) -> int:

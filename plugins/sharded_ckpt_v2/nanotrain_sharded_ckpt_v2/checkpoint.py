@@ -277,7 +277,9 @@ class ShardedCheckpoint:
         self._fill(found.reading)
         own = found.path.resolve().parent == self.folder.resolve()
         left = (step for step in self.steps() if step > saved.step or not own)
-        self._on_first(lambda: folders.set_aside(self.folder, [*left]))
+        aside = self._on_first(lambda: folders.set_aside(self.folder, [*left]))
+        if aside and self.mesh.rank == 0:
+            self.log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
         if own:
             self._restored.add(saved.step)
             if self.config.verify == "full":
@@ -366,18 +368,6 @@ class ShardedCheckpoint:
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]
         return (None if problems else found), problems
 
-    def _apart(self, path: Path, text: str) -> str:
-        """Say whether this rank sees another checkpoint at ``path`` than rank 0, whose manifest is ``text``.
-
-        It may be on a disk of its own, or be led to a folder on a shared one that was set aside since: shards
-        of the same sizes, which only some ranks compare with their SHA-256.
-        """
-        try:
-            alike = manifest.ends_alike(path, text)
-        except OSError as error:
-            return f"rank {self.mesh.rank}: {path / manifest.NAME} cannot be read: {error.strerror or error}"
-        return "" if alike else f"rank {self.mesh.rank}: {path} is another checkpoint there than on rank 0"
-
     def _examine(self, path: Path) -> tuple[Manifest | None, Sequence[str]]:
         """Return the manifest if all is well, else None and what is not: the same on every rank.
 
@@ -398,11 +388,12 @@ class ShardedCheckpoint:
         if problem:
             return None, [problem]
         saved = saved or manifest.parse(text, path)
-        apart = self._apart(path, text)
+        apart = manifest.apart(path, text)
+        told = [f"rank {self.mesh.rank}: {apart}"] if apart else []
         mine = list(saved.files.items())[self.mesh.rank :: self.mesh.world_size]
         full = self.config.verify == "full"
         files = mine if self.config.verify != "none" else []
         found = [shard.damage(path, name, file, full=full) for name, file in files]
-        everyone = self.mesh.gather([problem for problem in (apart, *found) if problem])
+        everyone = self.mesh.gather(told + [problem for problem in found if problem])
         problems = [problem for said in everyone for problem in said]
         return (None if problems else saved), problems

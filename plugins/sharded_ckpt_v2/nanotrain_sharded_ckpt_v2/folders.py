@@ -104,15 +104,17 @@ def quarantine(folder: Path, step: int) -> Path:
     return target
 
 
-def set_aside(folder: Path, unwanted: Collection[int]) -> None:
-    """Move checkpoints into ``superseded-<time>/``: they belong to a branch that the run leaves."""
-    if unwanted:
-        aside = _free(folder, time.strftime("superseded-%Y%m%d-%H%M%S"))
-        aside.mkdir()
-        for step in unwanted:
-            old = step_folder(folder, step)
-            old.rename(aside / old.name)
-        name_latest(folder)
+def set_aside(folder: Path, unwanted: Collection[int]) -> Path | None:
+    """Move checkpoints of a branch that the run leaves into ``superseded-<time>/``; return that, if any."""
+    if not unwanted:
+        return None
+    aside = _free(folder, time.strftime("superseded-%Y%m%d-%H%M%S"))
+    aside.mkdir()
+    for step in unwanted:
+        old = step_folder(folder, step)
+        old.rename(aside / old.name)
+    name_latest(folder)
+    return aside
 
 
 def _free(folder: Path, stem: str) -> Path:

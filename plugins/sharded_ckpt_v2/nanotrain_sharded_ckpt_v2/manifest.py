@@ -138,16 +138,20 @@ def read_text(folder: Path) -> str:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
 
 
-def ends_alike(folder: Path, text: str) -> bool:
-    """Say whether the manifest in ``folder`` ends with the seal of ``text``: little is read, by every rank.
+def apart(folder: Path, text: str) -> str:
+    """Return how the manifest in ``folder`` differs from ``text``, which rank 0 has read there: empty if not.
 
-    Raises:
-        OSError: it cannot be read.
+    A rank may see a disk of its own, or be led to a folder on a shared one that was set aside since: shards
+    of the same sizes, which only some ranks compare with their SHA-256. Only the seal is read, by every rank.
     """
     end = text[-len(_SEAL) - 64 - len(_END) :].encode()
-    with (folder / NAME).open("rb") as file:
-        file.seek(-len(end), os.SEEK_END)
-        return file.read() == end
+    try:
+        with (folder / NAME).open("rb") as file:
+            file.seek(-len(end), os.SEEK_END)
+            alike = file.read() == end
+    except OSError as problem:
+        return f"{folder / NAME} cannot be read: {problem.strerror or problem}"
+    return "" if alike else f"{folder} is another checkpoint there than on rank 0"
 
 
 def parse(text: str, folder: Path) -> Manifest:
