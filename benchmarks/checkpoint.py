@@ -4,8 +4,9 @@
 a range of every parameter for every rank that holds it, which is the most boxes there can be. What rank 0
 does is timed: unpickling what the ranks hold, sharing it out, checking it, writing the manifest.
 
-``save``: one rank saves ``--mb`` of tensors at once and in a thread, beside plain ``write`` and ``fsync`` of
-as many bytes.
+``save``: one rank saves ``--mb`` of tensors at once, and beside training; next to it, plain ``write`` and
+``fsync`` of as many bytes. Training is matrix products of one thread, with an update after each :data:`STEP`
+seconds or so: ``blocked`` is what it waited for, ``delayed`` what the save cost it in all, sharing the memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -41,6 +43,8 @@ from nanotrain_core.roles import Role, tagged
 
 PP, DP, EP = 16, 128, 64
 STATE = ("master", "exp_avg", "exp_avg_sq")
+#: Seconds of forward and backward between two updates.
+STEP = 0.25
 RECIPE = """
 extends = "{fragment}"
 [run]
@@ -134,27 +138,47 @@ def plan() -> dict[str, float]:
 
 
 def save(megabytes: int, rounds: int) -> dict[str, float]:
-    """Time turns of a plain write, a save at once and one in a thread; return medians and their ratios."""
+    """Time turns of a plain write, a save at once and one beside training; return medians and ratios."""
+    torch.set_num_threads(1)
+    train = training()
     tensors = [torch.randn(2**20) for _ in range(megabytes // 4)]
     blocks = [Block(f"t{number}", (2**20,), (0,), tensor) for number, tensor in enumerate(tensors)]
     state = TrainState(blocks, {}, {})
     size = sum(tensor.nbytes for tensor in tensors)
-    found: dict[str, list[float]] = {"plain": [], "at_once": [], "blocked": []}
+    found: dict[str, list[float]] = {"plain": [], "at_once": [], "blocked": [], "delayed": []}
     with tempfile.TemporaryDirectory(dir=".") as folder:
         at_once, threaded = (opened(Path(folder, str(kind)), kind) for kind in (False, True))
         for step in range(1, rounds + 2):  # the first turn is left out: nothing is planned or allocated yet
             found["plain"].append(timed(lambda: plain(Path(folder, "plain"), tensors)))
             found["at_once"].append(timed(lambda step=step: run(at_once, step, state)))  # type: ignore[misc]
+            alone = min(timed(train) for _ in range(3))
+            began, steps = time.perf_counter(), 0
             threaded.save(step, state)
             while not (reports := threaded.advance(wait=False)):
-                time.sleep(0.01)
+                train()
+                threaded.settle()
+                steps += 1
             found["blocked"].append(reports[0].blocked)
+            found["delayed"].append(time.perf_counter() - began - steps * alone)
     middle = {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
     return {f"{name}_s": seconds for name, seconds in middle.items()} | {
         "gb_per_s": size / middle["at_once"] / 1e9,
         "throughput_of_plain": middle["plain"] / middle["at_once"],
         "blocked_of_at_once": middle["blocked"] / middle["at_once"],
+        "delayed_of_at_once": middle["delayed"] / middle["at_once"],
     }
+
+
+def training() -> Callable[[], None]:
+    """Return what takes about :data:`STEP` seconds of one thread."""
+    weights = torch.randn(1024, 1024)
+
+    def products(number: int) -> None:
+        for _ in range(number):
+            torch.mm(weights, weights)
+
+    products(10)
+    return partial(products, max(1, round(STEP / (timed(partial(products, 10)) / 10))))
 
 
 def opened(folder: Path, asynchronous: bool) -> ShardedCheckpoint:

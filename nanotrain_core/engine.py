@@ -211,6 +211,7 @@ class RuntimeEngine:
         run.gradients.finish()
         self.note("monitors before the update")
         self.events.before_update(self.step + 1)
+        self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
         self.stop.agree(wishes.tolist())

@@ -46,6 +46,11 @@ class Saves:
         self._bear(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 
+    def settle(self) -> None:
+        """Wait until weights may change: a save on its way may still be reading them."""
+        if self.checkpoint is not None:
+            self.checkpoint.settle()
+
     def advance(self, *, wait: bool, last: bool = False) -> None:
         """Tell of checkpoints that are complete by now; ``wait`` for one that is on its way."""
         checkpoint = self.checkpoint

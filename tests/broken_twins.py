@@ -207,6 +207,21 @@ class KeepsTheOtherBranch(SimpleCheckpoint):
         pass
 
 
+class ReadsTooLate(SimpleCheckpoint):
+    """Begins a save, and reads what is to be written when it is asked how far it is."""
+
+    begun = None
+
+    def save(self, step, state):
+        self.begun = step, state
+
+    def advance(self, *, wait):
+        begun, self.begun = self.begun, None
+        if begun:
+            super().save(*begun)
+        return super().advance(wait=wait)
+
+
 class AsksTooLate(SimpleCheckpoint):
     """Fills live tensors, and asks then whether the run accepts what they were filled with."""
 
@@ -308,6 +323,7 @@ def nanotrain_register_checkpoint(register):
     register(twin(TellsAnyhow, configs.SimpleCheckpointConfig))
     register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
+    register(twin(ReadsTooLate, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
     register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, catalogue=f"{__name__}:bare_hashes"))
 

@@ -75,6 +75,10 @@ FAULTS = [
         {"later_steps_are_left_behind", "another_branch_is_left_behind"},
     ),
     (
+        Case("checkpoint", use="reads_too_late", plugins=TWINS),
+        {"updates_do_not_reach_a_save_on_its_way"},
+    ),
+    (
         Case("checkpoint", use="asks_too_late", plugins=TWINS),
         {"what_the_run_cannot_be_touches_nothing"},
     ),

@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -71,15 +71,22 @@ def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path
 # --- a slow disk ------------------------------------------------------------------------------------
 
 
+@contextmanager
 def slowly(seconds):
-    """Have every file take its time."""
-    write = blocks.write
+    """Have every copy, and every file, take its time."""
 
-    def late(*arguments):
-        time.sleep(seconds)
-        return write(*arguments)
+    def late(act):
+        def wait_and_act(*arguments):
+            time.sleep(seconds)
+            return act(*arguments)
 
-    return mock.patch.object(blocks, "write", late)
+        return wait_and_act
+
+    with (
+        mock.patch.object(blocks.Copies, "take", late(blocks.Copies.take)),
+        mock.patch.object(blocks, "write", late(blocks.write)),
+    ):
+        yield
 
 
 def save_often(folder, optimizer, seconds, asynchronous):

@@ -81,6 +81,9 @@ class SimpleCheckpoint:
         seconds = time.monotonic() - began
         self._complete.append(CheckpointReport(step, self.path(step), seconds, blocked=seconds))
 
+    def settle(self) -> None:
+        """Nothing to wait for: a save is complete when :meth:`save` returns."""
+
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
         """Tell of saves since the last call: each was complete when :meth:`save` returned."""
         del wait

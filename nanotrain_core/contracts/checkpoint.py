@@ -30,11 +30,12 @@ class TrainState:
 
 
 class Checkpoint(Protocol):
-    """Saves and restores a run in one folder. Every method but the last two is collective.
+    """Saves and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
 
-    A save has two halves, so that files can be written while training goes on. :meth:`save` returns as
-    soon as ``state`` may change again; :meth:`advance` tells, at a later step boundary, that it is
-    complete and in place. One that writes at once tells in the first :meth:`advance` after it.
+    A save has parts, so that files can be written while training goes on: :meth:`save` begins it,
+    :meth:`settle` returns when ``state`` may change again, and :meth:`advance` tells, at a later step
+    boundary, that it is complete and in place. One that writes at once tells in the first :meth:`advance`
+    after it.
     """
 
     def open(self, folder: Path, mesh: Mesh) -> None:
@@ -51,8 +52,19 @@ class Checkpoint(Protocol):
     def save(self, step: int, state: TrainState) -> None:
         """Begin a checkpoint that will appear complete or not at all. None may be on its way.
 
+        The blocks of ``state`` stay as they are until :meth:`settle` or ``advance(wait=True)`` has returned,
+        its ``meta`` and streams only until this returns.
+
         Raises:
             CheckpointError: on every rank: nothing was begun, and a later save may succeed.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Return once the state of the save on its way may change. Called before every update of weights.
+
+        What fails here is told by :meth:`advance`. One that has written or copied everything when
+        :meth:`save` returns has nothing to do.
         """
         ...
 

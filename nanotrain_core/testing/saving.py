@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,6 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def named(blocks: list[Block]) -> dict[str, torch.Tensor]:
+def named(blocks: Sequence[Block]) -> dict[str, torch.Tensor]:
     """Return a rank's blocks by name and offset."""
     return {f"{block.name}@{block.offset}": block.tensor for block in blocks}

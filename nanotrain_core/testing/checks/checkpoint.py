@@ -47,6 +47,31 @@ def every_bit_comes_back(case: Case) -> None:
         assert "torch" in back.streams, f"rank {number}: streams {sorted(back.streams)}, saved 'torch'"
 
 
+@check("checkpoint", since="0.2")
+def updates_do_not_reach_a_save_on_its_way(case: Case) -> None:
+    """What is saved is what there was at ``save``, however ``settle`` and ``advance`` are timed."""
+    with temporary_folder() as folder:
+        saved = run_ranks(save_then_train, case.world_size, case, folder)
+        loaded = run_ranks(load, case.world_size, case, folder, "latest")
+    for number, (expected, back) in enumerate(zip(saved, loaded, strict=True)):
+        assert back is not None, f"rank {number} found no checkpoint after a save"
+        found = named(back.blocks)
+        assert_bitwise(found, expected, f"blocks of rank {number}, changed after settle()")
+
+
+def save_then_train(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    """Save, change everything as soon as that is allowed, and finish; return what was there at the save."""
+    checkpoint, state = open_state(case, folder)
+    state = numbered(state, 1)
+    before = {name: tensor.clone() for name, tensor in named(state.blocks).items()}
+    checkpoint.save(1, state)
+    checkpoint.settle()
+    for block in state.blocks:
+        block.tensor.fill_(-1.0)
+    checkpoint.advance(wait=True)
+    return before
+
+
 @check("checkpoint", since="0.1")
 def saving_again_writes_the_same_bytes(case: Case) -> None:
     """What was loaded, saved elsewhere, gives byte-equal files."""

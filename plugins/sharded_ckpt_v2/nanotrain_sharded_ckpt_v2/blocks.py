@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -74,6 +76,37 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
         target.copy_(tensor, non_blocking=True)
 
 
+@attrs.define(frozen=True)
+class Computed:
+    """The point at which a GPU has computed what it was asked for so far."""
+
+    device: torch.device
+    event: torch.cuda.Event
+
+
+def computed(tensors: Mapping[str, torch.Tensor]) -> Computed | None:
+    """Return when ``tensors`` are there, as far as this thread has asked a GPU for them; None: now."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is None:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return Computed(device, event)
+
+
+@contextmanager
+def _stream_of_its_own(after: Computed | None) -> Iterator[None]:
+    """Have a GPU copy from ``after`` on, beside what else it does; in the end the copies are complete."""
+    if after is None:
+        yield
+        return
+    stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
+    stream.wait_event(after.event)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 class Copies:
     """Room on the host for a copy of what this rank writes, kept from save to save.
 
@@ -83,15 +116,19 @@ class Copies:
     def __init__(self) -> None:
         self._kept: Tensors = {}
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Return copies of ``tensors``, which may change as soon as this returns. Earlier copies are gone."""
+    def take(self, tensors: Mapping[str, torch.Tensor], after: Computed | None) -> Tensors:
+        """Return copies of ``tensors``, which may change as soon as this returns. Earlier copies are gone.
+
+        Args:
+            tensors: by name.
+            after: what :func:`computed` returned for them.
+        """
         if not self._fit(tensors):
             self._kept = {}  # before the new ones are made
             self._kept = {name: _room(tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            _copy(self._kept[name], tensor)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+        with _stream_of_its_own(after):
+            for name, tensor in tensors.items():
+                _copy(self._kept[name], tensor)
         return self._kept
 
     def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -4,8 +4,8 @@ A save, in the order it happens:
 
 1. All ranks agree who writes which box: once, as long as blocks stay the same.
 2. Rank 0 makes ``.tmp-<step>-<id>`` and says so.
-3. Each rank writes its share there, hashes it on the way and flushes it to the disk: in a thread, from a
-   copy, while training goes on.
+3. Each rank copies its share, writes the copy there, hashes it on the way and flushes it to the disk: in a
+   thread, while training goes on; the next update waits for the copy.
 4. At a step boundary, once all are done, each tells its files' sizes and hashes, or what went wrong: then
    the folder is removed and the save has failed on every rank.
 5. Rank 0 writes the manifest and renames the folder: from then on there is a checkpoint.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,27 +37,11 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import above_one
 from nanotrain_core.mesh import Mesh
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
-from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
+from nanotrain_sharded_ckpt_v2.flight import Flight
+from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.read import Reading, kinds_of, misfits
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
-
-
-@attrs.define(eq=False)
-class Flight:
-    """A save that was begun."""
-
-    step: int
-    scratch: Path
-    state: TrainState
-    began: float
-    blocked: float = 0.0
-    thread: threading.Thread | None = None
-    old: Sequence[Path] = ()
-    """Folders to delete first."""
-    files: dict[str, File] = attrs.field(factory=dict)
-    """What this rank has written."""
-    error: str = ""
 
 
 @attrs.define(frozen=True)
@@ -134,14 +117,12 @@ class ShardedCheckpoint:
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state, meta=json.loads(json.dumps(state.meta)))  # it is written later
-        flight = Flight(step, scratch, state, began, old=self._retire_old())
+        flight = Flight(step, self.mesh.rank, scratch, state, began, old=self._retire_old())
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
-            copies = self._copies.take(mine)
-            flight.thread = threading.Thread(target=self._write, args=(flight, copies), daemon=True)
-            flight.thread.start()
+            flight.write_beside(mine, self._copies)
         else:
-            self._write(flight, mine)
+            flight.write(mine)
         flight.blocked = time.monotonic() - began
         self._flight = flight
 
@@ -180,19 +161,10 @@ class ShardedCheckpoint:
         agree(problem, self.mesh)
         return from_first(outcome, self.mesh)
 
-    def _write(self, flight: Flight, tensors: blocks.Tensors) -> None:
-        """Write this rank's files. Runs in a thread: it must not talk to other ranks."""
-        rank = self.mesh.rank
-        shares = {shard_name(rank): tensors, streams_name(rank): flight.state.rank_tensors}
-        name = ""
-        for folder in flight.old:
-            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, the next run removes
-        try:
-            for name, share in shares.items():
-                if share:
-                    flight.files[name] = blocks.write(flight.scratch / name, share)
-        except Exception as error:
-            flight.error = f"{name} of step {flight.step} could not be written to {self.folder}: {error}"
+    def settle(self) -> None:
+        """Wait until this rank's share is copied."""
+        if self._flight is not None:
+            self._flight.settle()
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
         """Publish the save on its way, if every rank has written its share."""
@@ -200,10 +172,9 @@ class ShardedCheckpoint:
         if flight is None:
             return ()
         began = time.monotonic()
-        if wait and flight.thread:
-            flight.thread.join()
-        busy = flight.thread is not None and flight.thread.is_alive()
-        if not wait and self._any(busy):
+        if wait:
+            flight.join()
+        if not wait and self._any(flight.busy):
             flight.blocked += time.monotonic() - began
             return ()
         self._flight = None

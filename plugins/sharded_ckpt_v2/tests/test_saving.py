@@ -1,6 +1,7 @@
 """When checkpoints are saved, what appears when, what retention keeps, and what failures leave."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_nothing_is_there_before_it_is_complete(tmp_path, held):
     assert checkpoint.advance(wait=False) == ()
     assert checkpoint.steps() == []
     assert not (tmp_path / "latest").exists()
+    checkpoint.settle()
     live.blocks[0].tensor.fill_(-1.0)  # training goes on
     held.set()
     (report,) = checkpoint.advance(wait=True)
@@ -46,6 +48,43 @@ def test_nothing_is_there_before_it_is_complete(tmp_path, held):
     assert report.blocked <= report.seconds
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
     assert (load_file(report.path / "shard-00000.safetensors")["w@0,0"] >= 100).all()
+
+
+def test_an_update_waits_for_the_copy_and_nothing_else_does(tmp_path, monkeypatch, held):
+    copy, gate = blocks._copy, threading.Event()
+
+    def slow(target, tensor):
+        assert gate.wait(10)
+        copy(target, tensor)
+
+    monkeypatch.setattr(blocks, "_copy", slow)
+    checkpoint, live = opened(tmp_path), state(1)
+    checkpoint.save(1, live)
+    assert checkpoint.advance(wait=False) == ()
+    with ThreadPoolExecutor(1) as beside:
+        update = beside.submit(checkpoint.settle)
+        with pytest.raises(TimeoutError):
+            update.result(0.2)
+        gate.set()
+        update.result(10)  # though nothing is written yet
+    held.set()
+    (report,) = checkpoint.advance(wait=True)
+    assert 0.2 <= report.blocked <= report.seconds
+
+
+def test_no_memory_for_the_copy_is_a_failed_save(tmp_path, monkeypatch):
+    def full(tensor):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(blocks, "_room", full)
+    checkpoint = opened(tmp_path)
+    checkpoint.save(1, state(1))
+    checkpoint.settle()
+    with pytest.raises(
+        CheckpointError, match=r"the share of rank 0 of step 1 could not be written .* no room"
+    ):
+        checkpoint.advance(wait=True)
+    assert names(tmp_path) == []
 
 
 def test_a_write_that_fails_in_the_thread_leaves_nothing_and_the_next_succeeds(tmp_path, monkeypatch):

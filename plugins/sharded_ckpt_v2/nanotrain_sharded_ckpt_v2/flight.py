@@ -1,0 +1,92 @@
+"""A save on its way: a thread copies this rank's share, then writes it, while training goes on.
+
+Nothing changes weights or optimizer state before the next update, so forward and backward of the next step
+need not wait for the copy: only that update does, for what is left of it.
+
+Source of the idea: Mohan et al., "CheckFreq", FAST 2021, section 4.1.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from nanotrain_core.contracts import TrainState
+from nanotrain_sharded_ckpt_v2 import blocks
+from nanotrain_sharded_ckpt_v2.manifest import File, shard_name, streams_name
+
+
+@attrs.define(eq=False)
+class Flight:
+    """A save that was begun."""
+
+    step: int
+    rank: int
+    scratch: Path
+    state: TrainState
+    """Kept: what is copied of it must stay in memory, and the rest is written."""
+    began: float
+    old: Sequence[Path] = ()
+    """Folders to delete first."""
+    blocked: float = 0.0
+    """Seconds in which training waited."""
+    files: dict[str, File] = attrs.field(factory=dict)
+    """What this rank has written."""
+    error: str = ""
+    _thread: threading.Thread | None = None
+    _copied: threading.Event = attrs.field(factory=threading.Event)
+
+    def write_beside(self, tensors: blocks.Tensors, copies: blocks.Copies) -> None:
+        """Copy and write in a thread. ``tensors`` must not change before :meth:`settle` has returned."""
+        computed = blocks.computed(tensors)
+
+        def work() -> None:
+            try:
+                held = copies.take(tensors, computed)
+            except Exception as error:  # no memory, for example
+                self._failed(f"the share of rank {self.rank}", error)
+                return
+            finally:
+                self._copied.set()
+            self.write(held)
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def write(self, tensors: blocks.Tensors) -> None:
+        """Write this rank's files. Must not talk to other ranks: it may run in the thread."""
+        for folder in self.old:
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, the next run removes
+        shares = {shard_name(self.rank): tensors, streams_name(self.rank): self.state.rank_tensors}
+        name = ""
+        try:
+            for name, share in shares.items():
+                if share:
+                    self.files[name] = blocks.write(self.scratch / name, share)
+        except Exception as error:
+            self._failed(name, error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self.error = f"{what} of step {self.step} could not be written to {self.scratch.parent}: {error}"
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        if self._thread:
+            began = time.monotonic()
+            self._copied.wait()
+            self.blocked += time.monotonic() - began
+
+    def join(self) -> None:
+        """Wait until everything is written."""
+        if self._thread:
+            self._thread.join()
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._thread is not None and self._thread.is_alive()
