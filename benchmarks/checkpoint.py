@@ -6,7 +6,7 @@ does is timed: unpickling what the ranks hold, sharing it out, checking it, writ
 
 ``save``: one rank saves ``--mb`` of tensors at once, and beside training; next to it, plain ``write`` and
 ``fsync`` of as many bytes. Training is matrix products of one thread, with an update after each :data:`STEP`
-seconds or so: ``blocked`` is what it waited for, ``delayed`` what the save cost it in all, sharing the memory.
+seconds or so: ``blocked`` is what it waited for, ``delayed`` what the save cost it in all, sharing memory.
 """
 
 from __future__ import annotations
