@@ -70,6 +70,17 @@ def test_global_norm_of_one_rank_is_the_norm_of_all_gradients():
     torch.testing.assert_close(global_norm(pairs, mesh), expected)
 
 
+def test_the_norm_of_a_large_gradient_is_that_of_its_parts():
+    """A CPU adds squares one after the other in float32: of a table of 22 million it was 0.1% too small."""
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    placement = Placement.whole("w", (6000, 1000), mesh.layout)
+    gradient = torch.randn(placement.shape, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = sum(part.double().square().sum() for part in gradient.split(10)).sqrt().float()
+    for laid_out in (gradient, gradient.T.contiguous().T):
+        norm = global_norm([(laid_out, placement)], mesh)
+        torch.testing.assert_close(norm, exact, rtol=3e-6, atol=0.0)
+
+
 def test_a_parameter_whose_wrapper_forgot_its_placement_is_named():
     layout, model = Layout({"dense": View(("dp",), (1,))}), torch.nn.Linear(2, 3)
     placements = place([model], layout)
