@@ -38,6 +38,16 @@ def test_a_tensor_of_another_dtype_or_shape_is_refused(tmp_path, live, words):
     assert not live.any()
 
 
+def test_a_tensor_that_no_rank_wants_is_refused_rather_than_lost_with_the_next_save(tmp_path):
+    """Moments of a parameter that is trained no more were dropped without a word, if others had some."""
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    live = [Block(name, (2,), (0,), torch.zeros(2)) for name in ("exp_avg/v", "exp_avg/w")]
+    checkpoint.save(1, TrainState(live, {"step": 1}, {}))
+    with pytest.raises(CheckpointError, match="it holds exp_avg/v, which this run has no place for"):
+        checkpoint.load("1", TrainState(live[1:], {}, {}))
+
+
 def test_blocks_that_overlap_and_leave_a_hole_are_refused_though_their_numbers_add_up(tmp_path):
     checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
     checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))

@@ -116,8 +116,8 @@ class SimpleCheckpoint:
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with self._opened(path) as file:
             names = frozenset(names_in(file))
-            kinds = self.mesh.gather({block.name.rpartition("/")[0] for block in state.blocks})
-            problems = superfluous(names, set().union(*kinds))
+            wanted = self.mesh.gather({block.name for block in state.blocks})
+            problems = superfluous(names, set().union(*wanted))
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
@@ -254,13 +254,20 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
-def superfluous(names: frozenset[str], kinds: set[str]) -> list[str]:
+def superfluous(names: frozenset[str], wanted: set[str]) -> list[str]:
     """Return which saved tensors this run would drop: it has another model, optimizer or precision.
 
-    ``kinds`` are those of the blocks of all ranks: ``exp_avg``, or an empty string for weights.
+    ``wanted`` are the blocks of all ranks. A kind that none of them is, as ``exp_avg``, is told as one.
     """
-    found = {name.rpartition("/")[0] for name in names if not name.startswith("rng/")}
-    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(found - kinds)]
+    rest = sorted(name for name in names - wanted if not name.startswith("rng/"))
+    kinds = {_kind(name) for name in wanted}
+    others = [f"'{kind}' tensors" for kind in sorted({_kind(name) for name in rest} - kinds)]
+    single = [name for name in rest if _kind(name) in kinds]
+    return [f"it holds {what}, which this run has no place for" for what in (*others, *single)]
+
+
+def _kind(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def read_block(file: Any, block: Block) -> torch.Tensor:

@@ -40,7 +40,7 @@ from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folder
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.read import Reading, kinds_of, misfits
+from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 
@@ -326,8 +326,8 @@ class ShardedCheckpoint:
         saved, problems = self._examine(path)
         if saved is None:
             return None, problems
-        kinds = self.mesh.gather(kinds_of(block.name for block in state.blocks))
-        unfit = misfits(saved, state.blocks, set().union(*kinds))
+        wanted = to_first({block.name for block in state.blocks}, self.mesh)
+        unfit = [*misfits(saved, state.blocks), *(left_over(saved, set().union(*wanted)) if wanted else ())]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""

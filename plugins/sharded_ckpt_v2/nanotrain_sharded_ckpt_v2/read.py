@@ -62,15 +62,20 @@ def kinds_of(names: Iterable[str]) -> set[str]:
     return {name.rpartition("/")[0] for name in names}
 
 
-def misfits(manifest: Manifest, blocks: Sequence[Block], kinds: Collection[str]) -> list[str]:
-    """Return why what was saved does not fit ``blocks``: a name, shape or dtype, or tensors nobody wants.
+def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
+    """Return why what was saved does not fill ``blocks``: a name, shape or dtype."""
+    return [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
 
-    ``kinds`` are those that any rank has: one without a share of the optimizer's state has none of it.
+
+def left_over(manifest: Manifest, wanted: Collection[str]) -> list[str]:
+    """Return what was saved and is none of the tensors that all ranks want together.
+
+    It would be lost with the next save: the moments of a parameter that is no longer trained, for example.
     """
-    problems = [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
-    unwanted = sorted(kinds_of(manifest.tensors) - {*kinds})
-    extra = (f"it holds '{kind}' tensors, which this run has no place for" for kind in unwanted)
-    return [*problems, *extra]
+    rest, kinds = sorted(manifest.tensors.keys() - {*wanted}), kinds_of(wanted)
+    others = [f"'{kind}' tensors" for kind in sorted(kinds_of(rest) - kinds)]
+    single = [name for name in rest if kinds_of([name]) <= kinds]
+    return [f"it holds {what}, which this run has no place for" for what in (*others, *single)]
 
 
 def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:

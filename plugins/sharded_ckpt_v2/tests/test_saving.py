@@ -241,6 +241,26 @@ def test_what_does_not_fit_is_refused_and_not_fallen_back_over(tmp_path, change,
     assert checkpoint.steps() == [1]
 
 
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ("exp_avg/v", "it holds exp_avg/v, which this run has no place for"),
+        ("v", "it holds v, which this run has no place for"),
+        ("exp_avg/", r"it holds 'exp_avg' tensors, which this run has no place for$"),
+    ],
+)
+def test_what_no_rank_wants_is_refused_rather_than_lost_with_the_next_save(tmp_path, left, said):
+    """Moments of a parameter that is trained no more were dropped without a word, if others had some."""
+    checkpoint = opened(tmp_path)
+    live = [Block(name, (2,), (0,), torch.zeros(2)) for name in ("v", "w", "exp_avg/v", "exp_avg/w")]
+    checkpoint.save(1, TrainState(live, {}, {}))
+    checkpoint.advance(wait=True)
+    fewer = [b for b in live if b.name != left and not (left[-1] == "/" and b.name.startswith(left))]
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load("latest", TrainState(fewer, {}, {}))
+    assert checkpoint.load("latest", TrainState(live, {}, {})) is not None
+
+
 def test_a_state_that_changes_in_place_is_saved_as_it_was(tmp_path, held):
     """The manifest is written when all files are, some steps later."""
     checkpoint, live = opened(tmp_path), state(1)
