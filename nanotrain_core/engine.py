@@ -112,6 +112,8 @@ class RuntimeEngine:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.step = 0
         """Optimizer steps done, those before a resume included."""
+        self.owes_evaluation = False
+        """Whether a wish to stop cut the evaluation of this step short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners)
         self.stop = StopRequest()
@@ -164,7 +166,7 @@ class RuntimeEngine:
     def _loop(self) -> None:
         run = self.run
         scheduler = self._lr_scheduler()
-        if run.evaluation.every and self.step == 0:
+        if self.owes_evaluation or (run.evaluation.every and self.step == 0):
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
             lr = float(scheduler.get_last_lr()[0])
@@ -274,10 +276,12 @@ class RuntimeEngine:
     def _evaluate(self) -> None:
         """Mean next-token loss over the validation batches, equal on every layout."""
         mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
+        self.owes_evaluation = False
         for batch in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
             if self.stop.reason:  # there is no time for the rest
+                self.owes_evaluation = True
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
@@ -333,6 +337,7 @@ class RuntimeEngine:
         weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
         meta = {
             "step": self.step,
+            "owes_evaluation": self.owes_evaluation,
             "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
             "model": dict(run.model_table),
             "optimizer": run.optimizer.meta(),

@@ -32,6 +32,7 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
         engine.step = int(meta["step"])
+        engine.owes_evaluation = bool(meta.get("owes_evaluation", False))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
@@ -49,8 +50,9 @@ def roll_back(engine: RuntimeEngine) -> None:
     skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
     restored = load_newest_before(wish.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
-    engine.skipped_in_a_row = 0
+    engine.skipped_in_a_row, engine.owes_evaluation = 0, False
     engine.stop.wish_back(None)
+    engine.stop.reason = None  # still wished for: a step more is taken, with which the range is saved
     engine.pace.restart(engine.step)
     engine.events.rollback(RollbackReport(step, wish.onset, restored, skipped[-1], len(skipped), wish.reason))
 

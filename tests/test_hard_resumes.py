@@ -276,6 +276,37 @@ def test_as_many_ranks_in_another_layout_do_not_take_each_others_streams(tmp_pat
     assert all(streams not in saved for streams in turned)
 
 
+def stop_in_evaluation(engine, step):
+    """Have the run wish to stop once it reads a validation batch after ``step``."""
+    validation = engine.run.feed.validation
+
+    def stopping():
+        if engine.step == step:
+            engine.stop.wish("preempted")
+        yield from validation()
+
+    engine.run.feed.validation = stopping
+
+
+def evaluate_or_stop(folder, stop_at=None, resume=None):
+    folder.mkdir(exist_ok=True)
+    tables = {"evaluation": {"every": 2, "sequences": 8}, "monitor": [{"use": "jsonl"}]}
+    on = case(ADAMW, ranks=1, **tables)
+    engine = make_engine(on, {"run": {"steps": 4}}, folder=folder, resume=resume)
+    stop_in_evaluation(engine, stop_at)
+    return engine.fit().reason, [(row["step"], row["loss"]) for row in metrics(folder, "evaluation")]
+
+
+@pytest.mark.parametrize("stop_at", [2, 4])
+def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_is_resumed(tmp_path, stop_at):
+    """The last one was never made: the next launch said that all was done."""
+    _, through = evaluate_or_stop(tmp_path / "through")
+    assert [step for step, _ in through] == [0, 2, 4]
+    reason, found = evaluate_or_stop(tmp_path / "stopped", stop_at)
+    assert (reason, found) == ("preempted", through[: stop_at // 2])
+    assert evaluate_or_stop(tmp_path / "stopped", resume="latest") == ("done", through)
+
+
 # --- clocks -----------------------------------------------------------------------------------------
 
 
