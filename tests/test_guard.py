@@ -10,7 +10,7 @@ from test_run import metrics
 
 from nanotrain_core.builtin.configs import GuardConfig
 from nanotrain_core.builtin.guard import Guard
-from nanotrain_core.contracts import RollbackReport, StepReport
+from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
 from nanotrain_core.stop import Rollback, StopRequest
@@ -183,6 +183,37 @@ def test_a_resume_after_a_rollback_leaves_the_same_data_out(tmp_path):
         same(weights, expected)
         assert meta == expected_meta
         assert len(meta["skipped"]) == 1
+
+
+class StopsAfter(Monitor):
+    """Wishes to stop in the step in which the guard wishes to go back."""
+
+    every_step = True
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report):
+        return "stop" if report.step == self.step else None
+
+
+def test_a_run_that_is_stopped_as_it_goes_back_saves_what_it_leaves_out(tmp_path):
+    """Both are agreed on with step 24. The next launch took the data of the bad steps again."""
+    engine = RuntimeEngine.from_recipe(
+        CASE.alone().recipe(**GUARDED), registry=CASE.registry(), folder=tmp_path
+    )
+    engine.run = attrs.evolve(engine.run, optimizer=OneStepLRMultiplier(engine, 21, 300.0))
+    engine.events.monitors = [*engine.events.monitors, StopsAfter(23)]
+    end = engine.fit()
+    (back,) = metrics(tmp_path, "rollback")
+    assert (back["step"], back["restored"]) == (24, 20)
+    assert (end.reason, end.step) == ("stopped", 21)
+    again = RuntimeEngine.from_recipe(
+        CASE.alone().recipe(**GUARDED), registry=CASE.registry(), folder=tmp_path, resume="latest"
+    )
+    again._restore()
+    assert again.step == 21
+    assert again.run.feed.skipped == [tuple(back["skipped"])]
 
 
 def test_a_guard_that_has_nothing_to_do_changes_nothing(tmp_path):
