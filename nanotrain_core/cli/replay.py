@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nanotrain_core.cli.ckpt import find
 from nanotrain_core.errors import CheckpointError, Exit
@@ -15,7 +17,7 @@ from nanotrain_core.registry import Registry
 
 
 def replay(args: argparse.Namespace, registry: Registry) -> int:
-    """Resume in a scratch folder, train to the newest step, and compare files and losses.
+    """Resume in a scratch folder, train to the newest step, and compare files, what they say, and losses.
 
     ``--step`` is the checkpoint to resume from; without it that is the oldest there is.
 
@@ -38,8 +40,11 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         if code != Exit.DONE:
             return code
         _, twin = find(again, registry, last.step)[-1]
-        old, new = (_hashes(saved.describe()["files"]) for saved in (last, twin))
-        differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        said = [saved.describe() for saved in (last, twin)]
+        old, new = (_hashes(each["files"]) for each in said)
+        differing = _differing(old, new)
+        # The hashes may not be of what a checkpoint says beside its tensors: position, loss scale, history.
+        differing += [f"meta.{key}" for key in _differing(*(each["meta"] for each in said))]
         losses = [final_loss(each.path.resolve().parents[1], last.step) for each in (last, twin)]
     if differing or losses[0] != losses[1]:
         print(f"RESUME FAILED: losses {losses[0]} and {losses[1]}, other bytes in {', '.join(differing)}")
@@ -47,6 +52,11 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     print(f"steps {first.step} to {last.step} again: {len(old)} files byte-equal, final loss {losses[0]}")
     print("RESUME VERIFIED")
     return Exit.DONE
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which two mappings do not have the same."""
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
 def _hashes(files: dict[str, dict[str, str]]) -> dict[str, str]:
