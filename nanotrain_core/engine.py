@@ -315,6 +315,7 @@ class RuntimeEngine:
         found = self.load("latest" if self.resume == "auto" else self.resume)
         if not found and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+        self.resume = None  # a further call of fit goes on from where this one ends
 
     def load(self, which: str) -> bool:
         """Become what a checkpoint says; false if there is none."""

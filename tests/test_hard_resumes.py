@@ -307,6 +307,18 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_is_resumed(tmp
     assert evaluate_or_stop(tmp_path / "stopped", resume="latest") == ("done", through)
 
 
+def test_a_second_call_of_fit_goes_on_and_does_not_resume_once_more(tmp_path):
+    """It took the first call's steps again, and set its checkpoints aside."""
+    on = case(ADAMW, ranks=1)
+    often = {"checkpoint": {"every": 1, "keep": 9}, "run": {"steps": 4}}
+    make_engine(on, often, folder=tmp_path).fit(steps=2)
+    engine = make_engine(on, often, folder=tmp_path, resume="2")
+    engine.fit(steps=3)
+    assert engine.fit(steps=4).tokens == 4 * engine.run.feed.tokens_per_step
+    assert list(tmp_path.glob("checkpoints/superseded-*")) == []
+    assert sorted(path.name[-1] for path in tmp_path.glob("checkpoints/step-*")) == ["1", "2", "3", "4"]
+
+
 # --- clocks -----------------------------------------------------------------------------------------
 
 
