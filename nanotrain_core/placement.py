@@ -217,14 +217,16 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     for gradient, placement in gradients:
         squares.setdefault(placement.replicas(mesh.layout), []).append(gradient)
     dtype = torch.float32
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of squares, and of ranks in float64
     for replicas, blocks in squares.items():
-        runs = [run for block in blocks for run in _runs(block)]
-        norms = torch.stack(torch._foreach_norm(runs)) if runs else torch.zeros(1)
+        norms = torch.stack(torch._foreach_norm([run for block in blocks for run in _runs(block)]))
         dtype = torch.promote_types(dtype, norms.dtype)
-        total += norms.double().square().sum() / replicas
+        total[0] += norms.double().square().sum() / replicas
+    total[1] = dtype == torch.float64
     mesh.all_reduce(total)
-    return total.sqrt().to(dtype)
+    if not squares and total[1].item():  # a rank without a share of the model says what the others say
+        dtype = torch.float64
+    return total[0].sqrt().to(dtype)
 
 
 def _runs(gradient: torch.Tensor) -> Iterable[torch.Tensor]:
