@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,16 @@ class SimpleCheckpoint:
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with self._opened(path) as file:
             names = frozenset(names_in(file))
-            wanted = self.mesh.gather({block.name for block in state.blocks})
-            problems = superfluous(names, set().union(*wanted))
+            wanted = set().union(*self.mesh.gather({block.name for block in state.blocks}))
+            kept = [name for name in names if not name.startswith("rng/")]
+            problems = superfluous(kept, wanted)
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
             self._agree(text)
             meta = json.loads(read_header(file)["state"])
-            state.accept(meta)
+            state.accept(meta)  # first, since another model tells more
+            self._agree(left_over(path, kept, wanted))
             self._quarantine(damaged)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
@@ -254,16 +256,19 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
-def superfluous(names: frozenset[str], wanted: set[str]) -> list[str]:
-    """Return which saved tensors this run would drop: it has another model, optimizer or precision.
+def superfluous(names: Iterable[str], wanted: set[str]) -> list[str]:
+    """Return which kinds of tensors this run would drop: it has another optimizer or precision.
 
-    ``wanted`` are the blocks of all ranks. A kind that none of them is, as ``exp_avg``, is told as one.
+    ``wanted`` are the blocks of all ranks.
     """
-    rest = sorted(name for name in names - wanted if not name.startswith("rng/"))
-    kinds = {_kind(name) for name in wanted}
-    others = [f"'{kind}' tensors" for kind in sorted({_kind(name) for name in rest} - kinds)]
-    single = [name for name in rest if _kind(name) in kinds]
-    return [f"it holds {what}, which this run has no place for" for what in (*others, *single)]
+    kinds = {_kind(name) for name in names} - {_kind(name) for name in wanted}
+    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(kinds)]
+
+
+def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
+    """Say which tensor this run would drop, as the moments of a parameter that is trained no more."""
+    rest = sorted({*names} - wanted)
+    return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
 
 
 def _kind(name: str) -> str:

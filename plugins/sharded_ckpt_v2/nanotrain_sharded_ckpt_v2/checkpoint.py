@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folder
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits
+from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits, strange_kinds
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 
@@ -64,6 +64,8 @@ class Found:
     """Of this rank's blocks."""
     streams: Mapping[str, torch.Tensor]
     """This rank's."""
+    left_over: str
+    """On rank 0: of what the run has no place for."""
 
 
 class ShardedCheckpoint:
@@ -243,7 +245,8 @@ class ShardedCheckpoint:
         if found is None:
             return None
         saved = found.manifest
-        state.accept(saved.meta)
+        state.accept(saved.meta)  # first, since another model tells more
+        agree(f"{found.path} does not fit this run: {found.left_over}" if found.left_over else "", self.mesh)
         self._quarantine(damaged)
         self._fill(found.reading)
         own = found.path.resolve().parent == self.folder.resolve()
@@ -326,14 +329,16 @@ class ShardedCheckpoint:
         saved, problems = self._examine(path)
         if saved is None:
             return None, problems
-        wanted = to_first({block.name for block in state.blocks}, self.mesh)
-        unfit = [*misfits(saved, state.blocks), *(left_over(saved, set().union(*wanted)) if wanted else ())]
+        everyone = to_first({block.name for block in state.blocks}, self.mesh)
+        wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
+        unfit = [*misfits(saved, state.blocks), *strange_kinds(saved, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""
         try:
             reading = Reading(path, saved, state.blocks)
-            found = Found(path, saved, reading, self._streams(path, saved, state.rank_tensors))
+            streams = self._streams(path, saved, state.rank_tensors)
+            found = Found(path, saved, reading, streams, left_over(saved, wanted))
         except CheckpointError as error:
             problem = str(error)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]

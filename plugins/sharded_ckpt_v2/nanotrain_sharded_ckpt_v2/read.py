@@ -67,15 +67,20 @@ def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
     return [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
 
 
-def left_over(manifest: Manifest, wanted: Collection[str]) -> list[str]:
-    """Return what was saved and is none of the tensors that all ranks want together.
+def strange_kinds(manifest: Manifest, wanted: Collection[str]) -> list[str]:
+    """Return which kinds of tensors were saved that none of those that all ranks want together is of."""
+    kinds = sorted(kinds_of(manifest.tensors) - kinds_of(wanted))
+    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in kinds]
+
+
+def left_over(manifest: Manifest, wanted: Collection[str]) -> str:
+    """Return what was saved and none of them is: empty if there is nothing.
 
     It would be lost with the next save: the moments of a parameter that is no longer trained, for example.
     """
-    rest, kinds = sorted(manifest.tensors.keys() - {*wanted}), kinds_of(wanted)
-    others = [f"'{kind}' tensors" for kind in sorted(kinds_of(rest) - kinds)]
-    single = [name for name in rest if kinds_of([name]) <= kinds]
-    return [f"it holds {what}, which this run has no place for" for what in (*others, *single)]
+    rest = sorted(manifest.tensors.keys() - {*wanted})
+    more = f" ({len(rest)} in all)" if len(rest) > 1 else ""
+    return f"it holds {rest[0]}, which this run has no place for{more}" if rest else ""
 
 
 def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:
