@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nanotrain_core.contracts import (
     RunInfo,
     StepReport,
 )
+from nanotrain_core.contracts.checkpoint import as_json
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.stop import Rollback, StopRequest
 
@@ -84,13 +86,18 @@ class Events:
 
     def meta(self) -> dict[str, Any]:
         """Return the state of every monitor that has any, by its name."""
-        return {name: meta for name, monitor in self._named() if (meta := monitor.meta())}
+        found = {}
+        for name, monitor in self._named():
+            with self._bearing(f"{name}.meta"):
+                found[name] = as_json(monitor.meta())
+        return {name: meta for name, meta in found.items() if meta}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Give every monitor its state back."""
         for name, monitor in self._named():
-            if name in meta:
-                monitor.load_meta(meta[name])
+            with self._bearing(f"{name}.load_meta"):
+                if name in meta:
+                    monitor.load_meta(meta[name])
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor after its class, the second of a class with its number."""
@@ -104,21 +111,24 @@ class Events:
         for monitor in self.monitors if to is None else to:
             if monitor.reads_weights:
                 self.weights_ready()
-            try:
+            with self._bearing(f"{type(monitor).__name__}.{event}"):
                 wish = getattr(monitor, event)(*arguments)
                 if wish == "stop":
                     self.stop.wish("stopped")
-                elif isinstance(wish, Rollback):
+                elif isinstance(wish, Rollback) and wish.onset <= getattr(arguments[0], "step", 0):
                     self.stop.wish_back(wish)
                 elif wish is not None:
-                    raise TypeError(f'{event} returned {wish!r}; expected None, "stop" or a Rollback')
-            except NanotrainError:
-                raise  # said on purpose: the monitor found the run not worth going on
-            except Exception:
-                if self.strict:
-                    raise
-                name = f"{type(monitor).__name__}.{event}"
-                self.log.exception("a monitor failed and the run goes on", monitor=name)
+                    raise TypeError(f'{event} returned {wish!r}; expected None, "stop", an earlier Rollback')
+
+    @contextmanager
+    def _bearing(self, what: str) -> Iterator[None]:
+        """Log what a monitor raises, unless it was said on purpose: it found the run not worth going on."""
+        try:
+            yield
+        except Exception as problem:
+            if self.strict or isinstance(problem, NanotrainError):
+                raise
+            self.log.exception("a monitor failed and the run goes on", monitor=what)
 
 
 class AtStart(Monitor):

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Literal
 
 import attrs
+from attrs.validators import ge, instance_of
 
 from nanotrain_core.errors import Exit, Preempted
 
@@ -42,9 +43,9 @@ def is_again(number: int, since: float) -> bool:
 class Rollback:
     """A wish to go back to a checkpoint from before things went wrong, and not to see that data again."""
 
-    onset: int
+    onset: int = attrs.field(validator=[instance_of(int), ge(1)])
     """The first step whose update is suspected: the checkpoint is older, and data from here on is skipped."""
-    reason: str
+    reason: str = attrs.field(validator=instance_of(str))
     """In words, for the record."""
 
 

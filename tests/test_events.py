@@ -4,10 +4,10 @@ import pytest
 import structlog
 import torch
 
-from nanotrain_core.contracts import EndReport, Monitor
+from nanotrain_core.contracts import EndReport, EvaluationReport, Monitor
 from nanotrain_core.errors import Diverged
 from nanotrain_core.events import Events
-from nanotrain_core.stop import StopRequest
+from nanotrain_core.stop import Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -51,13 +51,33 @@ class Wishes(Monitor):
 
 
 def test_a_wish_that_is_none_is_told_and_no_stop():
-    stop, text = StopRequest(), """on_end returned 'halt'; expected None, "stop" or a Rollback"""
+    stop, text = StopRequest(), """on_end returned 'halt'; expected None, "stop", an earlier Rollback"""
     with structlog.testing.capture_logs() as logs:
         Events([Wishes()], stop).end(END)
     assert [entry["monitor"] for entry in logs] == ["Wishes.on_end"]
     assert not any(stop.flags())
     with pytest.raises(TypeError, match=text):
         Events([Wishes()], stop, strict=True).end(END)
+
+
+class GoesBack(Monitor):
+    def __init__(self, onset):
+        self.onset = onset
+
+    def on_evaluation(self, report):
+        return Rollback(self.onset, "x")
+
+
+@pytest.mark.parametrize("onset", [8, 0, -3, 6.5, "6", None], ids=repr)
+def test_a_rollback_to_no_step_that_was_taken_is_a_failure_of_the_monitor(onset):
+    """An onset in the future left out all data since the run began."""
+    stop = StopRequest()
+    with structlog.testing.capture_logs() as logs:
+        Events([GoesBack(onset)], stop).evaluation(EvaluationReport(7, 1.0, None, 1))
+    assert [entry["monitor"] for entry in logs] == ["GoesBack.on_evaluation"]
+    assert stop.rollback is None
+    Events([GoesBack(7)], stop).evaluation(EvaluationReport(7, 1.0, None, 1))
+    assert stop.rollback == Rollback(7, "x")
 
 
 class Counts(Monitor):
@@ -76,6 +96,35 @@ def test_two_monitors_of_one_kind_remember_each_its_own():
     after = [Counts(7), Counts(8), Remembers(), Counts(9)]
     Events(after, StopRequest()).load_meta(saved)
     assert [after[0].number, after[1].number, after[3].number] == [1, 8, 3]
+
+
+class Odd(Monitor):
+    def __init__(self, meta):
+        self.own = meta
+
+    def meta(self):
+        return self.own["meta"]
+
+    def load_meta(self, meta):
+        raise LookupError(meta)
+
+
+@pytest.mark.parametrize("own", [{}, {"meta": {"seen": torch.ones(1)}}, {"meta": {1: 2}}], ids=repr)
+def test_a_monitor_that_cannot_be_remembered_is_logged_and_left_out(own):
+    with structlog.testing.capture_logs() as logs:
+        saved = Events([Odd(own), Counts(3)], StopRequest()).meta()
+    assert saved == {"Counts": {"number": 3}}
+    assert [entry["monitor"] for entry in logs] == ["Odd.meta"]
+    with pytest.raises((LookupError, TypeError)):
+        Events([Odd(own)], StopRequest(), strict=True).meta()
+
+
+def test_a_monitor_that_cannot_take_back_what_it_said_is_logged_and_the_next_one_can():
+    after = Counts(0)
+    with structlog.testing.capture_logs() as logs:
+        Events([Odd({}), after], StopRequest()).load_meta({"Odd": {"a": 1}, "Counts": {"number": 3}})
+    assert [entry["monitor"] for entry in logs] == ["Odd.load_meta"]
+    assert after.number == 3
 
 
 def test_ranks_agree_on_the_most_urgent_wish():

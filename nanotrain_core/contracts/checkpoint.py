@@ -11,8 +11,32 @@ import torch
 
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.reports import CheckpointReport
+from nanotrain_core.errors import PluginError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
+
+
+def as_json(value: Any, path: str = "meta") -> Any:
+    """Return a copy of ``value`` as JSON gives it back: tuples become lists.
+
+    Raises:
+        TypeError: it is no JSON; where, as ``optimizer.moments.2``.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [as_json(each, f"{path}.{number}") for number, each in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: as_json(each, f"{path}.{key}") for key, each in value.items()}
+    odd = f"a {type(value).__name__}" + (" whose keys are not all str" if isinstance(value, Mapping) else "")
+    raise TypeError(f"{path} is {odd}, which JSON does not know")
+
+
+def _remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {key: as_json(value, key) for key, value in meta.items()}
+    except (AttributeError, TypeError) as problem:
+        raise PluginError(f"a checkpoint cannot remember this state: {problem}") from None
 
 
 @attrs.define(frozen=True, eq=False)
@@ -21,7 +45,7 @@ class TrainState:
 
     blocks: Sequence[Block]
     """Weights and optimizer state. Names are unique across the run; replicas are equal."""
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Any] = attrs.field(converter=_remembered)
     """JSON, the same on every rank: step, scheduler, loss scale, data position, recipe."""
     rank_tensors: Mapping[str, torch.Tensor]
     """This rank's random-number streams, uint8, restored only on the same world size."""
