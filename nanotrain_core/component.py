@@ -57,11 +57,9 @@ CrossCheck = Callable[["Recipe", Any, "Layout"], Iterable["Problem"]]
 
 
 def _words(value: Iterable[str]) -> frozenset[str]:
-    if isinstance(value, str):
-        raise PluginError(
-            "provides, requires, conflicts and mesh_dims are sets of words, got the string "
-            f"{value!r}: write {{{value!r}}}"
-        )
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        text = f"the string {value!r}: write {{{value!r}}}" if isinstance(value, str) else repr(value)
+        raise PluginError(f"provides, requires, conflicts and mesh_dims are sets of words, got {text}")
     return frozenset(value)
 
 

@@ -28,7 +28,7 @@ from nanotrain_core.contracts import (
     Topology,
 )
 from nanotrain_core.errors import DataError, PluginError
-from nanotrain_core.feed import DataFeed, Feed
+from nanotrain_core.feed import OWN_KEYS, DataFeed, Feed
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
@@ -113,7 +113,7 @@ def compose(
     layout = topology.layout(recipe.run.ranks)
     timeout = timedelta(seconds=recipe.run.timeout)
     mesh = Mesh(layout, rank=rank, device=device, timeout=timeout)
-    _check_same_data(data, mesh)
+    _check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
     costs = model.flops(recipe.batch.length)
@@ -223,11 +223,13 @@ def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
         )
 
 
-def _check_same_data(data: Data, mesh: Mesh) -> None:
-    """Refuse ranks that opened different data: they would train on it without a word."""
-    if mesh.world_size == 1:
-        return
-    prints = mesh.gather(str(data.meta().get("fingerprint")))
+def _check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
+    """Refuse ranks that opened different data, which they would train on without a word, and taken keys."""
+    meta = data.meta()
+    if not isinstance(meta, Mapping) or OWN_KEYS & meta.keys():
+        text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(OWN_KEYS))}"
+        raise PluginError(f"data '{recipe.data.use}': {text}, which the core keeps there")
+    prints = mesh.gather(str(meta.get("fingerprint")))
     for rank, found in enumerate(prints):
         if found != prints[0]:
             raise DataError(

@@ -11,6 +11,9 @@ from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.contracts import Data, Model
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 
+#: What the core remembers of the data, beside what the component's own ``meta`` returns.
+OWN_KEYS = frozenset({"taken", "tokens", "skipped", "batch_sizes"})
+
 
 class Feed(Protocol):
     """Microbatches on the run's device."""

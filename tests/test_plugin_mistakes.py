@@ -1,13 +1,16 @@
 """Each mistake in a plugin is told in one text that names the component, and where to look."""
 
+import re
 from unittest import mock
 
 import pytest
 from recipe_files import SMALL, write
 
 from nanotrain_core.actions import Costs
+from nanotrain_core.builtin.synthetic import Synthetic
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.cli import main
+from nanotrain_core.contracts import TrainState
 from nanotrain_core.discovery import PluginArguments, discover
 from nanotrain_core.errors import DataError, Exit, PluginError
 from nanotrain_core.recipe.tree import Selection
@@ -142,6 +145,28 @@ def test_a_check_that_misbehaves_is_the_plugins_mistake(tmp_path, capsys, change
     assert "mistake.py:1" in err
 
 
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        ("KeyError(value)", "its validator raised KeyError: 0 ("),
+        ("ValueError", "its validator raised ValueError"),
+    ],
+)
+def test_a_validator_that_fails_is_told_with_its_key(tmp_path, capsys, raised, text):
+    config = f"""
+import attrs
+def refuse(config, field, value):
+    raise {raised}
+"""
+    keys = '''    """One key."""
+    size: int = attrs.field(default=0, validator=refuse)'''
+    path = plugin(tmp_path, head=config)
+    path.write_text(path.read_text().replace('    """No keys."""', keys))
+    code, err = check_command(capsys, path)
+    assert code == Exit.USER
+    assert "monitor.0.size: " + text in err
+
+
 def test_a_factory_in_no_module_is_found_before_anything_starts(tmp_path, capsys):
     code, err = check_command(capsys, plugin(tmp_path, factory='"no_such_place.x:build"'))
     assert code == Exit.USER
@@ -187,6 +212,10 @@ def test_a_clash_names_only_the_plugin_that_may_go(tmp_path):
         (
             {"register": 'Component(name="mine", provides="sync", config=Config, '},
             "provides, requires, conflicts and mesh_dims are sets of words, got the string 'sync': write {",
+        ),
+        (
+            {"register": 'Component(name="mine", mesh_dims=None, config=Config, '},
+            "provides, requires, conflicts and mesh_dims are sets of words, got None",
         ),
     ],
 )
@@ -236,3 +265,39 @@ def test_a_model_that_is_cut_up_by_costs_of_other_layers_is_refused(layers):
         pytest.raises(PluginError, match="'transformer': flops returned"),
     ):
         make_run(case, {})
+
+
+@pytest.mark.parametrize("meta", [{"position": 3, "tokens": 48}, None], ids=["taken", "none"])
+def test_data_that_remember_under_a_key_of_the_core_are_refused(meta):
+    """The core's own number was saved in its place, and given back to the data without a word."""
+    with (
+        mock.patch.object(Synthetic, "meta", return_value=meta),
+        pytest.raises(
+            PluginError, match=r"^data .synthetic.: meta returned .*; expected a dict without batch_"
+        ),
+    ):
+        make_run(Case("schedule", use="accumulate"), {})
+
+
+@pytest.mark.parametrize(
+    ("meta", "text"),
+    [
+        ({"moments": {"names": [1, {2}]}}, "optimizer.moments.names.1 is a set, which JSON does not know"),
+        ({"by_step": {3: 0.5}}, "optimizer.by_step is a dict whose keys are not all str"),
+    ],
+    ids=["set", "numbers"],
+)
+def test_a_state_that_is_no_json_is_named_by_kind_and_key(meta, text):
+    with pytest.raises(PluginError, match=f"^a checkpoint cannot remember this state: {re.escape(text)}"):
+        state({"step": 1, "optimizer": meta})
+
+
+def test_a_state_is_a_copy_as_json_gives_it_back():
+    own = {"monitors": {"Guard": {"good": (1.0, 2.0)}}}
+    found = state(own).meta
+    own["monitors"]["Guard"]["good"] = ()
+    assert found == {"monitors": {"Guard": {"good": [1.0, 2.0]}}}
+
+
+def state(meta):
+    return TrainState([], meta, {})

@@ -13,7 +13,7 @@ from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, Ite
 from cattrs.errors import IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
-from nanotrain_core.errors import Problem, did_you_mean
+from nanotrain_core.errors import Problem, describe, did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
@@ -186,8 +186,9 @@ def _invalid(config: Any, key: str) -> Iterator[Problem]:
         if field.validator is not None:
             try:
                 field.validator(config, field, value)
-            except (ValueError, TypeError) as error:
-                yield Problem(below, str(error.args[0]))
+            except Exception as error:
+                said = error.args if isinstance(error, ValueError | TypeError) else ()
+                yield Problem(below, str(said[0]) if said else f"its validator raised {describe(error)}")
         for name, part in _parts(value):
             yield from _invalid(part, join(below, name) if name else below)
 
