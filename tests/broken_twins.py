@@ -269,9 +269,37 @@ class DrawsBeforeSaving(DrawsNumbers):
         torch.rand(1)
 
 
+class ForgetsByItself(DrawsNumbers):
+    """Says what it has seen, and does not take it back."""
+
+    seen = 0
+
+    def on_step(self, report):
+        self.seen += 1
+
+    def meta(self):
+        return {"seen": self.seen}
+
+
 class IgnoresTheShard(Synthetic):
     def train_batch(self, sequences, shard):
         return super().train_batch(sequences, Shard(0, shard.count))
+
+
+class TakesAnyPosition(Synthetic):
+    """Goes to a position whatever data it is of."""
+
+    def load_meta(self, meta):
+        self.position = meta["position"]
+
+
+class NeverEndsValidation(Synthetic):
+    """Begins validation again after the last batch."""
+
+    def validation_batch(self, index, sequences, shard):
+        return super().validation_batch(index, sequences, shard) or super().validation_batch(
+            0, sequences, shard
+        )
 
 
 def twin(cls, config=NoKeys, **more):
@@ -330,10 +358,11 @@ def nanotrain_register_checkpoint(register):
 
 @hookimpl
 def nanotrain_register_monitor(register):
-    for cls in (DrawsNumbers, DrawsBeforeSaving, ChangesGradients):
+    for cls in (DrawsNumbers, DrawsBeforeSaving, ChangesGradients, ForgetsByItself):
         register(twin(cls))
 
 
 @hookimpl
 def nanotrain_register_data(register):
-    register(twin(IgnoresTheShard, configs.SyntheticConfig))
+    for cls in (IgnoresTheShard, TakesAnyPosition, NeverEndsValidation):
+        register(twin(cls, configs.SyntheticConfig))

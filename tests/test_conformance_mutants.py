@@ -85,6 +85,7 @@ FAULTS = [
     (Case("checkpoint", use="lists_bare_hashes", plugins=TWINS), {"catalogue_lists_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
+    (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),
     (
         Case("monitor", use="changes_gradients", plugins=TWINS),
         {"changes_nothing", "its_failure_does_not_stop_training"},
@@ -92,6 +93,21 @@ FAULTS = [
     (
         Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),
         {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},
+    ),
+    (
+        Case("data", use="takes_any_position", config=SYNTHETIC, plugins=TWINS),
+        {"position_is_of_this_data"},
+    ),
+    (
+        Case("data", use="never_ends_validation", config=SYNTHETIC, plugins=TWINS),
+        {
+            "validation_shards_make_up_the_batch[2]",
+            "validation_shards_make_up_the_batch[4]",
+            "looking_does_not_advance",
+            "validation_has_one_order",
+            "validation_is_never_trained_on",
+            "last_validation_batch_is_padded",
+        },
     ),
 ]
 

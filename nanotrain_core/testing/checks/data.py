@@ -9,10 +9,14 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import Data
+from nanotrain_core.errors import DataError
+from nanotrain_core.feed import OWN_KEYS
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 
 SEQUENCES = 8
+#: A validation batch that is behind the last of any data.
+FAR = 10**9
 
 
 def opened(case: Case, *, seed: int = 7) -> Data:
@@ -34,6 +38,7 @@ def _both(batch: Batch) -> torch.Tensor:
 
 def validation(data: Data, sequences: int, shard: Shard = Shard()) -> list[Batch]:  # noqa: B008 (frozen)
     """Return all validation batches."""
+    assert data.validation_batch(FAR, sequences, shard) is None, f"there is a validation batch {FAR}: no end"
     found: list[Batch] = []
     while (batch := data.validation_batch(len(found), sequences, shard)) is not None:
         found.append(batch)
@@ -107,6 +112,23 @@ def position_can_be_put_back(case: Case) -> None:
     new = opened(case)
     new.load_meta(meta)
     assert_equal(batches(new, 3), expected, "batches after going back to step 3")
+
+
+@check("data", since="0.2")
+def position_is_of_this_data(case: Case) -> None:
+    """``meta`` has a ``fingerprint`` and no key of the core's; with another fingerprint it is refused."""
+    data = opened(case)
+    meta: dict[str, Any] = json.loads(json.dumps(data.meta()))
+    taken = sorted(OWN_KEYS & meta.keys())
+    assert not taken, f"meta has the keys {', '.join(taken)}, under which the core keeps numbers of its own"
+    assert meta.get("fingerprint"), f"meta has no fingerprint: {meta}"
+    try:
+        data.load_meta({**meta, "fingerprint": "of other data"})
+    except DataError:
+        return
+    raise AssertionError(
+        "load_meta went to a position in other data, by its fingerprint, without a DataError"
+    )
 
 
 @check("data", since="0.1")
