@@ -43,7 +43,10 @@ class Data(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def meta(self) -> dict[str, Any]:
-        """Return the position and a fingerprint of the data, as JSON."""
+        """Return the position and a ``fingerprint`` of the data, as JSON.
+
+        Not under the keys of :data:`nanotrain_core.feed.OWN_KEYS`, where the core keeps numbers of its own.
+        """
         ...
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:

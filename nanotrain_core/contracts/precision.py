@@ -27,7 +27,10 @@ class MasterWeight(Protocol):
         ...
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return live tensors beyond the parameter itself that a checkpoint must hold, by name."""
+        """Return live tensors beyond the parameter itself that a checkpoint must hold, by name.
+
+        Each is shaped as the weight, or is a scalar.
+        """
         ...
 
 
