@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -129,25 +128,3 @@ class Events:
             if self.strict or isinstance(problem, NanotrainError):
                 raise
             self.log.exception("a monitor failed and the run goes on", monitor=what)
-
-
-class AtStart(Monitor):
-    """Does what must not be done for a run that is refused: weights and checkpoint have been taken by now."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self.act = act
-
-    def on_start(self, run: RunInfo) -> None:
-        """Do it."""
-        self.act()
-
-
-class Mark(Monitor):
-    """Leaves a file when a checkpoint has been saved: a restarted run then starts from its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Leave it."""
-        self.path.touch()

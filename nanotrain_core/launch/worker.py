@@ -135,7 +135,7 @@ def train(job: Job, ranks: Ranks) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.events import AtStart, Mark
+    from nanotrain_core.launch.watchers import AtStart, Mark
     from nanotrain_core.random_state import seed_all
     from nanotrain_core.show import show_placements
 
