@@ -9,6 +9,7 @@ import torch
 
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.contracts import Data, Model
+from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 
 #: What the core remembers of the data, beside what the component's own ``meta`` returns.
@@ -95,7 +96,19 @@ class DataFeed:
 
     def _take(self) -> Batch:
         self.taken += self.batch.sequences
-        return self.data.train_batch(self.batch.sequences, self.shard)
+        return self._checked("train_batch", self.data.train_batch(self.batch.sequences, self.shard))
+
+    def _checked(self, what: str, batch: Batch) -> Batch:
+        """Refuse what is not all of this rank's rows, and nothing else: it would train on other tokens."""
+        wanted = (len(self.shard.rows(self.batch.sequences)), self.batch.length)
+        for name in ("tokens", "targets"):
+            found = getattr(batch, name, None)
+            if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (torch.int64, wanted):
+                is_tensor = isinstance(found, torch.Tensor)
+                form = f"{found.dtype} {list(found.shape)}" if is_tensor else f"of {type(found).__name__}"
+                text = f"{type(self.data).__name__}.{what} returned {name} {form} in a {type(batch).__name__}"
+                raise PluginError(f"{text}; expected a Batch of torch.int64 {list(wanted)}, this rank's rows")
+        return batch
 
     def _is_skipped(self, position: int, sequences: int) -> bool:
         """Say whether any sequence of the batch at ``position`` is in a skipped range."""
@@ -136,4 +149,4 @@ class DataFeed:
             batch = self.data.validation_batch(index, self.batch.sequences, self.shard)
             if batch is None:
                 return
-            yield from batch.to(self.device).split(self.batch.microbatch)
+            yield from self._checked("validation_batch", batch).to(self.device).split(self.batch.microbatch)

@@ -7,6 +7,7 @@ import torch
 from test_run import metrics
 
 from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.errors import PluginError
 from nanotrain_core.feed import DataFeed
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.testing import Case
@@ -89,3 +90,45 @@ def test_tokens_are_counted_as_they_were_trained_on(tmp_path):
     length = engine.run.feed.batch.length
     assert [row["tokens"] / length for row in metrics(tmp_path)] == [8, 16, 20, 24]
     assert metrics(tmp_path, "end")[-1]["tokens"] == 24 * length
+
+
+class Shaped(Numbers):
+    def __init__(self, batch):
+        self.batch = batch
+
+    def train_batch(self, sequences, shard):
+        return self.batch
+
+    def validation_batch(self, index, sequences, shard):
+        return self.batch
+
+
+ROWS = torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (Batch(ROWS[:1], ROWS[:1]), "tokens torch.int64 [1, 3]"),
+        (Batch(torch.cat([ROWS, ROWS]), torch.cat([ROWS, ROWS])), "tokens torch.int64 [4, 3]"),
+        (Batch(ROWS, ROWS[:, 1:]), "targets torch.int64 [2, 2]"),
+        (Batch(ROWS, ROWS.int()), "targets torch.int32 [2, 3]"),
+        (Batch(ROWS), "targets of NoneType in a Batch"),
+        (Batch(ROWS.numpy(), ROWS.numpy()), "tokens of ndarray"),
+        ((ROWS, ROWS), "tokens of NoneType in a tuple"),
+    ],
+    ids=["short", "all_ranks", "narrow", "int32", "targets", "numpy", "tuple"],
+)
+def test_rows_that_are_not_this_ranks_are_refused(batch, found):
+    """A rank that got too few trained on fewer tokens, and one that got all ranks' on the first of them."""
+    shape = BatchConfig(sequences=4, microbatch=2, length=3)
+    data = Shaped(batch)
+    fed = DataFeed(data, data, shape, EvaluationConfig(), Shard(1, 2), torch.device("cpu"))
+    for what, ask in (
+        ("train_batch", fed.microbatches),
+        ("validation_batch", lambda: list(fed.validation())),
+    ):
+        with pytest.raises(PluginError) as error:
+            ask()
+        assert str(error.value).startswith(f"Shaped.{what} returned {found}")
+        assert str(error.value).endswith("expected a Batch of torch.int64 [2, 3], this rank's rows")
