@@ -48,7 +48,7 @@ class TrainState:
     meta: Mapping[str, Any] = attrs.field(converter=_remembered)
     """JSON, the same on every rank: step, scheduler, loss scale, data position, recipe."""
     rank_tensors: Mapping[str, torch.Tensor]
-    """This rank's random-number streams, uint8, restored only on the same world size."""
+    """This rank's random-number streams, of several integer types, restored only on the same world size."""
     accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
     """For a load: raises, on all ranks alike, if the run cannot go on from the saved ``meta``."""
 

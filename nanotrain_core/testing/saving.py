@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from nanotrain_core import random_state
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.testing.case import Case
@@ -41,7 +42,7 @@ def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[
     if fill is not None:
         for block in blocks:
             block.tensor.fill_(fill)
-    streams = {"torch": torch.get_rng_state()}
+    streams = random_state.capture(torch.device("cpu"))
     return run.checkpoint, TrainState(blocks, {"step": 0, "text": "ünïcode", "list": [1, 2.5]}, streams)
 
 
