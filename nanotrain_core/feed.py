@@ -102,10 +102,10 @@ class DataFeed:
         """Refuse what is not all of this rank's rows, and nothing else: it would train on other tokens."""
         wanted = (len(self.shard.rows(self.batch.sequences)), self.batch.length)
         for name in ("tokens", "targets"):
-            found = getattr(batch, name, None)
-            if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (torch.int64, wanted):
-                is_tensor = isinstance(found, torch.Tensor)
-                form = f"{found.dtype} {list(found.shape)}" if is_tensor else f"of {type(found).__name__}"
+            found: Any = getattr(batch, name, None)
+            is_tensor = isinstance(found, torch.Tensor)
+            form = f"{found.dtype} {list(found.shape)}" if is_tensor else f"of {type(found).__name__}"
+            if form != f"torch.int64 {list(wanted)}":
                 text = f"{type(self.data).__name__}.{what} returned {name} {form} in a {type(batch).__name__}"
                 raise PluginError(f"{text}; expected a Batch of torch.int64 {list(wanted)}, this rank's rows")
         return batch
