@@ -149,12 +149,12 @@ class SimpleCheckpoint:
             seal = read_header(file).get("sha256", "")
         except (OSError, SafetensorError, ValueError) as problem:
             error = f"{path} cannot be read: {problem}"
-        everyone = self.mesh.gather((seal, error))
-        for rank, (theirs, unread) in enumerate(everyone):
+        everyone = self.mesh.gather((seal, error, str(path)))
+        for rank, (theirs, unread, where) in enumerate(everyone):
             if unread:
                 raise CheckpointError(f"rank {rank}: {unread}")
             if theirs != everyone[0][0]:
-                raise CheckpointError(f"rank {rank}: {path} is another checkpoint there than on rank 0")
+                raise CheckpointError(f"rank {rank}: {where} is another checkpoint there than on rank 0")
         return file
 
     def _set_aside_after(self, path: Path) -> None:
