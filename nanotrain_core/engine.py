@@ -110,10 +110,9 @@ class RuntimeEngine:
         self, run: Run, *, steps: int = 0, folder: Path | None = None, resume: str | None = None
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
-        self.step = 0
-        """Optimizer steps done, those before a resume included."""
-        self.owes_evaluation = False
-        """Whether a wish to stop cut the evaluation of this step short: who resumes the run makes it."""
+        self.step, self.owes_evaluation = 0, False
+        """Optimizer steps done, those before a resume included; and whether a wish to stop cut the evaluation
+        of this one short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners)
         self.stop = StopRequest()
@@ -276,18 +275,16 @@ class RuntimeEngine:
     def _evaluate(self) -> None:
         """Mean next-token loss over the validation batches, equal on every layout."""
         mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
-        self.owes_evaluation = False
         for batch in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
-            if self.stop.reason:  # there is no time for the rest
-                self.owes_evaluation = True
+            self.owes_evaluation = self.stop.reason is not None
+            if self.owes_evaluation:  # there is no time for the rest
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
         loss = sum_over_data(mine, self.run.mesh).item()
-        count = sum_over_data(counted, self.run.mesh, once_per_pipeline=True).item()
-        if not count:
+        if not (count := sum_over_data(counted, self.run.mesh, once_per_pipeline=True).item()):
             return
         per_token = self.run.feed.bytes_per_token
         bits = loss / count / per_token / math.log(2) if per_token else None
@@ -312,10 +309,8 @@ class RuntimeEngine:
         run.checkpoint.open(self.folder / "checkpoints", run.mesh)
         if self.resume is None:
             return
-        found = self.load("latest" if self.resume == "auto" else self.resume)
-        if not found and self.resume != "auto":
+        if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
-        self.resume = None  # a further call of fit goes on from where this one ends
 
     def load(self, which: str) -> bool:
         """Become what a checkpoint says; false if there is none."""
@@ -325,7 +320,7 @@ class RuntimeEngine:
         if saved is None:
             return False
         become(self, saved.meta)  # whatever the checkpoint has called
-        self._saved = self.step
+        self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
         run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more

@@ -31,8 +31,7 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
-        engine.step = int(meta["step"])
-        engine.owes_evaluation = bool(meta.get("owes_evaluation", False))
+        engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
@@ -50,9 +49,9 @@ def roll_back(engine: RuntimeEngine) -> None:
     skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
     restored = load_newest_before(wish.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
-    engine.skipped_in_a_row, engine.owes_evaluation = 0, False
+    # Who wished to stop still does: a step more is taken, with which the range is saved.
+    engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.wish_back(None)
-    engine.stop.reason = None  # still wished for: a step more is taken, with which the range is saved
     engine.pace.restart(engine.step)
     engine.events.rollback(RollbackReport(step, wish.onset, restored, skipped[-1], len(skipped), wish.reason))
 

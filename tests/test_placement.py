@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from nanotrain_core.layout import Layout, Span, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placement, global_norm, place, placed_parameters
-from nanotrain_core.testing import run_ranks
 
 LAYOUT = Layout(
     {
@@ -70,21 +68,6 @@ def test_global_norm_of_one_rank_is_the_norm_of_all_gradients():
     pairs = [(g, Placement.whole(str(i), g.shape, mesh.layout)) for i, g in enumerate(gradients)]
     expected = torch.cat([g.flatten() for g in gradients]).norm()
     torch.testing.assert_close(global_norm(pairs, mesh), expected)
-
-
-def norm_where_rank_1_has_nothing(dtype):
-    mesh = Mesh(Layout({"dense": View(("dp",), (2,))}), rank=dist.get_rank())
-    placement = Placement.whole("w", (3,), mesh.layout).shared_out()
-    gradient = torch.full((3,), 1e-3, dtype=dtype)
-    return global_norm([(gradient, placement)] if mesh.rank == 0 else [], mesh)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_rank_without_gradients_has_the_norm_of_the_others_to_the_last_bit(dtype):
-    """It took all for float32, and with other bits it could take another decision."""
-    norms = run_ranks(norm_where_rank_1_has_nothing, 2, dtype)
-    assert [norm.dtype for norm in norms] == [dtype] * 2
-    assert torch.equal(*norms)
 
 
 def test_the_norm_of_a_large_gradient_is_that_of_its_parts():
