@@ -19,7 +19,6 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     Monitor,
-    RunInfo,
     StepReport,
     StepStats,
     TrainState,
@@ -29,17 +28,18 @@ from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.fences import fence
 from nanotrain_core.lr_schedule import lr_scheduler
-from nanotrain_core.measure import agree_now, bubble, count_parameters, expert_load, sum_over_data
+from nanotrain_core.measure import agree_now, bubble, expert_load, sum_over_data
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.pace import Pace
-from nanotrain_core.progress import Progress
 from nanotrain_core.random_state import stream_seed
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.rollback import become, roll_back
 from nanotrain_core.routing import balance
+from nanotrain_core.run_info import run_info
 from nanotrain_core.saves import Saves
 from nanotrain_core.stop import StopRequest
+from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
     from nanotrain_core.registry import Registry
@@ -150,7 +150,7 @@ class RuntimeEngine:
         self._restore()
         self._first = self.step
         self.pace.restart(self.step)
-        self.events.start(self._info())
+        self.events.start(run_info(self))
         try:
             with self.stop.on_signals():
                 self._loop()
@@ -351,27 +351,3 @@ class RuntimeEngine:
 
     def _end(self, reason: Any) -> EndReport:
         return EndReport(self.step, reason, self.run.feed.tokens)
-
-    def _info(self) -> RunInfo:
-        run = self.run
-        return RunInfo(
-            name=run.name,
-            folder=self.folder,
-            steps=self.steps,
-            first_step=self.step,
-            rank=run.mesh.rank,
-            world_size=run.mesh.world_size,
-            device=run.mesh.device,
-            parameters=count_parameters(run.placed, run.mesh),
-            tokens_per_step=run.feed.tokens_per_step,
-            flops_per_token=run.flops_per_token,
-            recipe=run.recipe,
-            optimizer_bytes=sum(b.tensor.nbytes for b in run.optimizer.blocks()),
-            mesh=run.mesh,
-            parts=tuple(run.stages.values()),
-            placed=run.placed,
-            data=run.feed.data,
-            logits=self.executor.logits,
-            progress=self.progress,
-            described=run.described,
-        )

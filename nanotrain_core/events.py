@@ -19,8 +19,8 @@ from nanotrain_core.contracts import (
     RunInfo,
     StepReport,
 )
-from nanotrain_core.contracts.checkpoint import as_json
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.plain_json import as_json
 from nanotrain_core.stop import Rollback, StopRequest
 
 

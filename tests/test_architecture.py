@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline saved boxes cover extents hang progress watchdog",
+        "stop timeline saved boxes cover extents plain_json watch watch.*",
     ),
     (
         "placement and mesh",
@@ -34,7 +34,7 @@ LEVELS = (
     ),
     ("recipe and registry", "catalogues discovery registry recipe recipe.* open_weights convert reformat"),
     ("built-ins", "builtin builtin.*"),
-    ("engine", "compose measure script show rollback engine"),
+    ("engine", "compose measure script show rollback run_info engine"),
     ("launch", "launch launch.*"),
     ("harness", "testing testing.*"),
     ("commands", "cli cli.*"),
@@ -123,7 +123,7 @@ def code_lines(path: Path) -> int:
 #: Folders of the core.
 FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
-SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 650, "": 4250}
+SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 650, "watch": 250, "": 4100}
 
 
 @pytest.mark.parametrize("part", SMALL)

@@ -11,12 +11,12 @@ from command import nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import DataError, Exit
-from nanotrain_core.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.launch.cause import first_cause
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import told
-from nanotrain_core.progress import Progress
-from nanotrain_core.watchdog import Watchdog
+from nanotrain_core.watch.hang import Beat, HangWatch, Stuck, culprits
+from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.watchdog import Watchdog
 
 SLEEPS = 'Thread 0x00007f (most recent call first):\n  File "/x/loader.py", line 12 in read\n'
 WAITS = (

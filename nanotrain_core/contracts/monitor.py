@@ -20,8 +20,8 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import PlacedParameter
-from nanotrain_core.progress import Progress
 from nanotrain_core.stop import Rollback
+from nanotrain_core.watch.progress import Progress
 
 
 @attrs.define(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanotrain_core.hang import kill, pids_of
 from nanotrain_core.stop import EXITS, SIGNALS, is_again
+from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1
 #: Seconds in which the agent sees that all ranks are gone.

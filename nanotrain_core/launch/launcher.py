@@ -13,7 +13,7 @@ What torch leaves to its caller is done here, once:
   over their result. Signals go to the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is told instead, with its rank.
 * Ranks are started again only when that can help: not after a mistake of the user's, nor after a signal.
-* Ranks that hang are found, named and killed (:mod:`nanotrain_core.hang`).
+* Ranks that hang are found, named and killed (:mod:`nanotrain_core.watch.hang`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ import attrs
 from nanotrain_core.environment import Ranks, loopback
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.folder import RunFolder
-from nanotrain_core.hang import HangWatch
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.stop import EXITS, SIGNALS
+from nanotrain_core.watch.hang import HangWatch
 
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 

@@ -26,14 +26,14 @@ from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.files import write_text_atomically
 from nanotrain_core.folder import RunFolder
-from nanotrain_core.hang import is_alive
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
-from nanotrain_core.progress import Progress
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry import Registry, load_plugins
 from nanotrain_core.stop import end_on_sigterm
-from nanotrain_core.watchdog import Watchdog
+from nanotrain_core.watch.hang import is_alive
+from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """A thread of every rank that tells how far the rank has come, and notices when it stays there.
 
 Under our own launcher it only writes a *beat* into the launcher's folder, and the launcher decides
-(:mod:`nanotrain_core.hang`): it alone sees all ranks of the host, also one whose every thread is
+(:mod:`nanotrain_core.watch.hang`): it alone sees all ranks of the host, also one whose every thread is
 stopped. A rank that was started by torchrun or srun decides for itself: it writes the stacks of its
 threads to the run folder and to stderr and ends, so that whoever started it can start it again.
 """
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from nanotrain_core.errors import Exit
-from nanotrain_core.hang import PATIENCE
-from nanotrain_core.progress import Progress
+from nanotrain_core.watch.hang import PATIENCE
+from nanotrain_core.watch.progress import Progress
 
 #: Makes a rank write the stack of every thread, whatever it is doing: the handler is C code.
 DUMP = signal.SIGUSR2

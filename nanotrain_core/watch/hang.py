@@ -1,6 +1,6 @@
 """The launcher's eye on its ranks: who makes no progress, who holds the others up, who must be killed.
 
-Every rank leaves a beat (:mod:`nanotrain_core.watchdog`) with a count of what it has begun. A count
+Every rank leaves a beat (:mod:`nanotrain_core.watch.watchdog`) with a count of what it has begun. A count
 that stays the same for too long means that the run hangs, and then all ranks hang: most wait in a
 collective for one that does not come. That one is found by its beat and its stack.
 """
