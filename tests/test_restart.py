@@ -105,7 +105,10 @@ def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
     assert metrics(tmp_path / "here", "end")[-1]["reason"] == "done"
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGTERM", Exit.PREEMPTED), ("SIGINT", Exit.INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [("SIGTERM", Exit.PREEMPTED), pytest.param("SIGINT", Exit.INTERRUPTED, marks=pytest.mark.full)],
+)
 def test_a_signal_ends_the_wait_for_another_host(tmp_path, number, code):
     write_small(tmp_path)
     at = endpoint()

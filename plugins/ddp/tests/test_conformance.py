@@ -16,7 +16,6 @@ test_conformance = conformance(
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
     Case("optimizer", use="adamw", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
-    Case("checkpoint", use="simple", topology={"dp": 2}, overrides=DDP),
     Case("monitor", use="replicas", topology={"dp": 2}, overrides=DDP),
 )
 
