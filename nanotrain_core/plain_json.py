@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanotrain_core.errors import PluginError
+
 
 def as_json(value: Any, path: str = "meta") -> Any:
     """Return a copy of ``value`` as JSON gives it back: tuples become lists.
@@ -20,3 +22,15 @@ def as_json(value: Any, path: str = "meta") -> Any:
         return {key: as_json(each, f"{path}.{key}") for key, each in value.items()}
     odd = f"a {type(value).__name__}" + (" whose keys are not all str" if isinstance(value, Mapping) else "")
     raise TypeError(f"{path} is {odd}, which JSON does not know")
+
+
+def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what a checkpoint is to remember.
+
+    Raises:
+        PluginError: it is no JSON.
+    """
+    try:
+        return {key: as_json(value, key) for key, value in meta.items()}
+    except (AttributeError, TypeError) as problem:
+        raise PluginError(f"a checkpoint cannot remember this state: {problem}") from None

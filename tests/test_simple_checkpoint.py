@@ -13,7 +13,7 @@ from nanotrain_core.builtin.configs import GridConfig, SimpleCheckpointConfig
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.testing import run_ranks
 
@@ -46,6 +46,22 @@ def test_a_tensor_that_no_rank_wants_is_refused_rather_than_lost_with_the_next_s
     checkpoint.save(1, TrainState(live, {"step": 1}, {}))
     with pytest.raises(CheckpointError, match="it holds exp_avg/v, which it has no place for"):
         checkpoint.load("1", TrainState(live[1:], {}, {}))
+
+
+@pytest.mark.parametrize(
+    ("whole", "offset", "shape"),
+    [
+        ((4,), (3,), (2,)),
+        ((4,), (-1,), (2,)),
+        ((4,), (0, 0), (2, 1)),
+        ((4, 2), (0, 0), (2,)),
+        ((), (0,), (1,)),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_no_part_of_the_whole_is_refused_by_name(whole, offset, shape):
+    with pytest.raises(PluginError, match=r"block exp_avg/w of a checkpoint: shape .* is no part of "):
+        Block("exp_avg/w", whole, offset, torch.zeros(shape))
 
 
 def test_blocks_that_overlap_and_leave_a_hole_are_refused_though_their_numbers_add_up(tmp_path):

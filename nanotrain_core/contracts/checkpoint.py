@@ -11,17 +11,9 @@ import torch
 
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.reports import CheckpointReport
-from nanotrain_core.errors import PluginError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
-from nanotrain_core.plain_json import as_json
-
-
-def _remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        return {key: as_json(value, key) for key, value in meta.items()}
-    except (AttributeError, TypeError) as problem:
-        raise PluginError(f"a checkpoint cannot remember this state: {problem}") from None
+from nanotrain_core.plain_json import remembered
 
 
 @attrs.define(frozen=True, eq=False)
@@ -30,7 +22,7 @@ class TrainState:
 
     blocks: Sequence[Block]
     """Weights and optimizer state. Names are unique across the run; replicas are equal."""
-    meta: Mapping[str, Any] = attrs.field(converter=_remembered)
+    meta: Mapping[str, Any] = attrs.field(converter=remembered)
     """JSON, the same on every rank: step, scheduler, loss scale, data position, recipe."""
     rank_tensors: Mapping[str, torch.Tensor]
     """This rank's random-number streams, of several integer types, restored only on the same world size."""

@@ -12,6 +12,7 @@ import torch
 from nanotrain_core.boxes import boxes
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.contracts.precision import Precision
+from nanotrain_core.errors import PluginError
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Piece, PlacedParameter, Placement, Shape
 
@@ -24,6 +25,18 @@ class Block:
     global_shape: Shape
     offset: Shape
     tensor: torch.Tensor
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what is no part of the whole.
+
+        Raises:
+            PluginError: naming the block.
+        """
+        shape, sizes = tuple(self.tensor.shape), {len(self.global_shape), len(self.offset), self.tensor.dim()}
+        bounds = zip(self.offset, shape, self.global_shape, strict=False)
+        if len(sizes) > 1 or any(not 0 <= begin <= begin + size <= whole for begin, size, whole in bounds):
+            text = f"shape {shape} at {tuple(self.offset)} is no part of {tuple(self.global_shape)}"
+            raise PluginError(f"block {self.name} of a checkpoint: {text}")
 
     @classmethod
     def of(cls, prefix: str, tensor: torch.Tensor, placement: Placement) -> Block:
