@@ -3,7 +3,8 @@
 Nothing changes weights or optimizer state before the next update, so forward and backward of the next step
 need not wait for the copy: only that update does, for what is left of it.
 
-Source of the idea: Mohan et al., "CheckFreq", FAST 2021, section 4.1.
+Source of the idea: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021 (snapshots
+beside the next iteration, up to its update).
 """
 
 from __future__ import annotations
