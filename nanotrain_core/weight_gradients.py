@@ -90,20 +90,11 @@ def is_postponing(weight: torch.Tensor) -> bool:
 
 
 def weight_gradient(
-    weight: torch.Tensor,
-    product: Product,
-    place: Place | None = None,
-    add_to: Callable[[torch.Tensor], object] | None = None,
+    weight: torch.Tensor, product: Product, place: Place | None = None
 ) -> torch.Tensor | None:
-    """Return ``product()``, the gradient of ``weight``; None: it was put off, left at ``place``, or added.
+    """Return ``product()``, the gradient of ``weight``, or None if it was put off, or left at ``place``.
 
     For the backward pass of an autograd function: return what this returns.
-
-    Args:
-        weight: an input of the function.
-        product: makes the gradient.
-        place: where to make it; None: here.
-        add_to: adds the gradient to what it is given, in less than making it and adding it take.
     """
     if is_postponing(weight):
         _open[-1].add(cast(nn.Parameter, weight), product)
@@ -111,11 +102,7 @@ def weight_gradient(
     if place is not None:
         place.left.append(product)
         return None
-    total = sum_of(weight) if add_to else None
-    if add_to is None or total is None:
-        return product()
-    add_to(total)
-    return None
+    return product()
 
 
 # --- added where the sum is ---------------------------------------------------------------------

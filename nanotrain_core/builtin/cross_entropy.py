@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.linear import matmul
-from nanotrain_core.weight_gradients import sum_of
 
 #: Logits of one chunk, about, and its fewest tokens: matrix products of few rows are slow.
 CHUNK = {"cpu": (2**20, 128), "cuda": (2**27, 1024)}
@@ -75,7 +74,7 @@ class _ChunkedLoss(torch.autograd.Function):
             d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
             _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD, first=not rows.start)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
-        ctx.weight = weight_VD  # not saved: its gradient is looked at, never its values
+        ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -83,13 +82,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        total_VD = sum_of(ctx.weight)
-        if total_VD is not None and total_VD.dtype == d_weight_VD.dtype:
-            total_VD.addcmul_(d_weight_VD, d_loss)
-            d_weight_VD = None
-        else:
-            d_weight_VD = d_weight_VD.mul_(d_loss).to(ctx.weight.dtype)
-        return d_hidden_TD.mul_(d_loss), d_weight_VD, None, None
+        return d_hidden_TD.mul_(d_loss), d_weight_VD.mul_(d_loss).to(ctx.weight_dtype), None, None
 
 
 def _chunk_size(weight_VD: torch.Tensor) -> int:

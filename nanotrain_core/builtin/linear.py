@@ -30,7 +30,7 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., K] times the transposed weight [N, K], plus the bias [N] if there is one."""
         rows, place = x.numel() // max(1, x.shape[-1]), take_place(self)
-        if place is None and not in_use() and not _is_large(x, rows * self.weight.numel()):
+        if place is None and not in_use() and not _prefers_onednn(x, rows * self.weight.numel()):
             return F.linear(x, self.weight, self.bias)
         handle = None if place is None else place.handle
         y: torch.Tensor = _Linear.apply(x, self.weight, place, handle)  # type: ignore[no-untyped-call]
@@ -58,12 +58,10 @@ class _Linear(torch.autograd.Function):
         d_y_MN, d_x, d_weight_NK = d_y.reshape(-1, d_y.shape[-1]), None, None
         if ctx.needs_input_grad[0]:
             d_x = matmul(d_y_MN, weight_NK).view(ctx.shape)
-
-        def product(total_NK: torch.Tensor | None = None) -> torch.Tensor:
-            return matmul(d_y_MN.T, x().reshape(-1, width), total_NK, add=True)
-
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(weight_NK, product, ctx.place, add_to=product)
+            d_weight_NK = weight_gradient(
+                weight_NK, lambda: matmul(d_y_MN.T, x().reshape(-1, width)), ctx.place
+            )
         return d_x, d_weight_NK, None, None
 
 
@@ -89,13 +87,9 @@ def matmul(
 
 
 def _prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:
-    return onednn_is_faster() and _is_large(x, multiplications)
-
-
-def _is_large(x: torch.Tensor, multiplications: int) -> bool:
-    """Say whether making the products here is worth the Python that it takes."""
     return (
         multiplications >= LARGE
+        and onednn_is_faster()  # known already: before what has to be asked each time
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
