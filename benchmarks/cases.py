@@ -112,12 +112,12 @@ CASES = (
     ),
 )
 
-#: Of each stage what torch offers, on a small Llama and on one whose state is large beside its batch.
+#: What torch offers for each stage, and DDP, on a small Llama and one whose state is large beside its batch.
 SHARDED = tuple(
     Case(
         name=f"zero{stage}-{size}{suffix}-{ranks}-ranks",
         peer=peer,
-        build=f"benchmarks.peers_sharded:{build}",
+        build=f"benchmarks.{build}",
         file=file,
         ranks=ranks,
         stage=stage,
@@ -131,9 +131,10 @@ SHARDED = tuple(
         ("118m", LARGE, {"microbatch": 1}, (1.0, 1.5)),
     )
     for stage, suffix, peer, build, bar in (
-        (1, "", "torch DDP, ZeroRedundancyOptimizer", "zero_redundancy", bars[0]),
-        (2, "", "torch FSDP2", "fsdp", bars[1]),
-        (2, "-reshard", "torch FSDP2, reshard", "fsdp_reshard", bars[1]),
+        (1, "-ddp", "torch DDP", "peers:peer", 1.0),
+        (1, "", "torch DDP, ZeroRedundancyOptimizer", "peers_sharded:zero_redundancy", bars[0]),
+        (2, "", "torch FSDP2", "peers_sharded:fsdp", bars[1]),
+        (2, "-reshard", "torch FSDP2, reshard", "peers_sharded:fsdp_reshard", bars[1]),
     )
 )
 
