@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ TORCH = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+
+def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Return which kinds of tensors were saved that none of ``wanted`` is of: ``exp_avg``, "" for weights.
+
+    A run that wants none of a kind has another optimizer or precision.
+    """
+    kept, known = ({name.rpartition("/")[0] for name in each} for each in (names, wanted))
+    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(kept - known)]
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)

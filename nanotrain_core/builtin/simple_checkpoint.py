@@ -29,6 +29,7 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
+from nanotrain_core.saved import strange_kinds
 from nanotrain_core.shards import CODES, DTYPES
 
 FORMAT = "nanotrain-simple-1"
@@ -118,7 +119,7 @@ class SimpleCheckpoint:
             names = frozenset(names_in(file))
             wanted = set().union(*self.mesh.gather({block.name for block in state.blocks}))
             kept = [name for name in names if not name.startswith("rng/")]
-            problems = superfluous(kept, wanted)
+            problems = strange_kinds(kept, wanted)
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
@@ -256,23 +257,10 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
-def superfluous(names: Iterable[str], wanted: set[str]) -> list[str]:
-    """Return which kinds of tensors this run would drop: it has another optimizer or precision.
-
-    ``wanted`` are the blocks of all ranks.
-    """
-    kinds = {_kind(name) for name in names} - {_kind(name) for name in wanted}
-    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(kinds)]
-
-
 def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
     """Say which tensor this run would drop, as the moments of a parameter that is trained no more."""
     rest = sorted({*names} - wanted)
     return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
-
-
-def _kind(name: str) -> str:
-    return name.rpartition("/")[0]
 
 
 def read_block(file: Any, block: Block) -> torch.Tensor:

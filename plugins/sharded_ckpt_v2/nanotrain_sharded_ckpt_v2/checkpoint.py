@@ -16,7 +16,6 @@ read. Only when all ranks found everything in order is the first live number rep
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,11 +35,12 @@ from nanotrain_core.contracts import Block, CheckpointReport, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import above_one
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.saved import strange_kinds
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits, strange_kinds
+from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 
@@ -118,7 +118,7 @@ class ShardedCheckpoint:
         began = self._last_save = time.monotonic()
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
-        state = attrs.evolve(state, meta=json.loads(json.dumps(state.meta)))  # it is written later
+        state = attrs.evolve(state)  # which copies meta: it is written later
         flight = Flight(step, self.mesh.rank, scratch, state, began, old=self._retire_old())
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
@@ -331,7 +331,7 @@ class ShardedCheckpoint:
             return None, problems
         everyone = to_first({block.name for block in state.blocks}, self.mesh)
         wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
-        unfit = [*misfits(saved, state.blocks), *strange_kinds(saved, wanted)]
+        unfit = [*misfits(saved, state.blocks), *strange_kinds(saved.tensors, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""

@@ -7,7 +7,7 @@ used: they are pickles.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +57,13 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
-def kinds_of(names: Iterable[str]) -> set[str]:
-    """Return what tensors are of their parameters: ``exp_avg``, or an empty string for weights."""
-    return {name.rpartition("/")[0] for name in names}
-
-
 def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
     """Return why what was saved does not fill ``blocks``: a name, shape or dtype."""
     return [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
 
 
-def strange_kinds(manifest: Manifest, wanted: Collection[str]) -> list[str]:
-    """Return which kinds of tensors were saved that none of those that all ranks want together is of."""
-    kinds = sorted(kinds_of(manifest.tensors) - kinds_of(wanted))
-    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in kinds]
-
-
 def left_over(manifest: Manifest, wanted: Collection[str]) -> str:
-    """Return what was saved and none of them is: empty if there is nothing.
+    """Return what was saved and none of those ``wanted`` by all ranks together is: empty if there is nothing.
 
     It would be lost with the next save: the moments of a parameter that is no longer trained, for example.
     """
