@@ -33,11 +33,11 @@ from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.model_table import model_table, training_keys
-from nanotrain_core.open_weights import load_weights
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 from nanotrain_core.roles import Role, shared_tokens, tagged
+from nanotrain_core.weights.open_weights import load_weights
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)

@@ -32,6 +32,12 @@ class Extent:
     """What these are, in the plural."""
     width: bool = False
     """Of EXPERTS: the width of each, along the ``split`` of the tag, and not their number."""
+    grouped: bool = False
+    """Several ranks may use one unit, as ``grouped`` of the modules' tags says."""
+
+    def fits(self, degree: int) -> bool:
+        """Say whether ``degree`` ranks can share the units out."""
+        return self.units % degree == 0 or (self.grouped and degree % self.units == 0)
 
     def problem(self, dim: str, degree: int) -> Problem:
         """Say that ``degree`` ranks along ``dim`` cannot share the units out, and what would do."""
@@ -75,11 +81,19 @@ def either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
+def too_few(config: Any, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
+    """Yield a problem for each extent of ``roles`` with fewer units than ranks: shares need not be equal."""
+    wanted = {*roles}
+    for extent in extents_of(config) or ():
+        if wanted & {*extent.roles} and extent.units < degree:
+            yield Problem(extent.key, f"{extent.units} {extent.what} are fewer than {dim} = {degree} ranks")
+
+
 def undivided(
     config: Any, roles: Iterable[Role], dim: str, degree: int, *, width: bool = False
 ) -> Iterator[Problem]:
     """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""
     wanted = {*roles}
     for extent in extents_of(config) or ():
-        if wanted & {*extent.roles} and extent.width == width and extent.units % degree:
+        if wanted & {*extent.roles} and extent.width == width and not extent.fits(degree):
             yield extent.problem(dim, degree)

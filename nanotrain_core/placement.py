@@ -31,6 +31,15 @@ SUMMED = {"cpu": 2**16}
 RANGE = 64
 
 
+def share_of(length: int, index: int, count: int) -> tuple[int, int]:
+    """Return first and one past the last of the ``index``-th of ``count`` shares, alike but for one.
+
+    >>> [share_of(7, index, 3) for index in range(3)]
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    return length * index // count, length * (index + 1) // count
+
+
 @attrs.define(frozen=True)
 class Placement:
     """One rank's block of one global tensor.
@@ -63,8 +72,10 @@ class Placement:
         summed = dims & frozenset(layout.data_dims)
         return cls(name, full, full, (0,) * len(full), view, summed=summed, same=dims - summed)
 
-    def split(self, axis: int, dim: str, index: int, count: int) -> Placement:
+    def split(self, axis: int, dim: str, index: int, count: int, *, uneven: bool = False) -> Placement:
         """Return the ``index``-th of ``count`` equal blocks along tensor axis ``axis``.
+
+        ``uneven``: blocks may differ by one in length, see :func:`share_of`.
 
         Raises:
             ValueError: the axis does not divide, ``dim`` already splits this tensor, or is not of its view.
@@ -72,11 +83,11 @@ class Placement:
         if dim in self.sharded:
             raise ValueError(f"{self.name} is already split along {dim!r}")
         self._check_replicated(dim)
-        if self.shape[axis] % count:
+        if self.shape[axis] % count and not uneven:
             raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
-        length = self.shape[axis] // count
+        begin, end = share_of(self.shape[axis], index, count)
         shape, offset = list(self.shape), list(self.offset)
-        shape[axis], offset[axis] = length, offset[axis] + index * length
+        shape[axis], offset[axis] = end - begin, offset[axis] + begin
         return attrs.evolve(
             self,
             shape=tuple(shape),

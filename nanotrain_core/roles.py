@@ -67,6 +67,9 @@ class Tag:
     role: Role
     unit: int = 1
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
+    grouped: bool = False
+    """Of COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
+    Where there are fewer units than ranks, several ranks may use the same one."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
     products: tuple[str, ...] = ()
@@ -93,11 +96,12 @@ def tag(
     role: Role,
     *,
     unit: int = 1,
+    grouped: bool = False,
     split: Mapping[str, int] | None = None,
     products: tuple[str, ...] = (),
 ) -> M:
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``."""
-    setattr(module, _ATTRIBUTE, Tag(role, unit, split or {}, products))
+    setattr(module, _ATTRIBUTE, Tag(role, unit, grouped, split or {}, products))
     return module
 
 

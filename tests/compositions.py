@@ -33,11 +33,14 @@ AXES: dict[str, tuple[Any, ...]] = {
 #: 8 sequences a step leave one to eight microbatches on a rank.
 BATCH = {"sequences": 8, "length": 8}
 
+#: Ranks' shares of it differ, whatever their number.
+VOCAB = 33
+
 _DEEPSEEK: dict[str, Any] = {
     "use": "deepseek",
     "width": 16,
     "heads": 4,
-    "vocab": 32,
+    "vocab": VOCAB,
     "dense_layers": 1,
     "kv_rank": 8,
     "nope_size": 4,
@@ -56,7 +59,15 @@ _DEEPSEEK: dict[str, Any] = {
 
 #: Both kinds of routing, with every balance loss there is, heavy enough to be seen in the gradients.
 MODELS: dict[str, dict[str, Any]] = {
-    "transformer": {"use": "transformer", "width": 16, "heads": 4, "ffn": 32, "vocab": 32, "init_std": 0.3},
+    "transformer": {
+        "use": "transformer",
+        "width": 16,
+        "heads": 4,
+        "kv_heads": 2,  # of four tensor-parallel ranks two use each
+        "ffn": 32,
+        "vocab": VOCAB,
+        "init_std": 0.3,
+    },
     "deepseek_v3": _DEEPSEEK
     | {"q_rank": 8, "score": "sigmoid", "bias_update_rate": 0.01, "seq_balance": 0.1},
     "deepseek_v2": _DEEPSEEK
@@ -137,7 +148,7 @@ class Composition:
             "evaluation": {"sequences": 8},
             "batch": {**BATCH, "microbatch": self.microbatch},
             "model": model,
-            "data": {"vocab": 32},
+            "data": {"vocab": VOCAB},
             "schedule": {"use": self.schedule},
             "parallel": wrappers if self.zero else [*wrappers, {"use": "ddp"}],
         }

@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
-from nanotrain_core.foreign_weights import whole
-from nanotrain_core.open_weights import open_weights
 from nanotrain_core.registry import load_plugins
+from nanotrain_core.weights.foreign_weights import whole
+from nanotrain_core.weights.open_weights import open_weights
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

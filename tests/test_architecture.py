@@ -16,8 +16,9 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors files foreign layout actions batch log dtypes memory roles pace random_state shards "
-        "stop timeline saved boxes cover extents plain_json watch watch.*",
+        "errors files foreign layout actions batch log dtypes memory roles pace random_state "
+        "foreign_rope stop timeline saved boxes cover extents plain_json watch watch.* weights "
+        "weights.shards weights.block_scaled",
     ),
     (
         "placement and mesh",
@@ -29,10 +30,10 @@ LEVELS = (
     ),
     (
         "mechanisms",
-        "conform environment events executor feed fences folder foreign_weights gradients handover "
-        "initialise lr_schedule saves model_table",
+        "conform environment events executor feed fences folder gradients handover "
+        "initialise lr_schedule saves model_table weights.foreign_weights",
     ),
-    ("recipe and registry", "catalogues discovery registry recipe recipe.* open_weights convert reformat"),
+    ("recipe and registry", "catalogues discovery registry recipe recipe.* weights.* reformat"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose measure script show rollback run_info engine"),
     ("launch", "launch launch.*"),
@@ -123,7 +124,16 @@ def code_lines(path: Path) -> int:
 #: Folders of the core.
 FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
-SMALL = {"recipe": 1100, "cli": 850, "contracts": 400, "host": 350, "launch": 650, "watch": 250, "": 4100}
+SMALL = {
+    "recipe": 1100,
+    "cli": 850,
+    "contracts": 400,
+    "host": 350,
+    "launch": 650,
+    "watch": 250,
+    "weights": 550,
+    "": 3700,
+}
 
 
 @pytest.mark.parametrize("part", SMALL)

@@ -8,13 +8,24 @@ from foreign_models import gpt2, llama, logits, our_logits, our_tensors
 from safetensors.torch import load_file
 
 from nanotrain_core.cli import main
-from nanotrain_core.convert import convert
 from nanotrain_core.registry import load_plugins
+from nanotrain_core.weights.convert import convert
+
+#: Llama 3.1's, for an original length at which some of 8 pairs keep their frequency and some are slowed down.
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 MODELS = {
     "llama": llama,
     "llama-grouped": lambda: llama(num_key_value_heads=2),
     "llama-one-key-head": lambda: llama(num_key_value_heads=1, rope_theta=500.0),
+    "llama-scaled": lambda: llama(rope_parameters=SCALED, head_dim=16),
     "llama-tied": lambda: llama(tie_word_embeddings=True),
     "llama-wide-heads": lambda: llama(head_dim=16, num_key_value_heads=2),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
@@ -58,6 +69,22 @@ def test_export_and_import_give_back_the_same_bytes(theirs, tmp_path):
     convert(tmp_path / "there", tmp_path / "back", registry)
     for name in ("model.safetensors", "model.toml"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_a_scaled_rope_is_written_for_older_versions_too(tmp_path):
+    """They would compute other angles, without a word, from a config.json of newer ones."""
+    llama(rope_parameters=SCALED).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins())
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config["rope_parameters"] == SCALED
+    old = dict(config["rope_scaling"])
+    assert old.pop("type") == "llama3"
+    assert {**old, "rope_theta": config["rope_theta"]} == SCALED
+    del config["rope_parameters"]
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config))
+    ours, theirs = our_logits(tmp_path / "ours"), our_logits(tmp_path / "theirs")
+    assert torch.equal(ours, theirs)
 
 
 def test_a_model_saved_without_its_head_has_names_without_prefix(tmp_path):

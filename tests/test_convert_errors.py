@@ -9,16 +9,16 @@ from foreign_models import gpt2, llama
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
-from nanotrain_core.convert import convert
 from nanotrain_core.errors import Exit, NanotrainError, PluginError
 from nanotrain_core.foreign import Counterpart, Foreign
-from nanotrain_core.foreign_weights import Atlas
-from nanotrain_core.open_weights import open_weights
 from nanotrain_core.registry import load_plugins
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.case import HARNESS
 from nanotrain_core.testing.disaster import end_of_child, kill_at
 from nanotrain_core.testing.probe import make_engine
+from nanotrain_core.weights.convert import convert
+from nanotrain_core.weights.foreign_weights import Atlas
+from nanotrain_core.weights.open_weights import open_weights
 
 SAVED = "model.safetensors"
 
@@ -52,7 +52,8 @@ def refusal(path):
             "model 'transformer' cannot represent it: config.json: hidden_act is 'relu'",
         ),
         ({"attention_bias": True}, "attention_bias is True and mlp_bias False"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'; only 'default'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'; only 'default' or 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor of its RoPE is missing; expected a number"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected an integer above 0"),
         ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer above 0"),

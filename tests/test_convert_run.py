@@ -124,9 +124,9 @@ def split_blocks(path, rank_count):
 
     from nanotrain_core.layout import Layout, View
     from nanotrain_core.mesh import Mesh
-    from nanotrain_core.open_weights import load_weights, open_weights
     from nanotrain_core.placement import PlacedParameter, Placement
     from nanotrain_core.registry import load_plugins
+    from nanotrain_core.weights.open_weights import load_weights, open_weights
 
     rank = dist.get_rank()
     layout = Layout({"dense": View(("dp", "tp"), (1, rank_count))})
@@ -165,8 +165,8 @@ def load_from_own_disk(path):
 
     from nanotrain_core.layout import Layout, View
     from nanotrain_core.mesh import Mesh
-    from nanotrain_core.open_weights import load_weights, open_weights
     from nanotrain_core.registry import load_plugins
+    from nanotrain_core.weights.open_weights import load_weights, open_weights
 
     rank = dist.get_rank()
     path, registry = path / str(rank), load_plugins()

@@ -68,20 +68,17 @@ REFUSED = {
     "kv_heads": (
         GPT,
         2,
-        ["topology.tp=2", "model.kv_heads=1"],
+        ["topology.tp=2", "model.kv_heads=3"],
         [
-            "--set #2: model.kv_heads: 1 key and value heads do not divide by tp = 2; tp could be 1, "
-            "their number 2"
+            "--set #2: model.kv_heads: 3 key and value heads do not divide by tp = 2; tp could be 1 or 3, "
+            "their number 2 or 4"
         ],
     ),
     "vocabulary": (
-        GPT.replace("vocab = 60", "vocab = 61"),
-        2,
-        ["topology.tp=2"],
-        [
-            "recipe.toml:12: model.vocab: 61 tokens of the vocabulary do not divide by tp = 2; tp could be "
-            "1 or 61, their number 60 or 62"
-        ],
+        GPT,
+        6,
+        ["topology.tp=6", "model.vocab=5", "data.vocab=5", "data.branching=2"],
+        ["--set #2: model.vocab: 5 tokens of the vocabulary are fewer than tp = 6 ranks"],
     ),
     "feed-forward width": (
         GPT,

@@ -12,7 +12,7 @@ from nanotrain_core.builtin import cross_entropy
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
 from nanotrain_core.builtin.rms_norm import RMSNorm
-from nanotrain_core.builtin.rope import rotate, rotation
+from nanotrain_core.builtin.rope import frequencies, rotate, rotation
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.roles import Role, tagged
@@ -191,9 +191,13 @@ def test_a_later_token_never_changes_earlier_logits(shape):
 # --- RoPE -------------------------------------------------------------------------------------
 
 
+def turn_of(length, theta, like):
+    return rotation(length, frequencies(8, theta, device=like.device), like=like)
+
+
 def test_rope_makes_scores_depend_on_the_distance_alone():
     q, k = draw("q", (8,)), draw("k", (8,))
-    turn = rotation(32, 8, 100.0, like=q)
+    turn = turn_of(32, 100.0, q)
     q_SK, k_SK = (rotate(x.expand(1, 32, 1, 8), turn)[0, :, 0] for x in (q, k))
     scores = q_SK @ k_SK.T
     for distance in range(-31, 32):
@@ -204,14 +208,14 @@ def test_rope_makes_scores_depend_on_the_distance_alone():
 
 def test_rope_keeps_norms():
     x = draw("x", (2, 32, 3, 8))
-    turned = rotate(x, rotation(32, 8, 10000.0, like=x))
+    turned = rotate(x, turn_of(32, 10000.0, x))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
 
 
 def test_rope_of_a_bfloat16_model_turns_in_float32():
     x = draw("x", (1, 512, 1, 8)).bfloat16()
-    turned = rotate(x, rotation(512, 8, 10000.0, like=x))
-    exact = rotate(x.double(), rotation(512, 8, 10000.0, like=x.double()))
+    turned = rotate(x, turn_of(512, 10000.0, x))
+    exact = rotate(x.double(), turn_of(512, 10000.0, x.double()))
     # One rounding of the result, half a unit in the last of bfloat16's 8 bits, and nothing more.
     torch.testing.assert_close(turned.double(), exact, rtol=1.001 * 2**-8, atol=1e-7)
 
@@ -328,7 +332,7 @@ def test_every_parameter_belongs_to_a_module_with_a_role():
 def test_attention_follows_the_heads_that_a_wrapper_left():
     dims = Transformer(config()).config
     attention, x = build(dims).layers["0"].attn, draw("x", (2, 12, 32))
-    turn = rotation(12, 8, 10000.0, like=x)
+    turn = turn_of(12, 10000.0, x)
     whole = attention(x, turn)
     halves = 0.0
     for rows in (slice(0, 16), slice(16, 32)):

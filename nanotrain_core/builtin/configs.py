@@ -37,6 +37,25 @@ class GridConfig:
 
 
 @attrs.define(frozen=True, kw_only=True)
+class RopeScalingConfig:
+    """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on, as Llama 3.1 does."""
+
+    factor: float = attrs.field(default=8.0, validator=ge(1.0))
+    """How many times longer sequences become."""
+    original_length: int = attrs.field(default=8192, validator=ge(1))
+    """Length the model was trained on before."""
+    low_freq_factor: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Pairs that turn fewer times over `original_length` are slowed down by `factor`."""
+    high_freq_factor: float = attrs.field(default=4.0, validator=gt(0.0))
+    """Pairs that turn more often keep their frequency; those between, in part."""
+
+    @high_freq_factor.validator
+    def _higher(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if value <= self.low_freq_factor:
+            raise ValueError(f"must be above low_freq_factor = {self.low_freq_factor}, got {value}")
+
+
+@attrs.define(frozen=True, kw_only=True)
 class TransformerConfig:
     """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
 
@@ -60,6 +79,8 @@ class TransformerConfig:
     """How a token knows where it stands."""
     rope_theta: float = attrs.field(default=10000.0, validator=gt(0.0))
     """Base of the RoPE frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Of those frequencies; without the table none."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward layer and before the head."""
     norm_eps: float = attrs.field(default=1e-5, validator=gt(0.0))
@@ -78,7 +99,7 @@ class TransformerConfig:
         yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         yield Extent((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
         if self.kv_heads:
-            yield Extent((Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads")
+            yield Extent((Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True)
         ffn = self.ffn or 4 * self.width
         yield Extent((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
 
@@ -95,6 +116,8 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
         yield Problem("model.heads", "RoPE turns pairs of numbers: the size of a head must be even")
     if config.heads % kv_heads:
         yield Problem("model.kv_heads", f"{kv_heads} kv_heads do not divide {config.heads} heads")
+    if config.rope_scaling and config.positions != "rope":
+        yield Problem("model.rope_scaling", f"there is no RoPE with positions = {config.positions!r}")
     if config.positions == "learned" and not config.max_length:
         yield Problem("model.max_length", "learned positions need max_length, at least batch.length")
     if config.max_length and recipe.batch.length > config.max_length:

@@ -11,7 +11,7 @@ Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,17 +39,20 @@ def linear_cross_entropy(
     Targets of :data:`~nanotrain_core.batch.IGNORE` add nothing. The sum is float32, or float64 for
     float64 inputs.
     """
-    return chunked_loss(hidden_TD, weight_VD, target_T, _cross_entropy)
+    return chunked_loss(hidden_TD, weight_VD, target_T, _cross_entropy, len(weight_VD))
 
 
 def chunked_loss(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss, columns: int
 ) -> torch.Tensor:
-    """Return the sum of ``loss`` over chunks of the logits ``hidden_TD @ weight_VD.T``."""
+    """Return the sum of ``loss`` over chunks of the logits ``hidden_TD @ weight_VD.T``.
+
+    ``columns`` of logits are what a chunk is sized for: ranks whose ``loss`` talks must name the same number.
+    """
+    chunks = tuple(row_chunks(len(target_T), columns, weight_VD.device))
     if torch.is_grad_enabled():
-        total: torch.Tensor = _ChunkedLoss.apply(hidden_TD, weight_VD, target_T, loss)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _ChunkedLoss.apply(hidden_TD, weight_VD, target_T, loss, chunks)  # type: ignore[no-untyped-call]
         return total
-    chunks = row_chunks(target_T, weight_VD)
     return torch.stack([loss(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in chunks]).sum()
 
 
@@ -58,14 +61,19 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, loss: ChunkLoss
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        target_T: torch.Tensor,
+        loss: ChunkLoss,
+        chunks: Sequence[slice],
     ) -> torch.Tensor:
         d_hidden_TD = torch.empty_like(hidden_TD)
         d_weight_VD = torch.empty_like(weight_VD, dtype=wide_dtype(weight_VD))
         if not len(target_T):
             d_weight_VD.zero_()
         losses = []
-        for rows in row_chunks(target_T, weight_VD):
+        for rows in chunks:
             hidden_CD = hidden_TD[rows]
             logits_CV = matmul(hidden_CD, weight_VD.T)
             chunk, gradient = loss(logits_CV, target_T[rows])
@@ -82,18 +90,14 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD.mul_(d_loss), d_weight_VD.mul_(d_loss).to(ctx.weight_dtype), None, None
+        return d_hidden_TD.mul_(d_loss), d_weight_VD.mul_(d_loss).to(ctx.weight_dtype), None, None, None
 
 
-def _chunk_size(weight_VD: torch.Tensor) -> int:
-    logits, fewest = CHUNK.get(weight_VD.device.type, CHUNK["cuda"])
-    return max(fewest, logits // len(weight_VD))
-
-
-def row_chunks(target_T: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Yield the rows of one chunk after another."""
-    size = _chunk_size(weight_VD)
-    return (slice(start, start + size) for start in range(0, len(target_T), size))
+def row_chunks(tokens: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Yield the rows of one chunk after another, whose logits have so many columns."""
+    logits, fewest = CHUNK.get(device.type, CHUNK["cuda"])
+    size = max(fewest, logits // columns)
+    return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:

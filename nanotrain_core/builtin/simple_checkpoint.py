@@ -30,7 +30,7 @@ from nanotrain_core.files import remove_leftovers, write_atomically
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Shape
 from nanotrain_core.saved import strange_kinds
-from nanotrain_core.shards import CODES, DTYPES
+from nanotrain_core.weights.shards import CODES, DTYPES
 
 FORMAT = "nanotrain-simple-1"
 #: A block's name, its offset, and the shape of the whole tensor.

@@ -25,7 +25,7 @@ from nanotrain_core.builtin.embedding import Embedding
 from nanotrain_core.builtin.head import Head
 from nanotrain_core.builtin.linear import Linear
 from nanotrain_core.builtin.rms_norm import RMSNorm
-from nanotrain_core.builtin.rope import Rotation, rotate, rotation
+from nanotrain_core.builtin.rope import Rotation, frequencies, rotate, rotation
 from nanotrain_core.builtin.swiglu import swiglu
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.roles import Role, tag
@@ -114,7 +114,9 @@ class TransformerPart(nn.Module):
     def _rotation(self, length: int, like: torch.Tensor) -> Rotation | None:
         if self.config.positions != "rope":
             return None
-        return rotation(length, self.config.head_size, self.config.rope_theta, like=like)
+        c = self.config
+        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, device=like.device)
+        return rotation(length, turning, like=like)
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.
@@ -155,8 +157,8 @@ class Attention(nn.Module):
         D, K = config.width, config.head_size
         self.head_size = K
         self.q = tag(Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
+        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
         self.o = tag(Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:

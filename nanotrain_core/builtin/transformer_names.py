@@ -11,6 +11,7 @@ from typing import Any
 
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.foreign import Counterpart, Foreign, ForeignError, need, want
+from nanotrain_core.foreign_rope import need_number, read_rope, write_rope
 
 #: The options in which the two differ, as :class:`TransformerConfig` calls them.
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
@@ -67,6 +68,10 @@ def _shared_table(foreign: Mapping[str, Any], width: int, heads: int) -> dict[st
 # --- Llama ------------------------------------------------------------------------------------
 
 
+#: Options of Llama 3.1's scaled frequencies that have the same names here.
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor")
+
+
 def _llama_table(foreign: Mapping[str, Any]) -> dict[str, Any]:
     want(foreign, "hidden_act", "silu", "swish")
     width, heads = need(foreign, "hidden_size"), need(foreign, "num_attention_heads")
@@ -76,7 +81,7 @@ def _llama_table(foreign: Mapping[str, Any]) -> dict[str, Any]:
         **LLAMA,
         "ffn": need(foreign, "intermediate_size"),
         "max_length": foreign.get("max_position_embeddings") or 0,
-        "rope_theta": rope_theta(foreign),
+        **_rope(foreign),
         "norm_eps": float(foreign.get("rms_norm_eps", 1e-6)),
         "bias": _llama_bias(foreign),
         "tied": bool(foreign.get("tie_word_embeddings", False)),
@@ -89,18 +94,22 @@ def _llama_table(foreign: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def rope_theta(foreign: Mapping[str, Any]) -> float:
-    """Return the base of the frequencies, which newer versions keep in ``rope_parameters``.
+def _rope(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    theta, kind, options = read_rope(foreign, "llama3")
+    if kind == "default":
+        return {"rope_theta": theta}
+    scaling = {name: need_number(options, name) for name in _SCALING}
+    length = need(options, "original_max_position_embeddings")
+    return {"rope_theta": theta, "rope_scaling": {**scaling, "original_length": length}}
 
-    Raises:
-        ForeignError: the frequencies are scaled.
-    """
-    options = foreign.get("rope_parameters") or foreign.get("rope_scaling") or {}
-    kind = options.get("rope_type", options.get("type", "default"))
-    if kind != "default":
-        raise ForeignError(f"config.json: rope_type is {kind!r}; only 'default' can be represented")
-    want({**foreign, **options}, "partial_rotary_factor", 1.0, None)
-    return float(options.get("rope_theta", foreign.get("rope_theta", 10000.0)))
+
+def _rope_options(config: TransformerConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return write_rope(config.rope_theta)
+    options = {name: getattr(scaling, name) for name in _SCALING}
+    options["original_max_position_embeddings"] = scaling.original_length
+    return write_rope(config.rope_theta, "llama3", options)
 
 
 def _llama_bias(foreign: Mapping[str, Any]) -> bool:
@@ -129,8 +138,7 @@ def _llama_config(config: TransformerConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        **_rope_options(c),
         "attention_bias": c.bias,
         "mlp_bias": c.bias,
         "attention_dropout": 0.0,

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from nanotrain_core.convert import convert
+    from nanotrain_core.weights.convert import convert
 
     written = convert(
         Path(args.source),

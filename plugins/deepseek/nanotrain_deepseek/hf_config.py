@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanotrain_core.foreign import Counterpart, ForeignError, need, want
+from nanotrain_core.foreign_rope import read_rope, write_rope
 from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
 from nanotrain_deepseek.hf_names import counterparts
 
@@ -91,7 +92,7 @@ class DeepSeekNames:
             "num_nextn_predict_layers": c.mtp,
             "bos_token_id": None,
             "eos_token_id": None,
-            "rope_parameters": _rope_parameters(c),
+            **_rope_options(c),
         }
         length = c.max_length or (round(c.yarn.factor * c.yarn.original_length) if c.yarn else 0)
         return found | ({"max_position_embeddings": length} if length else {})
@@ -158,15 +159,9 @@ def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int
 
 
 def _rope(f: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of rotation. Newer files have one table for it, older ones two."""
-    options = {**(f.get("rope_scaling") or {}), **(f.get("rope_parameters") or {})}
-    theta = float(options.get("rope_theta", f.get("rope_theta", 10000.0)))
-    want({**f, **options}, "partial_rotary_factor", 1.0, None)
-    kind = options.get("rope_type", options.get("type", "default"))
+    theta, kind, options = read_rope(f, "yarn")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind != "yarn":
-        raise ForeignError(f"config.json: rope_type is {kind!r}; only 'default' or 'yarn' can be represented")
     want(options, "attention_factor", None)
     want(options, "truncate", True)
     length = need(options, "original_max_position_embeddings")
@@ -185,10 +180,8 @@ def _rope(f: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "yarn": yarn}
 
 
-def _rope_parameters(c: DeepSeekConfig) -> dict[str, Any]:
-    if c.yarn is None:
-        return {"rope_type": "default", "rope_theta": c.rope_theta}
-    return {"rope_type": "yarn", "rope_theta": c.rope_theta, **_yarn_parameters(c.yarn)}
+def _rope_options(c: DeepSeekConfig) -> dict[str, Any]:
+    return write_rope(c.rope_theta, "yarn", _yarn_parameters(c.yarn)) if c.yarn else write_rope(c.rope_theta)
 
 
 def _yarn_parameters(yarn: YarnConfig) -> dict[str, Any]:

@@ -13,24 +13,19 @@ import math
 
 import torch
 
+from nanotrain_core.builtin import rope
 from nanotrain_core.builtin.rope import Rotation
 from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
 
 
 def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor) -> Rotation:
-    """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P].
-
-    Angles are float64: position times frequency loses digits of the angle in float32. The results are
-    float32, or float64 for a float64 model.
-    """
-    position_S = torch.arange(length, dtype=torch.float64, device=like.device)
-    angle_S1P = torch.outer(position_S, frequencies(config).to(like.device)).unsqueeze(1)
-    scale = 1.0
+    """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P]."""
+    magnitude = 1.0
     if config.yarn is not None:
-        scale = _mscale(config.yarn, config.yarn.mscale) / _mscale(config.yarn, config.yarn.mscale_all_dim)
-    cos, sin = angle_S1P.cos() * scale, angle_S1P.sin() * scale
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+        one, other = config.yarn.mscale, config.yarn.mscale_all_dim
+        magnitude = _mscale(config.yarn, one) / _mscale(config.yarn, other)
+    turning = frequencies(config, device=like.device)
+    return rope.rotation(length, turning, like=like, magnitude=magnitude)
 
 
 def softmax_scale(config: DeepSeekConfig) -> float:
@@ -42,16 +37,15 @@ def softmax_scale(config: DeepSeekConfig) -> float:
     return scale * temperature * temperature
 
 
-def frequencies(config: DeepSeekConfig) -> torch.Tensor:
-    """Return radians per position of each pair [P/2], float64, on the CPU."""
+def frequencies(config: DeepSeekConfig, *, device: torch.device) -> torch.Tensor:
+    """Return radians per position of each pair [P/2], float64."""
     size, theta, yarn = config.rope_size, config.rope_theta, config.yarn
-    pair = torch.arange(0, size, 2, dtype=torch.float64, device="cpu")
-    plain = theta ** (-pair / size)
+    plain = rope.frequencies(size, theta, device=device)
     if yarn is None:
         return plain
     first = max(math.floor(_pair_turning(yarn.beta_fast, yarn, size, theta)), 0)
     last = min(math.ceil(_pair_turning(yarn.beta_slow, yarn, size, theta)), size - 1)
-    ramp = (torch.arange(size // 2, dtype=torch.float64, device="cpu") - first) / max(last - first, 1e-3)
+    ramp = (torch.arange(size // 2, dtype=torch.float64, device=device) - first) / max(last - first, 1e-3)
     slowed = ramp.clamp(0.0, 1.0)
     return plain * (1 - slowed) + plain / yarn.factor * slowed
 

@@ -13,7 +13,7 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Problem
-from nanotrain_core.extents import either, extents_of, multiples_near, undivided
+from nanotrain_core.extents import either, extents_of, multiples_near, too_few, undivided
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.roles import Role
 
@@ -49,13 +49,18 @@ AXES: dict[Role, dict[str, int]] = {
 }
 
 
+#: Roles whose rows need not divide: ranks' shares may differ by one.
+VOCABULARY = (Role.VOCAB, Role.HEAD)
+
+
 def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Iterator[Problem]:
     """Check that sequences and layers divide, as far as the recipe alone can tell."""
     tp = layout.size("tp") if "tp" in layout.dims else 1
     cp = layout.size("cp") if "cp" in layout.dims else 1
     if tp == 1:
         return
-    yield from undivided(recipe.model.config, AXES, "tp", tp)
+    yield from undivided(recipe.model.config, {*AXES} - {*VOCABULARY}, "tp", tp)
+    yield from too_few(recipe.model.config, VOCABULARY, "tp", tp)
     length, reason = recipe.batch.length, _needs_shares(recipe, config)
     if reason and length % (tp * cp):
         nearest = either(multiples_near(length, tp * cp))

@@ -5,6 +5,8 @@ ranks tell each other of a row is its largest logit, the sum of exponentials rel
 target's logit from whoever has it. As on one process, both gradients are computed while a chunk's
 logits are at hand.
 
+Ranks' parts of the vocabulary may differ by one in size.
+
 Shapes: T tokens, D width, V this rank's part of the vocabulary, C tokens of one chunk, R ranks.
 
 Sources: the vocabulary-parallel loss of Shoeybi et al., arXiv 1909.08053, section 3; the combination of
@@ -16,15 +18,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import attrs
 import torch
+import torch.nn.functional as F
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.cross_entropy import chunked_loss, wide_dtype
+from nanotrain_core.placement import Placement, share_of
 from nanotrain_tp.collectives import Ranks
 
 
+@attrs.define(frozen=True)
+class Rows:
+    """The tokens of the vocabulary that this rank has the rows of."""
+
+    first: int
+    vocabulary: int
+    """Of all ranks together."""
+
+    @classmethod
+    def of(cls, placement: Placement) -> Rows:
+        """Return those of a split table."""
+        return cls(placement.offset[0], placement.global_shape[0])
+
+    def most(self, ranks: Ranks) -> int:
+        """Return how many the rank with the most has."""
+        return -(-self.vocabulary // ranks.size)
+
+    def pad(self, logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return ``logits`` [..., V] with as many columns as the rank with the most has."""
+        return F.pad(logits, (0, self.most(ranks) - logits.shape[-1]))
+
+    def join(self, padded: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """Return all ranks' padded logits, side by side, as those of the whole vocabulary."""
+        most = self.most(ranks)
+        shares = [share_of(self.vocabulary, index, ranks.size) for index in range(ranks.size)]
+        kept = [padded.narrow(-1, most * index, end - begin) for index, (begin, end) in enumerate(shares)]
+        return torch.cat(kept, dim=-1)
+
+
 def split_cross_entropy(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, ranks: Ranks
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, rows: Rows, ranks: Ranks
 ) -> torch.Tensor:
     """Return the summed cross-entropy of whole tokens, in nats: the same bits on every rank.
 
@@ -35,30 +69,29 @@ def split_cross_entropy(
     Raises:
         IndexError: a target is not in the vocabulary of all ranks together.
     """
-    vocabulary = len(weight_VD) * ranks.size
-    wrong = ((target_T < 0) & (target_T != IGNORE)) | (target_T >= vocabulary)
+    wrong = ((target_T < 0) & (target_T != IGNORE)) | (target_T >= rows.vocabulary)
     if wrong.device.type == "cpu" and wrong.any():
-        raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {vocabulary}")
-    return chunked_loss(hidden_TD, weight_VD, target_T, partial(_cross_entropy, ranks=ranks))
+        raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {rows.vocabulary}")
+    loss = partial(_cross_entropy, rows=rows, ranks=ranks)
+    return chunked_loss(hidden_TD, weight_VD, target_T, loss, rows.most(ranks))
 
 
 def _cross_entropy(
-    logits_CV: torch.Tensor, target_C: torch.Tensor, ranks: Ranks
+    logits_CV: torch.Tensor, target_C: torch.Tensor, rows: Rows, ranks: Ranks
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
     """All-gather three numbers per token and rank: return the summed loss of a chunk, the same on every rank.
 
     With it comes what makes the gradient of this rank's logits, without a collective.
     """
-    ignored_C, at_C = target_C == IGNORE, _local(target_C, logits_CV.shape[1], ranks)
+    ignored_C, at_C = target_C == IGNORE, _local(target_C, logits_CV.shape[1], rows.first)
     loss_C, softmax_CV = _softmax(logits_CV, at_C, ranks)
     loss = loss_C.masked_fill(ignored_C, 0.0).sum()
     return loss, partial(_subtract_onehot_, softmax_CV, at_C, ignored_C)
 
 
-def _local(target_C: torch.Tensor, rows: int, ranks: Ranks) -> torch.Tensor:
+def _local(target_C: torch.Tensor, count: int, first: int) -> torch.Tensor:
     """Return targets as rows of this rank's weight [C], -1 where another rank has them or nobody."""
-    first = ranks.index * rows
-    mine = (target_C >= first) & (target_C < first + rows)
+    mine = (target_C >= first) & (target_C < first + count)
     return torch.where(mine, target_C - first, -1)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from nanotrain_core.routing import Routing
 from nanotrain_core.weight_gradients import Again, Place, give_place, take_place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
-from nanotrain_tp.head import split_cross_entropy
+from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import Crossing
 
 #: The dimension of tokens [B, S, ...] that sequence parallelism splits.
@@ -204,17 +204,16 @@ class BiasedRow:
 class Vocabulary:
     """Hooks of an embedding that has this rank's rows of the table."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
+    def __init__(self, boundary: Boundary, rows: Rows) -> None:
+        self.boundary, self.rows = boundary, rows
         self.elsewhere = torch.empty(0)
 
     def before(self, module: nn.Module, args: Args) -> Args:
         """Look up row 0 for tokens [B, S] that others have. Tokens nobody has stay wrong."""
-        tokens, ranks = args[0], self.boundary.ranks
-        rows = len(module.weight)  # type: ignore[arg-type]
-        local = tokens - ranks.index * rows
-        outside = (local < 0) | (local >= rows)
-        self.elsewhere = outside & (tokens >= 0) & (tokens < rows * ranks.size)
+        tokens = args[0]
+        local = tokens - self.rows.first
+        outside = (local < 0) | (local >= len(module.weight))  # type: ignore[arg-type]
+        self.elsewhere = outside & (tokens >= 0) & (tokens < self.rows.vocabulary)
         return local.masked_fill(self.elsewhere, 0), *args[1:]
 
     def after(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
@@ -225,8 +224,8 @@ class Vocabulary:
 class Head:
     """Takes over a head that has this rank's rows of the weight, its own or lent."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
+    def __init__(self, boundary: Boundary, rows: Rows) -> None:
+        self.boundary, self.rows = boundary, rows
 
     def forward(
         self,
@@ -239,9 +238,11 @@ class Head:
         weight_VD = module.get_parameter("weight") if table_VD is None else table_VD
         x_BSD = self.boundary.enter(x_BSD)
         self.boundary.forget()
+        ranks = self.boundary.ranks
         if targets_BS is None:
-            return self.boundary.gather(F.linear(x_BSD, weight_VD), dim=-1)
-        return split_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.boundary.ranks)
+            logits_BSV = self.rows.pad(F.linear(x_BSD, weight_VD), ranks)
+            return self.rows.join(self.boundary.gather(logits_BSV, dim=-1), ranks)
+        return split_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.rows, ranks)
 
 
 class Experts:

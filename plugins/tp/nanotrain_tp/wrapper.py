@@ -5,6 +5,8 @@ ROW     weight [out, in] by columns; the output leaves.
 VOCAB   table [V, D] by rows; the output leaves.
 HEAD    weight [V, D] by rows; the input enters, the loss is summed.
 
+Ranks' rows of the vocabulary may differ by one, so that any vocabulary will do: nothing is padded.
+
 Everything else is whole on every rank. With sequence parallelism it sees this rank's share of the
 sequence only, so that its gradient is partial.
 
@@ -21,10 +23,11 @@ from torch import nn
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.extents import divisors_near, either, multiples_near
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Placements
+from nanotrain_core.placement import Placement, Placements
 from nanotrain_core.roles import Role, Tag, share_tokens, tagged, take_over
-from nanotrain_tp import AXES, TensorParallelConfig
+from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.head import Rows
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
 
 
@@ -38,7 +41,8 @@ class TensorParallel:
         """Leave this rank its blocks of ``part``, and hook in the collectives.
 
         Raises:
-            SplitError: heads, feed-forward width or vocabulary do not divide by the number of ranks.
+            SplitError: heads or feed-forward width do not divide by the number of ranks, or it is larger
+                than the vocabulary.
             NanotrainError: sequences stay whole, and nobody says whether some gradients are partial.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
@@ -53,9 +57,16 @@ class TensorParallel:
         )
         if not self.config.sequence_parallel:
             refuse_unknown(part)
-        for name, module, tag in list(tagged(part)):
-            split(name, module, tag, placements, ranks)
-            hook(module, tag, boundary)
+        for name, module, tag in tagged(part):
+            if is_copied(module, tag, ranks.size):
+                copy(name, module, tag, placements, ranks)
+            else:
+                split(name, module, tag, placements, ranks)
+        for name, module, tag in tagged(part):
+            if tag.role in VOCABULARY:
+                hook_vocabulary(module, tag, boundary, Rows.of(table_of(name, module, part, placements)))
+            else:
+                hook(module, tag, boundary)
         self._sum_partial(part, placements)
         return part
 
@@ -99,6 +110,23 @@ def refuse_unknown(part: nn.Module) -> None:
             )
 
 
+def is_copied(module: nn.Module, tag: Tag, degree: int) -> bool:
+    """Say whether a grouped COLUMN has fewer units than ranks, and as many ranks use each."""
+    if not tag.grouped or tag.role is not Role.COLUMN:
+        return False
+    units, rest = divmod(len(module.get_parameter("weight")), tag.unit)
+    return not rest and 0 < units < degree and degree % units == 0
+
+
+def copy(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
+    """Leave a COLUMN whole on every rank, which uses one unit of what it computes: gradients are partial."""
+    for key, _ in module.named_parameters():
+        placements[f"{name}.{key}"] = placements[f"{name}.{key}"].sum_over("tp")
+    units = len(module.get_parameter("weight")) // tag.unit
+    first = ranks.index * units // ranks.size * tag.unit
+    module.register_forward_hook(lambda module, args, output: output.narrow(-1, first, tag.unit))
+
+
 def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
     """Replace a module's parameters, on ``meta``, by this rank's blocks of them.
 
@@ -112,7 +140,8 @@ def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks:
         placement = placements[f"{name}.{key}"]
         if "tp" not in placement.sharded:  # a tied table is split once, with the first part that has it
             _check_units(f"{name}.{key}", placement.shape[axis], tag, ranks.size)
-            placement = placement.split(axis, "tp", ranks.index, ranks.size)
+            uneven = tag.role in VOCABULARY
+            placement = placement.split(axis, "tp", ranks.index, ranks.size, uneven=uneven)
             placements[f"{name}.{key}"] = placement
         block = torch.empty(placement.shape, dtype=old.dtype, device=old.device)
         setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad))
@@ -124,7 +153,7 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
         raise SplitError(
             f"{name} has {length} {tag.role.name} entries, which are no whole units of {tag.unit}"
         )
-    if units % degree == 0:
+    if units % degree == 0 or (tag.role in VOCABULARY and units >= degree):
         return
     sizes = [n * tag.unit for n in multiples_near(units, degree)]
     of = f" = {units} units of {tag.unit}" if tag.unit > 1 else ""
@@ -132,6 +161,29 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
         f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that divides: "
         f"{either(divisors_near(units, degree))}; nearest sizes for tp = {degree}: {either(sizes)}"
     )
+
+
+def table_of(name: str, module: nn.Module, part: nn.Module, placements: Placements) -> Placement:
+    """Return where a module's table sits that may be lent: then it is that of the embedding in its part."""
+    if getattr(module, "weight", None) is not None:
+        return placements[f"{name}.weight"]
+    lenders = [other for other, _, tag in tagged(part) if tag.role is Role.VOCAB]
+    if len(lenders) != 1:
+        raise NanotrainError(
+            f"{name} has no weight of its own, and its part has {len(lenders)} modules of role VOCAB that "
+            "could lend it one; expected 1"
+        )
+    return placements[f"{lenders[0]}.weight"]
+
+
+def hook_vocabulary(module: nn.Module, tag: Tag, boundary: Boundary, rows: Rows) -> None:
+    """Hook in what VOCAB or HEAD has to do with other ranks."""
+    if tag.role is Role.HEAD:
+        take_over(module, Head(boundary, rows).forward)
+        return
+    table = Vocabulary(boundary, rows)
+    module.register_forward_pre_hook(table.before)
+    module.register_forward_hook(table.after)
 
 
 def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
@@ -148,15 +200,9 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
             module.register_forward_hook(row.after, always_call=True)
         case Role.ROW:
             module.register_forward_hook(boundary.leave_last)
-        case Role.VOCAB:
-            table = Vocabulary(boundary)
-            module.register_forward_pre_hook(table.before)
-            module.register_forward_hook(table.after)
         case Role.POSITION if boundary.sequence_parallel:
             # Of vectors [S, D]; without a conjugate, since the gradient is summed over ranks.
             module.register_forward_hook(lambda module, args, output: boundary.ranks.own(output, 0))
-        case Role.HEAD:
-            take_over(module, Head(boundary).forward)
         case Role.ROUTER:
             experts = Experts(boundary)
             module.register_forward_pre_hook(experts.before_router)

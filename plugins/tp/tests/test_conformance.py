@@ -15,6 +15,7 @@ GPT = {
     "tied": True,
 }
 LLAMA = {"width": 32, "heads": 8, "kv_heads": 4, "ffn": 88}
+ONE_KEY_HEAD = {**LLAMA, "kv_heads": 1, "vocab": 67}
 WHOLE = {"sequence_parallel": False}
 
 
@@ -26,14 +27,19 @@ def case(name, model, topology, config=None, **overrides):
 
 test_conformance = conformance(
     case("gpt-tp2", GPT, {"tp": 2}),
-    case("llama-dp2-tp2", LLAMA, {"dp": 2, "tp": 2}),
+    case("one-key-head-dp2-tp2", ONE_KEY_HEAD, {"dp": 2, "tp": 2}),
     case("llama-tp2-again", LLAMA, {"tp": 2}, {"gather_again": True}),
     # Without sequence parallelism every gradient is complete: nothing need be summed.
     Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
 )
 
 LAYOUTS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
-MODELS = {"gpt": GPT, "llama": LLAMA, "llama-tied": {**LLAMA, "tied": True, "layers": 1}}
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "one-key-head": ONE_KEY_HEAD,
+    "llama-tied": {**LLAMA, "tied": True, "layers": 1},
+}
 AROUND_TP = {"parallel": [{"use": "tp"}, {"use": "summed"}], "model": GPT}
 
 test_exhaustively = pytest.mark.full(

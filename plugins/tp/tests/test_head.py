@@ -4,15 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nanotrain_tp.collectives import Ranks
-from nanotrain_tp.head import split_cross_entropy
+from nanotrain_tp.head import Rows, split_cross_entropy
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin import cross_entropy
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import share_of
 from nanotrain_core.testing import RankFailure, run_ranks
 
-TOKENS, WIDTH, VOCAB = 50, 12, 24
+TOKENS, WIDTH = 50, 12
+VOCAB = 23
+"""No number of ranks divides it."""
 
 
 def whole():
@@ -38,10 +41,11 @@ def split(chunk, dtype=torch.float64, *, wrong=None):
         target[3] = wrong
     team = ranks()
     hidden = hidden.to(dtype).requires_grad_()
-    part = team.own(weight, 0).to(dtype).requires_grad_()
+    first, end = share_of(VOCAB, team.index, team.size)
+    rows, part = Rows(first, VOCAB), weight[first:end].to(dtype).requires_grad_()
     with torch.no_grad():
-        silent = split_cross_entropy(hidden, part, target, team)
-    loss = split_cross_entropy(hidden, part, target, team)
+        silent = split_cross_entropy(hidden, part, target, rows, team)
+    loss = split_cross_entropy(hidden, part, target, rows, team)
     (loss * 0.25).backward()
     return silent, loss.detach(), hidden.grad, part.grad
 

@@ -12,7 +12,7 @@ from nanotrain_core.contracts import WeightReader
 from nanotrain_core.errors import PluginError
 from nanotrain_core.foreign import Counterpart, Foreign
 from nanotrain_core.placement import Shape
-from nanotrain_core.shards import Entry, Shards
+from nanotrain_core.weights.shards import Entry, Tensors
 
 Index = tuple[slice, ...]
 
@@ -133,7 +133,7 @@ def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> to
 class ForeignWeights:
     """Another library's folder under our names. See :class:`~nanotrain_core.contracts.WeightReader`."""
 
-    def __init__(self, shards: Shards, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:
+    def __init__(self, shards: Tensors, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:
         self.shards, self.atlas, self.prefix = shards, atlas, prefix
         self.shapes: Mapping[str, Shape] = atlas.ours
         self.dtypes = {piece.name: dtypes[name] for name, pieces in atlas.pieces.items() for piece in pieces}

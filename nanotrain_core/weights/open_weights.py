@@ -20,14 +20,15 @@ from nanotrain_core.actions import Part
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, did_you_mean
 from nanotrain_core.foreign import ForeignError, ForeignModel
-from nanotrain_core.foreign_weights import Atlas, ForeignWeights, differences, missing_prefix
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.model_table import model_table, refuse_other_model, training_keys
 from nanotrain_core.placement import PlacedParameter, Shape
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry import Registry
-from nanotrain_core.shards import DTYPES, Shards
+from nanotrain_core.weights.block_scaled import BlockScaled
+from nanotrain_core.weights.foreign_weights import Atlas, ForeignWeights, differences, missing_prefix
+from nanotrain_core.weights.shards import DTYPES, Shards, Tensors
 
 #: The ``[model]`` table of a folder of ours: a recipe can extend it.
 TABLE = "model.toml"
@@ -106,7 +107,7 @@ def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
     )
 
 
-def known_dtypes(path: Path, shards: Shards) -> dict[str, torch.dtype]:
+def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
     """Return the dtypes of all tensors.
 
     Raises:
@@ -175,14 +176,9 @@ def _open_foreign(folder: Path, registry: Registry) -> Weights:
             f"{folder / CONFIG}: model_type is {wanted!r}{near}; installed models can represent: "
             f"{', '.join(sorted(known))}"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ForeignError(
-            f"{folder} is quantized ({method}): convert it to bfloat16 with its own tools first"
-        )
     use, foreign = known[wanted]
-    shards = Shards(folder)
     try:
+        shards = _shards(folder, config.get("quantization_config"))
         table = {"use": use, **foreign.table(config, shards.shapes.keys())}
     except ForeignError as problem:
         raise ForeignError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
@@ -191,7 +187,12 @@ def _open_foreign(folder: Path, registry: Registry) -> Weights:
     return Weights(folder, selection, _read_foreign(folder, shards, atlas, foreign.ignored), foreign=True)
 
 
-def _read_foreign(folder: Path, shards: Shards, atlas: Atlas, ignored: Sequence[str]) -> ForeignWeights:
+def _shards(folder: Path, quantization: Mapping[str, Any] | None) -> Tensors:
+    shards = Shards(folder)
+    return BlockScaled(folder, shards, quantization) if quantization else shards
+
+
+def _read_foreign(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]) -> ForeignWeights:
     prefix = missing_prefix(shards.shapes, atlas.theirs)
     found = {prefix + name: shape for name, shape in shards.shapes.items()}
     if prefix:  # saved without its head, which has no prefix of its own

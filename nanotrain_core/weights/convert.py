@@ -15,11 +15,11 @@ import torch
 from nanotrain_core.errors import CheckpointError, FolderError
 from nanotrain_core.files import flush, write_text_atomically
 from nanotrain_core.foreign import ForeignError, ForeignModel
-from nanotrain_core.foreign_weights import Atlas, whole
-from nanotrain_core.open_weights import CONFIG, TABLE, Weights, foreign_models, open_weights
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry import Registry
-from nanotrain_core.shards import Entry, write_shards
+from nanotrain_core.weights.foreign_weights import Atlas, whole
+from nanotrain_core.weights.open_weights import CONFIG, TABLE, Weights, foreign_models, open_weights
+from nanotrain_core.weights.shards import Entry, write_shards
 
 #: Files that go along with weights as they are.
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
@@ -52,7 +52,7 @@ def convert(
     """Write the weights at ``source`` into the new folder ``target``, which appears whole or not at all.
 
     Args:
-        source: anything :func:`~nanotrain_core.open_weights.open_weights` knows.
+        source: anything :func:`~nanotrain_core.weights.open_weights.open_weights` knows.
         target: a folder that does not exist, or is empty.
         registry: finds the model's component.
         form: whose names to write; None: not those that ``source`` has.

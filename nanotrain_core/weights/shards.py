@@ -7,10 +7,10 @@ memory. Source of the format: https://github.com/huggingface/safetensors, sectio
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -25,6 +25,24 @@ INDEX = "model.safetensors.index.json"
 #: What weights may be stored in, and what safetensors calls it.
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, TORCH[code]) for code in ("F64", "F32", "F16", "BF16")}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Tensors(Protocol):
+    """What a folder holds, to be read block by block."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, by name."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """What safetensors calls them."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor."""
+        ...
 
 
 class Shards:
