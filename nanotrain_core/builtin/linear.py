@@ -1,8 +1,9 @@
 """Matrix products through the faster of the two libraries that PyTorch has on a CPU.
 
-On AMD processors PyTorch's float32 products run in MKL, which leaves half of their vector units idle,
-while oneDNN, there for bfloat16, uses them all: 220 GFLOP/s against 97 on one Zen 5 core. It is not
-asked for small products, which it starts more slowly.
+On AMD processors PyTorch's float32 products run in MKL, which leaves half of a Zen 5's vector units idle,
+while oneDNN, there for bfloat16, uses them all: 220 GFLOP/s against 97 on one core. A Zen 4 has half of
+these units, and oneDNN is ahead by a tenth, in large products alone. It starts more slowly, so that small
+ones are not made there.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -10,6 +11,8 @@ Shapes: M rows, K inputs, N outputs.
 from __future__ import annotations
 
 import functools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.weight_gradients import Place, in_use, take_place, weight_gradient
 
-#: Multiplications from which oneDNN is faster.
-LARGE = 2**21
+#: Multiplications from which oneDNN is faster, by the family of an AMD processor: from Zen 5 on, and before.
+ZEN5, LARGE, LARGER = 26, 2**21, 3 * 2**23
 
 
 class Linear(nn.Linear):
@@ -88,8 +91,7 @@ def matmul(
 
 def _prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:
     return (
-        multiplications >= LARGE
-        and onednn_is_faster()  # known already: before what has to be asked each time
+        multiplications >= onednn_is_faster_from()  # known already: before what has to be asked each time
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
@@ -97,9 +99,15 @@ def _prefers_onednn(x: torch.Tensor, multiplications: int) -> bool:
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
-    """Say whether this processor is one that MKL neglects, and this build of PyTorch has oneDNN."""
+def onednn_is_faster_from() -> float:
+    """Return the multiplications of a product from which oneDNN is faster; infinity where it never is.
+
+    That is where this processor is none that MKL neglects, or this build of PyTorch has no oneDNN.
+    """
     processors = Path("/proc/cpuinfo")
-    amd = processors.is_file() and "AuthenticAMD" in processors.read_text(encoding="utf-8")
+    said = processors.read_text(encoding="utf-8") if processors.is_file() else ""
+    family = re.search(r"^cpu family\s*:\s*(\d+)", said, re.MULTILINE)
     built_in = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return amd and built_in and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if "AuthenticAMD" not in said or not built_in or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return math.inf
+    return LARGE if family and int(family[1]) >= ZEN5 else LARGER

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.builtin.linear import LARGE, matmul, onednn_is_faster
+from nanotrain_core.builtin.linear import matmul, onednn_is_faster_from
 
 #: Rows of an expert on a CPU are filled up to a multiple of this, or of about a 16th of their mean number.
 MULTIPLE = 16
@@ -108,7 +108,7 @@ def _multiple(rows_ND: torch.Tensor, weight_EFD: torch.Tensor) -> int:
     if rows_ND.device.type != "cpu" or rows_ND.dtype == torch.float64:
         return 1
     mean = len(rows_ND) // len(weight_EFD)
-    large = mean * weight_EFD[0].numel() >= LARGE and onednn_is_faster()
+    large = mean * weight_EFD[0].numel() >= onednn_is_faster_from()
     if rows_ND.dtype == torch.float32 and not large:
         return 1
     return max(MULTIPLE, 1 << max(0, mean.bit_length() - 5))
