@@ -35,7 +35,7 @@ from nanotrain_core.random_state import stream_seed
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.rollback import become, roll_back
-from nanotrain_core.routing import balance
+from nanotrain_core.routing import balance, counting_routers
 from nanotrain_core.run_info import run_info
 from nanotrain_core.saves import Saves
 from nanotrain_core.stop import StopRequest
@@ -144,6 +144,8 @@ class RuntimeEngine:
         self.steps = steps or self.steps
         self.stop.clear()
         self.run.gradients.zero()
+        for router in counting_routers(self.run.stages.values()).values():
+            router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = Saves(checkpoint, self.events.checkpoint, self.events.save_failed)

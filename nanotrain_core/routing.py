@@ -11,7 +11,7 @@ and chosen expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -67,6 +67,16 @@ def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: in
     return combine(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
 
 
+def counting_routers(parts: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the routers that count tokens, by module name."""
+    return {
+        name: module
+        for part in parts
+        for name, module, tag in tagged(part)
+        if tag.role is Role.ROUTER and hasattr(module, "take_load")
+    }
+
+
 def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:
     """Tell every router how many tokens each of its experts got in this step, over the whole batch.
 
@@ -78,20 +88,15 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) ->
     Returns:
         The global load [E] of each router on this rank, by module name.
     """
-    routers = {
-        name: module
-        for part in parts
-        for name, module, tag in tagged(part)
-        if tag.role is Role.ROUTER and hasattr(module, "take_load")
-    }
+    routers = counting_routers(parts)
     if not routers:
         return {}
-    loads = [router.take_load() for router in routers.values()]  # type: ignore[operator]
+    loads = [router.take_load() for router in routers.values()]
     total = torch.cat(loads)
     mesh.all_reduce_data(total)
     summed = dict(zip(routers, torch.split(total, [len(load) for load in loads]), strict=True))
     for name, router in routers.items() if not skipped else ():
-        router.balance(summed[name])  # type: ignore[operator]
+        router.balance(summed[name])
     return summed
 
 

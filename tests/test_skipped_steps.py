@@ -1,5 +1,6 @@
-"""A skipped step moves nothing: neither weights nor the biases of routers."""
+"""A step that is skipped, or broken off, moves nothing: neither weights nor the biases of routers."""
 
+import pytest
 import torch
 from nanotrain_deepseek.samples import V3
 
@@ -24,3 +25,22 @@ def test_a_skipped_step_moves_no_router_bias():
     assert [stats.skipped for stats in seen] == [True]
     for placed in engine.run.placed:
         assert torch.equal(placed.parameter, before[placed.placement.name]), placed.placement.name
+
+
+def test_tokens_of_a_step_that_was_broken_off_are_not_counted_in_the_next(monkeypatch):
+    model = {**V3, "use": "deepseek", "bias_update_rate": 0.01, "init_std": 0.3}
+    case = Case("precision", use="fp64", overrides={"model": model})
+    engine = RuntimeEngine.from_recipe(case.recipe(), registry=case.registry())
+
+    def interrupted(action):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.executor, "_backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.fit(steps=1)
+    engine.fit(steps=1)
+    batch = case.recipe().batch
+    assert engine.loads
+    for name, load in engine.loads.items():
+        assert load.sum() == batch.sequences * batch.length * V3["top_k"], name
