@@ -21,15 +21,26 @@ def read_rope(foreign: Mapping[str, Any], *kinds: str) -> tuple[float, str, dict
         kinds: the values of ``rope_type`` that can be represented, besides ``default``.
 
     Raises:
-        ForeignError: it is another one, or only a part of a head is turned.
+        ForeignError: it is another one, or only a part of a head is turned; or there are two forms that
+            disagree: which one is read depends on the reader.
     """
-    options = {**(foreign.get("rope_scaling") or {}), **(foreign.get("rope_parameters") or {})}
+    newer, older = (_table(foreign, name) for name in ("rope_parameters", "rope_scaling"))
+    for key in sorted(newer.keys() & older.keys()):
+        if newer[key] != older[key]:
+            both = f"{newer[key]!r} in rope_parameters and {older[key]!r} in rope_scaling"
+            raise ForeignError(f"config.json: {key} is {both}; leave one of them out")
+    options = {"rope_type": "default", **older, **newer}
     want({**foreign, **options}, "partial_rotary_factor", 1.0, None)
-    kind = options.get("rope_type", options.get("type", "default"))
+    kind = options["rope_type"]
     if kind not in ("default", *kinds):
         known = " or ".join(map(repr, ("default", *kinds)))
         raise ForeignError(f"config.json: rope_type is {kind!r}; only {known} can be represented")
     return float(options.get("rope_theta", foreign.get("rope_theta", 10000.0))), kind, options
+
+
+def _table(foreign: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = foreign.get(name) or {}
+    return {"rope_type": table.get("type", "default"), **table} if table else {}
 
 
 def write_rope(

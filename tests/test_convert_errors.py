@@ -54,6 +54,10 @@ def refusal(path):
         ({"attention_bias": True}, "attention_bias is True and mlp_bias False"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'; only 'default' or 'llama3'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of its RoPE is missing; expected a number"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+            "rope_type is 'default' in rope_parameters and 'llama3' in rope_scaling; leave one of them out",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected an integer above 0"),
         ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer above 0"),

@@ -147,6 +147,23 @@ def test_the_config_of_a_release_before_version_5_means_the_same(tmp_path):
     assert (our_logits(tmp_path) - logits(model)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("rope", [None, YARN], ids=["rope", "yarn"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_export_means_the_same_to_readers_of_the_released_config(version, rope, tmp_path):
+    """Without ``rope_scaling`` the released code, and transformers before version 5, turn without YaRN."""
+    model = theirs(version, tmp_path / "theirs", rope)
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins())
+    path = tmp_path / "exported/config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    if rope:
+        assert config["rope_scaling"].pop("rope_type") == config["rope_scaling"]["type"] == "yarn"
+    path.write_text(json.dumps(config))
+    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert torch.equal(logits(exported), logits(model))
+
+
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
 def test_modules_for_further_tokens_follow_the_last_layer(order, tmp_path):
     """The reference for their names and columns is written out by hand."""
@@ -284,6 +301,10 @@ def test_released_weights_whose_scales_do_not_fit_are_refused(change, text, tmp_
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             "rope_type is 'linear'; only 'default'",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            "rope_type is 'default' in rope_parameters and 'yarn' in rope_scaling; leave one of them out",
         ),
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
         ({"kv_lora_rank": 17}, "kv_a_layernorm.weight has shape (16,), expected (17,)"),
