@@ -21,11 +21,20 @@ def keep_dtype(module: M, *names: str) -> M:
     return module
 
 
+def kept_dtypes(part: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtype of every parameter below ``part`` that :func:`keep_dtype` was told of, by name."""
+    return {
+        name: parameter.dtype
+        for prefix, module in part.named_modules()
+        for name, parameter in module.named_parameters(prefix, recurse=False)
+        if name.rpartition(".")[2] in getattr(module, _ATTRIBUTE, ())
+    }
+
+
 def cast(part: M, dtype: torch.dtype) -> M:
     """Cast every floating-point parameter below ``part``, on ``meta``, but those of :func:`keep_dtype`."""
-    for module in part.modules():
-        kept: frozenset[str] = getattr(module, _ATTRIBUTE, frozenset())
-        for name, parameter in module.named_parameters(recurse=False):
-            if name not in kept and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+    kept = kept_dtypes(part)
+    for name, parameter in part.named_parameters():
+        if name not in kept and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return part

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["huggingface", "nanotrain"],
         help="whose names and config to write; default: from Hugging Face's to nanotrain's, and back",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all tensors; default: as they are")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all weights; default: as they are")
     parser.add_argument(
         "--shard-gb", type=_size, default=5.0, metavar="GB", help="largest size of one file (default: 5)"
     )

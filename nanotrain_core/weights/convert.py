@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -12,13 +12,14 @@ from uuid import uuid4
 import attrs
 import torch
 
+from nanotrain_core.dtypes import kept_dtypes
 from nanotrain_core.errors import CheckpointError, FolderError
 from nanotrain_core.files import flush, write_text_atomically
 from nanotrain_core.foreign import ForeignError, ForeignModel
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry import Registry
 from nanotrain_core.weights.foreign_weights import Atlas, whole
-from nanotrain_core.weights.open_weights import CONFIG, TABLE, Weights, foreign_models, open_weights
+from nanotrain_core.weights.open_weights import CONFIG, TABLE, Weights, foreign_models, on_meta, open_weights
 from nanotrain_core.weights.shards import Entry, write_shards
 
 #: Files that go along with weights as they are.
@@ -28,6 +29,9 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"
 OWN_NAMES = "Under its own names it can be written: --to nanotrain"
 
 Form = Literal["huggingface", "nanotrain"]
+
+#: What each of our parameters is written as, by name.
+Dtypes = Mapping[str, torch.dtype]
 
 
 @attrs.define(frozen=True)
@@ -56,7 +60,8 @@ def convert(
         target: a folder that does not exist, or is empty.
         registry: finds the model's component.
         form: whose names to write; None: not those that ``source`` has.
-        dtype: of every tensor; None keeps each one's own.
+        dtype: of every weight; None keeps each one's own. State that a model keeps in a dtype of its own, as
+            a router's bias, stays in that.
         shard_bytes: size of a file at most, unless a single tensor is larger.
 
     Raises:
@@ -69,7 +74,9 @@ def convert(
     if damage:
         raise CheckpointError("; ".join(damage))
     form = form or ("nanotrain" if weights.foreign else "huggingface")
-    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtype)
+    kept = kept_dtypes(on_meta(weights.selection, registry))
+    dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept} if dtype else weights.reader.dtypes
+    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
     scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
         scratch.mkdir(parents=True)
@@ -87,18 +94,17 @@ def convert(
     return Written(weights.selection.use, form, parameters, files)
 
 
-def _ours(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> tuple[list[Entry], str, str]:
+def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
     """Return the tensors, and the name and text of the file that says what they are."""
-    return list(_entries(weights, dtype)), TABLE, write_model(weights.selection)
+    return list(_entries(weights, dtypes)), TABLE, write_model(weights.selection)
 
 
-def _entries(weights: Weights, dtype: torch.dtype | None) -> Iterator[Entry]:
+def _entries(weights: Weights, dtypes: Dtypes) -> Iterator[Entry]:
     for name, shape in weights.reader.shapes.items():
-        wanted = dtype or weights.reader.dtypes[name]
-        yield Entry(name, shape, wanted, lambda n=name, s=shape: weights.reader.read(n, whole(s)))  # type: ignore[misc]
+        yield Entry(name, shape, dtypes[name], lambda n=name, s=shape: weights.reader.read(n, whole(s)))  # type: ignore[misc]
 
 
-def _theirs(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> tuple[list[Entry], str, str]:
+def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
     use, model_config = weights.selection.use, weights.selection.config
     foreign: ForeignModel | None = registry.get("model", use).load_optional("foreign")
     if foreign is None:
@@ -111,7 +117,7 @@ def _theirs(weights: Weights, registry: Registry, dtype: torch.dtype | None) -> 
         why = f"model '{use}' cannot be written for transformers: {problem}"
         raise ForeignError(f"{why}. {OWN_NAMES}") from None
     atlas = Atlas(foreign.counterparts(model_config), weights.reader.shapes)
-    entries = list(atlas.entries(weights.reader, dtype))
+    entries = list(atlas.entries(weights.reader, dtypes))
     largest = max(entries, key=lambda entry: entry.nbytes).dtype
     config["torch_dtype"] = str(largest).removeprefix("torch.")
     return entries, CONFIG, json.dumps(config, indent=2) + "\n"

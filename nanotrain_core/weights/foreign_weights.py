@@ -66,14 +66,17 @@ class Atlas:
         exchanged = {name for name, pieces in self.pieces.items() if pieces[0].foreign.transposed}
         return {name: shape[::-1] if name in exchanged else shape for name, shape in self.upright.items()}
 
-    def entries(self, source: WeightReader, dtype: torch.dtype | None) -> Iterator[Entry]:
-        """Yield every foreign tensor, to be assembled from ``source`` when it is written."""
+    def entries(self, source: WeightReader, dtypes: Mapping[str, torch.dtype]) -> Iterator[Entry]:
+        """Yield every foreign tensor, to be assembled from ``source`` when it is written.
+
+        ``dtypes``: what to write each of our parameters as.
+        """
         for name, shape in self.theirs.items():
             pieces = self.pieces[name]
             yield Entry(
                 name,
                 shape,
-                dtype or source.dtypes[pieces[0].name],
+                dtypes[pieces[0].name],
                 lambda name=name, pieces=pieces: _assemble(source, pieces, self.upright[name]),  # type: ignore[misc]
             )
 

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import tomli
 import torch
+from torch import nn
 
 from nanotrain_core.actions import Part
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
@@ -143,12 +144,16 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
-    """Return the global shape of every parameter of a model."""
+def on_meta(selection: Selection, registry: Registry) -> nn.Module:
+    """Return a whole model without storage, as its component builds it."""
     model: Model = registry.build(selection)
     with torch.device("meta"):
-        part = model.build(Part.whole(model.layers))
-    return {name: tuple(parameter.shape) for name, parameter in part.named_parameters()}
+        return model.build(Part.whole(model.layers))
+
+
+def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
+    """Return the global shape of every parameter of a model."""
+    return {name: tuple(p.shape) for name, p in on_meta(selection, registry).named_parameters()}
 
 
 # --- another library's ------------------------------------------------------------------------

@@ -164,6 +164,22 @@ def test_an_export_means_the_same_to_readers_of_the_released_config(version, rop
     assert torch.equal(logits(exported), logits(model))
 
 
+def test_a_router_s_bias_is_not_rounded_with_the_weights(tmp_path):
+    """By its steps of 0.001 experts are chosen; transformers keeps it in float32, too."""
+    model = theirs("v3", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), dtype=torch.bfloat16)
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins(), dtype=torch.bfloat16)
+    before, ours = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+    biases = [name for name in ours if name.endswith("router.bias")]
+    assert len(biases) == 2
+    for name in ours:
+        assert torch.equal(ours[name], before[name] if name in biases else before[name].bfloat16()), name
+    for name, tensor in load_file(tmp_path / "back/model.safetensors").items():
+        wanted = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert tensor.dtype == wanted, name
+    assert type(model).from_pretrained(tmp_path / "back", dtype="auto").dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
 def test_modules_for_further_tokens_follow_the_last_layer(order, tmp_path):
     """The reference for their names and columns is written out by hand."""
