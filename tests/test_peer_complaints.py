@@ -16,6 +16,8 @@ import torch.distributed as dist
 from compositions import Composition
 
 from nanotrain_core.batch import IGNORE, Shard
+from nanotrain_core.convert import convert
+from nanotrain_core.registry import load_plugins
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
 from nanotrain_core.testing.probe import make_run, train
@@ -152,6 +154,24 @@ def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule)
     assert_same(got, want, "weights after 3 steps", atol=1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"])
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_deepspeed_8152_and_7773_microbatches_weigh_the_same_in_every_stage(schedule, microbatches):
+    """Gradients were divided by their number once for each later stage, or not at all.
+
+    Every one has another number of targets here, and there are fewer than stages, or no multiple of them.
+    """
+    piped = case(data={"use": "uneven"}, model={"mtp": 2}, tied=True, pp=2, microbatch=1, schedule=schedule)
+    piped = attrs.evolve(
+        piped,
+        overrides={**piped.overrides, "batch": {"sequences": microbatches, "length": 8, "microbatch": 1}},
+    )
+    got, want, here, there = first_step(piped)
+    assert here.losses == pytest.approx(there.losses, abs=1e-9)
+    assert here.grad_norm == pytest.approx(there.grad_norm, abs=1e-9)
+    assert_same(got, want, "gradients", atol=1e-9)
+
+
 @pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
 def test_sharded_gradients_wait_for_weight_gradients_that_were_put_off(schedule):
     """The head, cut by a bucket's end, gets the next microbatch's gradient before this one's are complete."""
@@ -219,6 +239,40 @@ def test_bridge_4565_and_4601_a_resumed_run_sees_the_data_it_has_not_seen(four_s
         assert report.step == 3
         assert report.loss == pytest.approx(straight[0].reports[2].loss, abs=1e-9)
         assert found[0].meta["data"] == straight[0].meta["data"]
+
+
+# --- weights of other libraries ------------------------------------------------------------------
+
+RELEASED = {"mtp_input": "embedding_first", "route_scale": 2.5}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """Train a step in one process; return the run's folder, and one as DeepSeek released its weights."""
+    run, exported = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("weights") / "exported"
+    run_ranks(train, 1, case(model=RELEASED).alone(), ONE_STEP, folder=run)
+    convert(run, exported, load_plugins())
+    return run, exported
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "schedule": "zb_h1"},
+        {"pp": 2, "dp": 2, "ep": 2, "schedule": "dualpipe_v"},
+        {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+    ],
+    ids=str,
+)
+def test_megatron_1397_ranks_of_every_layout_start_from_their_blocks_of_released_weights(layout, released):
+    """They had to be cut for a layout beforehand. Rotary rows and experts stand in other places there."""
+    ours, theirs = ({"run": {"steps": 1, "weights": str(path)}} for path in released)
+    spread = case(model=RELEASED, **layout)
+    found = run_ranks(train, spread.world_size, spread, theirs)
+    (alone,) = run_ranks(train, 1, spread.alone(), ours)
+    got, want = whole([trace.gradients for trace in found], atol=1e-9), whole([alone.gradients])
+    assert_same(got, want, "gradients", atol=1e-9)
+    assert found[0].reports[0].losses == pytest.approx(alone.reports[0].losses, abs=1e-9)
 
 
 # --- hangs ---------------------------------------------------------------------------------------
