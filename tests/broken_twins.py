@@ -7,6 +7,7 @@ its own factory's module; the face of an installed plugin must not.
 import contextlib
 import re
 from functools import partial
+from types import MethodType
 from unittest import mock
 
 import attrs
@@ -28,6 +29,9 @@ from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
+from nanotrain_core.roles import Role, tagged
+from nanotrain_core.testing.routed import RoutedConfig
+from nanotrain_core.testing.routed_model import Routed
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
@@ -76,6 +80,39 @@ class ReadsAhead(Transformer):
         return module
 
 
+class MixesHeads(Transformer):
+    """What its queries are made of crosses the units that it says must stay together."""
+
+    def build(self, part):
+        module = super().build(part)
+        for layer in module.layers.values():
+            layer.attn.q.register_forward_hook(lambda q, x, y: y.roll(1, -1))
+        return module
+
+
+class CountsAll(Transformer):
+    """Counts ignored targets too."""
+
+    def loss_counts(self, batch):
+        return {"lm": torch.tensor(batch.targets.numel())}
+
+
+class NumbersExperts(Routed):
+    """Its experts know which of all they are by their place."""
+
+    def build(self, part):
+        module = super().build(part)
+        for _, experts, found in tagged(module):
+            if found.role is Role.EXPERTS:
+                experts.compute = MethodType(self.compute, experts)
+        return module
+
+    @staticmethod
+    def compute(experts, rows, counts):
+        scale = 1 + torch.arange(len(counts)).repeat_interleave(counts)
+        return type(experts).compute(experts, rows, counts) * scale.unsqueeze(1)
+
+
 class DropsOneSum(SummedGradients):
     def __init__(self, config):
         super().__init__()
@@ -111,6 +148,18 @@ class DropsBackward(Accumulate):
     def actions(self, pp, microbatches):
         last = Action("B", 0, microbatches - 1) if self.drops(microbatches) else None
         return tuple(tuple(a for a in mine if a != last) for mine in super().actions(pp, microbatches))
+
+
+class TurnsAround(Accumulate):
+    """Begins with the last microbatch every second time that it is asked."""
+
+    asked = 0
+
+    def actions(self, pp, microbatches):
+        self.asked += 1
+        sign = (-1) ** self.asked
+        lists = super().actions(pp, microbatches)
+        return tuple(tuple(sorted(each, key=lambda action: sign * action.microbatch)) for each in lists)
 
 
 class DropsBackwardOfModels(DropsBackward):
@@ -318,6 +367,9 @@ def nanotrain_register_topology(register):
 def nanotrain_register_model(register):
     register(twin(MeanLoss, configs.TransformerConfig))
     register(twin(ReadsAhead, configs.TransformerConfig))
+    register(twin(MixesHeads, configs.TransformerConfig))
+    register(twin(CountsAll, configs.TransformerConfig))
+    register(twin(NumbersExperts, RoutedConfig))
 
 
 @hookimpl
@@ -331,6 +383,7 @@ def nanotrain_register_parallel(register):
 def nanotrain_register_schedule(register):
     register(twin(DropsBackward))
     register(twin(DropsBackwardOfModels))
+    register(twin(TurnsAround))
 
 
 @hookimpl

@@ -35,6 +35,9 @@ FAULTS = [
         Case("model", use="reads_ahead", config=MODEL, plugins=TWINS),
         {"weights_may_arrive_at_the_last_moment"},
     ),
+    (Case("model", use="mixes_heads", config=MODEL, plugins=TWINS), {"roles_are_true"}),
+    (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
+    (Case("model", use="numbers_experts", plugins=TWINS), {"experts_may_be_anywhere"}),
     (Case("parallel", use="summed", topology={"dp": 2}), set()),
     (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),
     (
@@ -44,6 +47,7 @@ FAULTS = [
     (Case("parallel", use="changes_nothing", topology={"tp": 2}, plugins=TWINS), {"its_dimensions_are_used"}),
     (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
     (Case("schedule", use="drops_backward_of_models", plugins=TWINS), {"gradients_equal"}),
+    (Case("schedule", use="turns_around", plugins=TWINS), {"every_rank_gets_the_same"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
     (

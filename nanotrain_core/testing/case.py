@@ -37,8 +37,10 @@ TINY: Tables = {
 }
 
 #: Plugins that every case knows: ``summed``, a gradient sync, ``routed``, a model with experts, ``coarse``, a
-#: precision that loses much.
-HARNESS = tuple(str(Path(__file__).with_name(name)) for name in ("summed.py", "routed.py", "coarse.py"))
+#: precision that loses much, ``sliced``, tensor parallelism.
+HARNESS = tuple(
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("summed", "routed", "coarse", "sliced")
+)
 
 #: What to do about a recipe that cannot run.
 REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.contracts import Initializer, Model
+from nanotrain_core.contracts import Initializer, Model, PartOutput
 from nanotrain_core.extents import extents_of
 from nanotrain_core.fences import fence
 from nanotrain_core.initialise import materialise
@@ -67,10 +67,11 @@ def batch_of(case: Case, *, ignored: bool = True) -> Batch:
 
 def run_parts(parts: list[nn.Module], batch: Batch) -> dict[str, torch.Tensor]:
     """Pass a batch through all parts and return the loss sums."""
-    value = batch.tokens
+    value: torch.Tensor | None = batch.tokens
     losses: dict[str, torch.Tensor] = {}
     for part in parts:
         output = part(value, batch)
+        assert isinstance(output, PartOutput), f"a part returned a {type(output).__name__}, not a PartOutput"
         value = output.value
         for name, loss in output.losses.items():
             losses[name] = losses[name] + loss if name in losses else loss
@@ -118,10 +119,13 @@ def parts_compose_to_the_whole(case: Case) -> None:
 
 @check("model", since="0.1")
 def every_layer_has_a_role(case: Case) -> None:
-    """Every linear layer and embedding carries a role tag, or a parallel wrapper could not see it."""
+    """Every matrix lies in a module with a role, and linear layers have their own, or no wrapper sees it."""
     (part,) = on_meta(case)
     layers = [(name, m) for name, m in part.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
     untagged = [name for name, module in layers if tag_of(module) is None]
+    known = [f"{name}." for name, _, found in tagged(part) if found.role is not Role.BLOCK]
+    matrices = [name for name, parameter in part.named_parameters() if parameter.dim() > 1]
+    untagged += [name for name in matrices if not name.startswith((*known, *(f"{one}." for one in untagged)))]
     assert not untagged, f"without a role: {untagged}"
 
 
@@ -184,6 +188,19 @@ def loss_is_a_sum(case: Case) -> None:
     for name in model.loss_weights:
         added = sum(model.loss_counts(half)[name].item() for half in batch.split(1))
         assert added == counts[name] > 0, f"{name}: microbatches count {added}, the batch {counts[name]}"
+
+
+@check("model", since="0.1")
+def terms_are_weighed_and_counted(case: Case) -> None:
+    """Each loss term has a weight and a count, the next-token loss that of the targets it predicts."""
+    model, batch = model_of(case), batch_of(case)
+    found, counts = run_parts(parts_of(case), batch), model.loss_counts(batch)
+    assert {*found} == {*model.loss_weights} == {*counts}, (
+        f"losses {sorted(found)}, loss_weights {sorted(model.loss_weights)}, loss_counts {sorted(counts)}; "
+        "expected the same terms in all three"
+    )
+    told, wanted = int(counts["lm"]), int(batch.target_tokens())
+    assert told == wanted, f"lm is counted {told} times; expected {wanted}, the targets that are not ignored"
 
 
 @check("model", since="0.1")

@@ -80,6 +80,17 @@ def every_pass_happens_once(case: Case) -> None:
 
 
 @check("schedule", since="0.1")
+def every_rank_gets_the_same(case: Case) -> None:
+    """Asked again, or of another object, it gives the same lists: each rank makes its own."""
+    one, other = schedule_of(case), schedule_of(case)
+    for count in microbatch_counts(case):
+        first = one.actions(pipeline_of(case), count)
+        for again in (one, other):
+            same = again.actions(pipeline_of(case), count) == first
+            assert same, f"{count} microbatches: other actions when asked once more"
+
+
+@check("schedule", since="0.1")
 def order_can_run_to_the_end(case: Case) -> None:
     """Every action finds what it needs: F the stage before, B its own F and the stage after, W its own B."""
     last = max(stage for mine in stages_of(case) for stage in mine)

@@ -1,0 +1,158 @@
+"""What a model says by its roles is true: shared out as they say, it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.extents import divisors_near
+from nanotrain_core.roles import Role, Tag, tagged
+from nanotrain_core.routing import Routing, run_locally, sort_by_expert
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks.model import batch_of, on_meta, parts_of, run_parts
+from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import train
+
+#: Degrees to share linear layers out by: the first that divides the units of all of them.
+DEGREES = (2, 3, 4, 5)
+
+
+@check("model", since="0.1")
+def roles_are_true(case: Case) -> None:
+    """With COLUMN and ROW shared out over ranks in whole units, INNER summed, all gradients are the same."""
+    (part,) = on_meta(case)
+    units = [
+        module.weight.shape[found.role is Role.ROW] // found.unit  # type: ignore[index]
+        for _, module, found in tagged(part)
+        if found.role in (Role.COLUMN, Role.ROW)
+    ]
+    degree = next((n for n in DEGREES if units and all(count % n == 0 for count in units)), 1)
+    if degree == 1:
+        return
+    once: dict[str, Any] = {"run": {"steps": 1}}
+    wrapped = {
+        "run": {"steps": 1, "ranks": degree},
+        "topology": {"tp": degree},
+        "parallel": [{"use": "sliced"}, {"use": "summed"}],
+    }
+    try:
+        ranks = run_ranks(train, degree, case.alone(), wrapped)
+        (alone,) = traces(case.alone(), **once)
+        assert_same(whole([t.gradients for t in ranks], atol=EXACT), whole([alone.gradients]), "gradients")
+        for trace in ranks:
+            assert_numbers([trace.reports[0].loss], [alone.reports[0].loss], "loss", atol=EXACT)
+    except Exception as error:
+        raise AssertionError(
+            f"with each COLUMN and ROW shared out over {degree} ranks: {error}\n"
+            "Is each unit a whole head? Does forward read the number of heads from tensors, and not from the "
+            "config? Has what lies between COLUMN and ROW the role INNER?"
+        ) from None
+
+
+@check("model", since="0.1")
+def experts_may_be_anywhere(case: Case) -> None:
+    """EXPERTS give the same for a share of tokens, for some of the experts, and added up along ``split``."""
+    for name, module, found, (x, routing) in _calls_of_experts(case):
+        expected = module(x, routing)
+        every = len(next(module.parameters()))
+        order, counts = sort_by_expert(routing.experts, every)
+        rows = x.flatten(0, -2)[order // routing.experts.shape[-1]]
+        results = {
+            "run_locally of its compute": (run_locally(module.compute, x, routing, every), expected),  # type: ignore[arg-type]
+            "a share of the tokens": (_every_second(module, x, routing), expected[:, ::2]),
+            "some of the experts at a time": (
+                _by_experts(module, rows, counts),
+                _compute(module, rows, counts),
+            ),
+            "the parts of its width, added up": (
+                _by_width(module, found, rows, counts),
+                _compute(module, rows, counts),
+            ),
+        }
+        for what, (got, wanted) in results.items():
+            assert_same({name: got}, {name: wanted}, what)
+
+
+def _calls_of_experts(case: Case) -> Iterator[tuple[str, nn.Module, Tag, tuple[torch.Tensor, Routing]]]:
+    """Pass a batch through the model and yield (name, module, tag, what it was called with) of EXPERTS."""
+    parts = parts_of(case)
+    seen: dict[nn.Module, Any] = {}
+    modules = [each for part in parts for each in tagged(part) if each[2].role is Role.EXPERTS]
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: seen.setdefault(module, args) and None)
+        for _, module, _ in modules
+    ]
+    with torch.no_grad():
+        run_parts(parts, batch_of(case))
+        for handle in handles:
+            handle.remove()
+        for name, module, found in modules:
+            assert module in seen, f"{name} is never called, or not as a module"
+            yield name, module, found, seen[module]
+
+
+def _every_second(module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    share = attrs.evolve(routing, experts=routing.experts[:, ::2], weights=routing.weights[:, ::2])
+    result: torch.Tensor = module(x[:, ::2], share)
+    return result
+
+
+def _compute(module: nn.Module, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = module.compute(rows, counts)  # type: ignore[operator]
+    return result
+
+
+def _by_experts(module: nn.Module, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    axes, blocks, found = {name: 0 for name, _ in module.named_parameters()}, _blocks(len(counts)), []
+    shares = torch.split(rows, [int(counts[block].sum()) for block in blocks])
+    for block, share in zip(blocks, shares, strict=True):
+        with _holding(module, axes, block):
+            found.append(_compute(module, share, counts[block]))
+    return torch.cat(found)
+
+
+def _by_width(module: nn.Module, found: Tag, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if not found.split:
+        return _compute(module, rows, counts)
+    widths = {module.get_parameter(name).shape[axis] for name, axis in found.split.items()}
+    assert len(widths) == 1, (
+        f"the tag's split {dict(found.split)} is along axes of different lengths {widths}"
+    )
+    total = torch.zeros((), dtype=rows.dtype)
+    for block in _blocks(widths.pop()):
+        with _holding(module, found.split, block):
+            total = total + _compute(module, rows, counts)
+    return total
+
+
+def _blocks(length: int) -> list[slice]:
+    """Cut a length into as few equal blocks as can be."""
+    count = next(iter(divisors_near(length, 1)), 1)
+    return [slice(length // count * n, length // count * (n + 1)) for n in range(count)]
+
+
+@contextmanager
+def _holding(module: nn.Module, axes: Mapping[str, int], block: slice) -> Iterator[None]:
+    """Leave a module a block of each parameter in ``axes``, as a wrapper does, and give it the whole back."""
+    whole = {name: module.get_parameter(name) for name in axes}
+    for name, axis in axes.items():
+        share = whole[name][(*[slice(None)] * axis, block)].clone()
+        _assign(module, name, nn.Parameter(share, requires_grad=whole[name].requires_grad))
+    try:
+        yield
+    finally:
+        for name, weight in whole.items():
+            _assign(module, name, weight)
+
+
+def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, parameter)

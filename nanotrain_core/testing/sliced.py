@@ -1,0 +1,40 @@
+"""``sliced``: tensor parallelism at its plainest, which believes every role that a model tells it.
+
+The harness puts it around a model under test. It shares out no embedding, head or expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+
+@attrs.define(frozen=True, kw_only=True)
+class SlicedConfig:
+    """It has no keys."""
+
+
+@hookimpl
+def nanotrain_register_parallel(register: Register) -> None:
+    """Announce ``sliced``."""
+    register(
+        Component(
+            name="sliced",
+            config=SlicedConfig,
+            factory=f"{__name__}:build",
+            summary="slices of linear layers, as their roles say, for tests",
+            mesh_dims={"tp"},
+        )
+    )
+
+
+def build(config: SlicedConfig) -> Any:
+    """Return the component."""
+    from nanotrain_core.testing.sliced_layers import Sliced
+
+    return Sliced()

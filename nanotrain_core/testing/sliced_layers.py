@@ -1,0 +1,92 @@
+"""What ``sliced`` does: Megatron's f and g around linear layers, and nothing for speed.
+
+Source: Shoeybi et al., arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanotrain_core.mesh import Mesh
+from nanotrain_core.placement import Placements
+from nanotrain_core.roles import Role, share_tokens, tagged
+
+#: The axis along which parameters of a role are split.
+AXES = {Role.COLUMN: {"weight": 0, "bias": 0}, Role.ROW: {"weight": 1}}
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity forward, sum backward: each rank's gradient of what enters the split region is partial."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        d_x = d_x.clone(memory_format=torch.contiguous_format)
+        ctx.mesh.all_reduce(d_x, "tp")
+        return d_x, None
+
+
+class SumOutput(torch.autograd.Function):
+    """Sum forward, identity backward: each rank's product with some of the columns is partial."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        y = y.clone(memory_format=torch.contiguous_format)
+        mesh.all_reduce(y, "tp")
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return d_y, None
+
+
+class Sliced:
+    """See :class:`~nanotrain_core.contracts.Parallel`. The units of every linear layer must divide."""
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Keep this rank's slices of COLUMN and ROW, and note which other gradients are partial."""
+        if mesh.size("tp") == 1:
+            return part
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return SumGradient.apply(args[0], mesh), *args[1:]  # type: ignore[no-untyped-call]
+
+        def leave(module: nn.Module, args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+            bias: Any = getattr(module, "bias", None)
+            own = y if bias is None else y - bias  # every rank has added it
+            total: torch.Tensor = SumOutput.apply(own, mesh)  # type: ignore[no-untyped-call]
+            return total if bias is None else total + bias
+
+        for name, module, found in tagged(part):
+            for key, axis in AXES.get(found.role, {}).items():
+                slice_parameter(module, key, axis, f"{name}.{key}", placements, mesh)
+            if found.role in (Role.COLUMN, Role.SHARED):
+                module.register_forward_pre_hook(enter)
+            elif found.role is Role.ROW:
+                module.register_forward_hook(leave)
+            elif found.role is Role.EXPERTS:
+                share_tokens(module, "tp")  # they are whole on every rank, and so is what they are told
+            elif found.role is Role.INNER:
+                for key, _ in module.named_parameters():
+                    placements[f"{name}.{key}"] = placements[f"{name}.{key}"].sum_over("tp")
+        return part
+
+
+def slice_parameter(
+    module: nn.Module, key: str, axis: int, name: str, placements: Placements, mesh: Mesh
+) -> None:
+    """Leave this rank its block along ``axis`` of the parameter ``key`` of ``module``, if it has one."""
+    old = getattr(module, key, None)
+    if old is None:
+        return
+    placement = placements[name].split(axis, "tp", mesh.coordinate("tp"), mesh.size("tp"))
+    placements[name] = placement
+    block = torch.empty(placement.shape, dtype=old.dtype, device=old.device)
+    setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad))
