@@ -7,6 +7,7 @@ import pytest
 from recipe_files import SMALL, write
 
 from nanotrain_core.actions import Action
+from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.cli import main
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit
@@ -110,3 +111,19 @@ def test_mistakes_are_told_without_a_traceback(capsys, words, text):
     assert (code, out) == (Exit.USER, "")
     assert err.startswith("nanotrain: ")
     assert text in err
+
+
+def test_a_pass_that_is_lost_is_told_and_not_drawn_around(capsys):
+    twins = str(Path(__file__).with_name("broken_twins.py"))
+    code, out, err = call(capsys, "drops_backward", "--plugin", twins, "--microbatches", 3)
+    assert (code, out) == (Exit.USER, "")
+    assert "drops_backward: rank 0 lacks B0.2" in err
+
+
+def test_a_schedule_that_fails_is_told_with_its_line(capsys, monkeypatch):
+    """It was a traceback, where `nanotrain check` of a recipe names the schedule."""
+    monkeypatch.setattr(Accumulate, "actions", lambda self, pp, microbatches: 1 // 0)
+    code, out, err = call(capsys, "accumulate")
+    assert (code, out) == (Exit.USER, "")
+    assert "accumulate raised ZeroDivisionError" in err
+    assert "test_cli_schedule.py" in err

@@ -1,10 +1,15 @@
+from unittest import mock
+
+import attrs
 import pytest
 from recipe_files import SMALL, write
 
+from nanotrain_core.actions import Action, Part
 from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.layout import Layout
 from nanotrain_core.recipe import check_combination, load_recipe, resolve_recipe
+from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.registry import load_plugins
 
 DDP = '[[parallel]]\nuse = "ddp"\n'
@@ -254,3 +259,12 @@ def test_a_schedule_that_makes_up_no_step_is_refused_before_anything_runs(tmp_pa
     with pytest.raises(RecipeError) as caught:
         of_schedule(tmp_path, name, change)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [{"has_head": False}, {"rank": 1}], ids=["no head", "nobody's rank"])
+def test_stages_without_their_ends_or_with_a_rank_that_is_not_there_are_refused(wrong):
+    schedule = mock.Mock(spec_set=["parts", "actions"])
+    schedule.parts.return_value = (attrs.evolve(Part.whole(2), **wrong),)
+    schedule.actions.return_value = ((Action("F", 0, 0), Action("B", 0, 0)),)
+    with pytest.raises(ValueError, match=r"its stages are Part\(first=0, .*; expected Part\(first=0"):
+        expect_one_step(schedule, layers=2, pp=1, microbatches=1)

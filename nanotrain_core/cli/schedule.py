@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from nanotrain_core.actions import Costs, Part
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
 from nanotrain_core.cli.drawing import draw
-from nanotrain_core.errors import Exit, NanotrainError, RecipeError
+from nanotrain_core.errors import Exit, NanotrainError, PluginError, RecipeError, describe
 from nanotrain_core.recipe.combine import microbatches_of, pipeline_of
 from nanotrain_core.recipe.load import resolve_recipe
+from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.source import override_source, shipped_recipes
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
@@ -44,11 +45,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the timeline."""
     is_recipe = args.subject.endswith(".toml") or f"{args.subject}.toml" in shipped_recipes()
     title, schedule, pp, microbatches, costs = _of_recipe(args) if is_recipe else _of_name(args)
+    layers = len(costs.layers) if costs else None
     try:
+        expect_one_step(schedule, layers=layers, pp=pp, microbatches=microbatches)
         parts = schedule.parts(costs, pp) if costs else ()
         timeline = simulate(schedule.actions(pp, microbatches))
     except ValueError as error:
         raise NanotrainError(f"{title}: {error}") from None
+    except Exception as error:
+        raise PluginError(f"{title} raised {describe(error)}") from error
     counts = f"pp {pp}, {microbatches} microbatch{'es' if microbatches > 1 else ''}"
     print(f"{title}: {counts}, {timeline.makespan:g} units of time, bubble {timeline.bubble():.1%}\n")
     for line in draw(timeline, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from nanotrain_core.actions import Action, Costs
+from nanotrain_core.actions import Action, Costs, parts_between
 from nanotrain_core.timeline import simulate
 
 
@@ -21,6 +21,11 @@ def expect_one_step(schedule: Any, *, layers: int | None, pp: int, microbatches:
     held = [layer for part in parts for layer in range(part.first, part.last)]
     if held != list(range(layers or 0)):
         raise ValueError(f"its stages hold layers {held}; expected 0 to {layers} - 1, each once, in order")
+    wanted = parts_between([0, *(part.last for part in parts)], [part.rank % pp for part in parts])
+    if [*parts] != [*wanted]:
+        raise ValueError(
+            f"its stages are {', '.join(map(str, parts))}; expected {', '.join(map(str, wanted))}"
+        )
     lists = schedule.actions(pp, microbatches)
     if len(lists) != pp:
         raise ValueError(f"it has actions for {len(lists)} ranks; expected pp = {pp}")
@@ -51,11 +56,7 @@ def _expect_one_order(lists: Sequence[Sequence[Action]]) -> None:
     rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     for pair in pairwise(sorted(rank_of)):
         for kind in "FB" if rank_of[pair[0]] != rank_of[pair[1]] else "":
-            wanted = [(kind, stage) for stage in pair]
-            one, other = (
-                [a.microbatch for a in lists[rank_of[s]] if (a.kind, a.stage) == (k, s)] for k, s in wanted
-            )
-            if one != other:
-                raise ValueError(
-                    f"stage {pair[0]} runs {kind} of {one}, stage {pair[1]} of {other}; expected one order"
-                )
+            runs = [[a.microbatch for a in lists[rank_of[s]] if (a.kind, a.stage) == (kind, s)] for s in pair]
+            if runs[0] != runs[1]:
+                text = "stage {0} runs {2} of {3}, stage {1} of {4}; expected one order"
+                raise ValueError(text.format(*pair, kind, *runs))
