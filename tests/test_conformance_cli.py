@@ -37,6 +37,13 @@ def test_a_broken_component_is_told_with_its_numbers(capsys):
     assert "rank 0, 3 microbatches: missing ['B0.2']" in output
 
 
+def test_tables_are_written_as_with_set_of_a_recipe():
+    """A bare word was refused here, and a string there."""
+    lines = ["model.vocab=64", "model.use=routed", 'parallel=[{use="summed"}]']
+    expected = {"model": {"vocab": 64, "use": "routed"}, "parallel": [{"use": "summed"}]}
+    assert conformance._tables("--with", lines) == expected
+
+
 def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
     done = nanotrain("conformance", "monitor:jsonl", cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")

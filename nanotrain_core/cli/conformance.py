@@ -6,10 +6,10 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import tomli
 
 from nanotrain_core.component import KINDS
-from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
+from nanotrain_core.errors import Exit, NanotrainError, RecipeError, did_you_mean
+from nanotrain_core.recipe.source import override_source
 
 if TYPE_CHECKING:
     from nanotrain_core.testing.case import Case
@@ -96,8 +96,20 @@ def _component(text: str) -> tuple[str, str]:
 
 
 def _tables(option: str, lines: list[str], form: str = "KEY=VALUE as in a recipe") -> dict[str, Any]:
-    """Read TOML lines such as ``batch.length=32``."""
-    try:
-        return tomli.loads("\n".join(lines))
-    except tomli.TOMLDecodeError as error:
-        raise NanotrainError(f"{option}: expected {form}, got {' '.join(lines)}: {error}") from None
+    """Read lines such as ``batch.length=32`` or ``model.use=mine``, as ``--set`` of a recipe does."""
+    tables: dict[str, Any] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            _lay_over(tables, override_source(number, line).data)
+        except RecipeError as error:
+            reason = str(error).partition(": ")[2]
+            raise NanotrainError(f"{option}: expected {form}, got {line}: {reason}") from None
+    return tables
+
+
+def _lay_over(tables: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(tables.get(key), dict):
+            _lay_over(tables[key], value)
+        else:
+            tables[key] = value
