@@ -53,7 +53,7 @@ class Run:
     owners: Sequence[int] = (0,)
     """The pipeline rank of every stage of the model."""
     has_routers: bool = False
-    """Whether any stage of the model has experts."""
+    """Whether any stage of the model has a router that tells how many tokens each expert got."""
     placed: Sequence[PlacedParameter]
     model_table: Mapping[str, Any]
     """What the recipe says of the model: a checkpoint of another one is refused."""
@@ -199,8 +199,8 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
-    """Say whether any rank's part of the model has a router. Collective along pp."""
-    mine = any(found.role is Role.ROUTER for part in parts for _, _, found in tagged(part))
+    """Say whether any rank's part of the model has a router that counts its tokens. Collective along pp."""
+    mine = any(t.role is Role.ROUTER and hasattr(m, "take_load") for p in parts for _, m, t in tagged(p))
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
 
@@ -239,10 +239,10 @@ def _check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
 
 def _check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
     """Refuse costs of other layers than the model has: by them it is cut up, and it would lose some."""
-    if len(costs.layers) != model.layers or costs.total <= 0:
-        found = f"{len(costs.layers)} layers and a total of {costs.total:g}"
+    if not isinstance(costs, Costs) or len(costs.layers) != model.layers or costs.total <= 0:
         raise PluginError(
-            f"model '{recipe.model.use}': flops returned {found}; expected {model.layers} and more than 0"
+            f"model '{recipe.model.use}': flops returned {str(costs)[:200]}; "
+            f"expected Costs of {model.layers} layers, with a total of more than 0"
         )
 
 

@@ -23,7 +23,7 @@ from nanotrain_core.contracts import (
     StepStats,
     TrainState,
 )
-from nanotrain_core.errors import CheckpointError, Diverged
+from nanotrain_core.errors import CheckpointError, Diverged, PluginError
 from nanotrain_core.events import Events
 from nanotrain_core.executor import Executor, Losses
 from nanotrain_core.fences import fence
@@ -240,6 +240,8 @@ class RuntimeEngine:
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
+        if missing := set(names) - set(*each[:1]):
+            raise PluginError(f"the model's loss_counts lack '{min(missing)}', which loss_weights have")
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
         summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, beside=self.stop.flags())

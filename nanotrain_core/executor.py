@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import attrs
 import torch
@@ -15,6 +16,7 @@ from nanotrain_core import weight_gradients
 from nanotrain_core.actions import Action
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import GradientSync, PartOutput
+from nanotrain_core.errors import PluginError
 from nanotrain_core.handover import Handover
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.products import steady_weights
@@ -131,11 +133,24 @@ class Executor:
         inputs = self._inputs(stage, number, batch)
         if stage:
             inputs.requires_grad_()
-        output = self.stages[stage](inputs, batch)
+        output = self._pass(stage, inputs, batch)
         self._passes[stage, number] = Pass(inputs, output)
         _add(output.losses, self._sums)
         if stage != self.final:
             self.handover.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
+
+    def _pass(self, stage: int, inputs: torch.Tensor, batch: Batch) -> Any:
+        """Return a stage's :class:`PartOutput`, with a value for the next one; refuse anything else."""
+        output = self.stages[stage](inputs, batch)
+        if not isinstance(output, PartOutput):
+            found = f"a {type(output).__name__}; expected PartOutput(value, losses)"
+        elif stage != self.final and not isinstance(output.value, torch.Tensor):
+            found = "no value; expected the hidden states for the next stage"
+        elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
+            found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
+        else:
+            return output
+        raise PluginError(f"the model's part for stage {stage} returned {found}")
 
     def _inputs(self, stage: int, number: int, batch: Batch) -> torch.Tensor:
         if stage == 0:
@@ -166,6 +181,9 @@ class Executor:
     def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         if not losses:
             return []
+        if unknown := losses.keys() - self._weights.keys():
+            known = ", ".join(self._weights)
+            raise PluginError(f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}")
         return [torch.stack([self._weights[name] * value for name, value in losses.items()]).sum()]
 
     # --- without gradients --------------------------------------------------------------------
@@ -205,7 +223,7 @@ class Executor:
         outputs = {}
         for stage in sorted(self.stages):
             with evaluating(self.stages[stage]):
-                outputs[stage] = self.stages[stage](self._inputs(stage, 0, batch), batch)
+                outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
             if stage != self.final:
                 self.handover.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
         self.handover.flush()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from nanotrain_core.errors import PluginError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -100,7 +102,14 @@ def tag(
     split: Mapping[str, int] | None = None,
     products: tuple[str, ...] = (),
 ) -> M:
-    """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``."""
+    """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``.
+
+    Raises:
+        PluginError: it is no role: no wrapper would ever see it.
+    """
+    if not isinstance(role, Role):
+        roles = ", ".join(each.name for each in Role)
+        raise PluginError(f"{type(module).__name__} is tagged {role!r}; expected a Role, one of {roles}")
     setattr(module, _ATTRIBUTE, Tag(role, unit, grouped, split or {}, products))
     return module
 

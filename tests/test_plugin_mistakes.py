@@ -257,11 +257,13 @@ def test_a_resolved_recipe_says_which_file_it_was_made_with(tmp_path, capsys):
     assert "this recipe was made with mistake.py: give --plugin mistake.py" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layers", [(2.0,), (0.0, 0.0)], ids=["fewer", "free"])
-def test_a_model_that_is_cut_up_by_costs_of_other_layers_is_refused(layers):
+@pytest.mark.parametrize(
+    "costs", [Costs(layers=(2.0,)), Costs(layers=(0.0, 0.0)), 2.0e6], ids=["fewer", "free", "a number"]
+)
+def test_a_model_that_is_cut_up_by_costs_of_other_layers_is_refused(costs):
     case = Case("schedule", use="accumulate", overrides={"model": {"layers": 2}})
     with (
-        mock.patch.object(Transformer, "flops", return_value=Costs(layers=layers)),
+        mock.patch.object(Transformer, "flops", return_value=costs),
         pytest.raises(PluginError, match="'transformer': flops returned"),
     ):
         make_run(case, {})
