@@ -206,8 +206,8 @@ def test_outputs_and_gradients_equal_those_of_one_process(degrees, tokens, route
     check(run_ranks(run_layer, len(tokens), degrees, tokens, route), reference(tokens, route))
 
 
-def test_a_rank_without_rows_or_tokens_takes_part_where_only_weights_need_gradients():
-    # Megatron-LM 735, 1207, DeepSpeed 7461: ranks that had nothing to compute left a collective to the others
+def test_megatron_735_1207_and_deepspeed_7461_a_rank_without_rows_takes_part_where_only_weights_are_trained():
+    """Ranks that had nothing to compute left a collective to the others."""
     degrees, tokens, route = {"ep": 4}, [5, 0, 3, 1], "to_the_first_two"
     ranks = run_ranks(run_layer, 4, degrees, tokens, route, ("frozen",))
     assert [rank["rows"] for rank in ranks] == [18, 0, 0, 0]
