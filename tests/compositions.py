@@ -28,6 +28,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "microbatch": (1, 2),
     "experts_first": (False, True),
     "zero": (0, 1, 2),
+    "recompute": (False, True),
 }
 
 #: 8 sequences a step leave one to eight microbatches on a rank.
@@ -100,6 +101,8 @@ class Composition:
     """Whether the expert wrapper stands before the tensor-parallel one in the recipe."""
     zero: int
     """Stage of ``zero12``, which is the optimizer and syncs gradients; 0: ``ddp`` syncs them."""
+    recompute: bool = False
+    """Whether layers run again in backward."""
 
     @property
     def ranks(self) -> int:
@@ -112,7 +115,7 @@ class Composition:
 
     @property
     def id(self) -> str:
-        flags = [name for name in ("sp", "tied", "experts_first") if getattr(self, name)]
+        flags = [name for name in ("sp", "tied", "experts_first", "recompute") if getattr(self, name)]
         degrees = [f"{dim}{n}" for dim in ("tp", "pp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1]
         schedule = [] if self.schedule == "accumulate" else [self.schedule]
         flags += [f"zero{self.zero}"] if self.zero else []
@@ -142,6 +145,8 @@ class Composition:
         wrappers = [tensor, {"use": "ep_deepseek"}] if self.model != "transformer" else [tensor]
         if self.experts_first:
             wrappers.reverse()
+        if self.recompute:
+            wrappers.insert(0, {"use": "recompute"})
         model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}
         degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "dp", "ep", "etp")}
         overrides = {
@@ -161,12 +166,19 @@ def pairwise() -> list[Composition]:
 
     Greedy: the next one has the most pairs that none before it has.
     """
-    pairs = {found: set(combinations(attrs.asdict(found).items(), 2)) for found in everything()}
-    missing, chosen = set().union(*pairs.values()), []
+    numbers: dict[Any, int] = {}
+
+    def pairs_of(found: Composition) -> int:
+        """Return its pairs as bits, of which sets of thousands of compositions are told apart fastest."""
+        pairs = combinations(attrs.asdict(found).items(), 2)
+        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs)
+
+    pairs = {found: pairs_of(found) for found in everything()}
+    missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        best = max(pairs, key=lambda found: len(pairs[found] & missing))
+        best = max(pairs, key=lambda found: (pairs[found] & missing).bit_count())
         chosen.append(best)
-        missing -= pairs.pop(best)
+        missing &= ~pairs.pop(best)
     return chosen
 
 

@@ -40,6 +40,19 @@ def nanotrain_register_model(register: Register) -> None:
 
 
 @hookimpl
+def nanotrain_register_parallel(register: Register) -> None:
+    """Announce ``recompute``."""
+    register(
+        Component(
+            name="recompute",
+            config=configs.RecomputeConfig,
+            factory=f"{_HERE}.recompute:Recompute",
+            summary="layers run again in backward: memory of one at a time, for a third more computing",
+        )
+    )
+
+
+@hookimpl
 def nanotrain_register_optimizer(register: Register) -> None:
     """Announce ``adamw`` and ``sgd``."""
     register(
