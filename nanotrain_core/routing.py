@@ -10,7 +10,8 @@ and chosen expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import attrs
@@ -65,6 +66,24 @@ def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: in
     back = inverted(order)
     outputs = compute(spread(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
     return combine(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
+
+
+_again = [False]
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Tell layers, while this lasts, that they have been run before in this step."""
+    before, _again[0] = _again[0], True
+    try:
+        yield
+    finally:
+        _again[0] = before
+
+
+def runs_again() -> bool:
+    """Say whether a layer is run a second time, for its backward pass: its tokens have been counted."""
+    return _again[0]
 
 
 def counting_routers(parts: Iterable[nn.Module]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.roles import Role, tagged
+from nanotrain_core.routing import runs_again
 from nanotrain_core.testing.routed import RoutedConfig
 from nanotrain_core.testing.routed_model import Routed
 from nanotrain_core.testing.summed_gradients import SummedGradients
@@ -95,6 +96,23 @@ class CountsAll(Transformer):
 
     def loss_counts(self, batch):
         return {"lm": torch.tensor(batch.targets.numel())}
+
+
+class CountsTwice(Routed):
+    """Its routers count a token again when their layer is run again."""
+
+    def build(self, part):
+        module = super().build(part)
+        for _, router, found in tagged(module):
+            if found.role is Role.ROUTER:
+                router.register_forward_hook(self.count)
+        return module
+
+    @staticmethod
+    def count(router, args, routing):
+        if runs_again():
+            more = torch.bincount(routing.experts.flatten(), minlength=len(router.weight))
+            router.load = more if router.load is None else router.load + more
 
 
 class NumbersExperts(Routed):
@@ -370,6 +388,7 @@ def nanotrain_register_model(register):
     register(twin(MixesHeads, configs.TransformerConfig))
     register(twin(CountsAll, configs.TransformerConfig))
     register(twin(NumbersExperts, RoutedConfig))
+    register(twin(CountsTwice, RoutedConfig))
 
 
 @hookimpl

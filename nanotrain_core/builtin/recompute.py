@@ -9,6 +9,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanotrain_core.builtin.configs import RecomputeConfig
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.placement import Placements
 from nanotrain_core.roles import Role, tagged, take_over, taken_over_by
+from nanotrain_core.routing import running_again
 
 
 class Recompute:
@@ -30,10 +32,15 @@ class Recompute:
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Have modules of role BLOCK run again in backward; placements stay as they are."""
-        for number, block in enumerate(blocks(part)):
-            if number % self.config.every == 0:
-                take_over(block, partial(run_twice, taken_over_by(block)))
+        run_again(part, every=self.config.every)
         return part
+
+
+def run_again(part: nn.Module, *, every: int = 1) -> None:
+    """Have the first and each ``every``-th module of role BLOCK after it run again in backward."""
+    for number, block in enumerate(blocks(part)):
+        if number % every == 0:
+            take_over(block, partial(run_twice, taken_over_by(block)))
 
 
 def blocks(part: nn.Module) -> Iterator[nn.Module]:
@@ -50,4 +57,9 @@ def run_twice(before: Callable[..., Any] | None, block: nn.Module, *args: Any, *
     forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds the first run, and the second."""
+    return nullcontext(), running_again()

@@ -21,7 +21,7 @@ from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.dtypes import keep_dtype
 from nanotrain_core.roles import Role, tag
-from nanotrain_core.routing import Routing, run_locally
+from nanotrain_core.routing import Routing, run_locally, runs_again
 
 
 def linear(inputs: int, outputs: int, role: Role, *, unit: int = 1, bias: bool = False) -> nn.Linear:
@@ -79,7 +79,7 @@ class Router(nn.Module):
         experts_BSK = wanted_BSE.topk(K, dim=-1).indices
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
-        if self.training:
+        if self.training and not runs_again():
             load = torch.bincount(experts_BSK.flatten(), minlength=E)
             self.load = load if self.load is None else self.load + load
         share_BE = F.one_hot(experts_BSK, E).sum((1, 2)).to(scores_BSE) * E / K / x_BSD.shape[1]

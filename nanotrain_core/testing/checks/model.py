@@ -10,6 +10,7 @@ from torch import nn
 
 from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.builtin.recompute import run_again
 from nanotrain_core.contracts import Initializer, Model, PartOutput
 from nanotrain_core.extents import extents_of
 from nanotrain_core.fences import fence
@@ -17,6 +18,7 @@ from nanotrain_core.initialise import materialise
 from nanotrain_core.layout import Layout, View
 from nanotrain_core.placement import place
 from nanotrain_core.roles import Role, Tag, tag_of, tagged
+from nanotrain_core.routing import counting_routers
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
@@ -115,6 +117,26 @@ def parts_compose_to_the_whole(case: Case) -> None:
         assert_same(got, gradients, f"gradients of parts cut before layer {cut}")
         assert got_losses.keys() == losses.keys(), f"loss terms {set(got_losses)}, whole: {set(losses)}"
         assert_numbers([got_losses[name] for name in losses], list(losses.values()), "losses", atol=1e-9)
+
+
+@check("model", since="0.1")
+def layers_may_be_run_again(case: Case) -> None:
+    """With every BLOCK run again in backward, losses, gradients and what routers counted are the same."""
+    once, twice = parts_of(case), parts_of(case)
+    for part in twice:
+        run_again(part)
+    losses, gradients = losses_and_gradients(once, batch_of(case))
+    again, found = losses_and_gradients(twice, batch_of(case))
+    assert_same(found, gradients, "gradients")
+    assert_numbers([again[name] for name in losses], list(losses.values()), "losses", atol=1e-9)
+    loads, counted = (
+        {name: router.take_load().double() for name, router in counting_routers(parts).items()}
+        for parts in (once, twice)
+    )
+    try:
+        assert_same(counted, loads, "tokens counted")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; a router counts no token while routing.runs_again()") from None
 
 
 @check("model", since="0.1")
