@@ -98,6 +98,17 @@ class CountsAll(Transformer):
         return {"lm": torch.tensor(batch.targets.numel())}
 
 
+class HidesExperts(Routed):
+    """Its stacked experts say nothing of themselves: every wrapper leaves them whole, on all ranks."""
+
+    def build(self, part):
+        module = super().build(part)
+        for _, experts, found in list(tagged(module)):
+            if found.role is Role.EXPERTS:
+                del experts.nanotrain_tag
+        return module
+
+
 class CountsTwice(Routed):
     """Its routers count a token again when their layer is run again."""
 
@@ -389,6 +400,7 @@ def nanotrain_register_model(register):
     register(twin(CountsAll, configs.TransformerConfig))
     register(twin(NumbersExperts, RoutedConfig))
     register(twin(CountsTwice, RoutedConfig))
+    register(twin(HidesExperts, RoutedConfig))
 
 
 @hookimpl
