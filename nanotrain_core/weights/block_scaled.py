@@ -36,7 +36,8 @@ class BlockScaled:
         if problem:
             raise CheckpointError(f"{folder}: {problem}")
         self._narrow = frozenset(narrow)
-        kept = [name for name in shards.shapes if name.removesuffix(SCALE) not in {*self._narrow} - {name}]
+        scales = {name + SCALE for name in narrow}
+        kept = [name for name in shards.shapes if name not in scales]
         self.shapes = {name: shards.shapes[name] for name in kept}
         self.dtypes = {name: "BF16" if name in self._narrow else shards.dtypes[name] for name in kept}
 
