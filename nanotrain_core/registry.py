@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 import nanotrain_core
-from nanotrain_core.component import KINDS, TORCH_FREE_KINDS, Component
+from nanotrain_core.component import KINDS, LISTED_KINDS, TORCH_FREE_KINDS, Component
 from nanotrain_core.discovery import PluginArguments, PluginInfo, discover
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 from nanotrain_core.recipe.tree import Selection
@@ -120,6 +120,15 @@ class Registry:
             if capability in component.provides
         )
 
+    def remedies(self, dim: str) -> str:
+        """Return what a recipe must say for ranks along ``dim`` to be used; empty: nothing installed does."""
+        ways = []
+        for kind in KINDS:
+            fit = [name for name in self.names(kind) if dim in self.offers(kind, name)[0][1].mesh_dims]
+            if fit:
+                ways.append(f"{header(kind)} with use = " + " or ".join(f'"{name}"' for name in fit))
+        return " or ".join(ways)
+
     def versions(self) -> dict[str, str]:
         """Return distribution -> version of the core, torch and every usable plugin, sorted."""
         found = {plugin.distribution: plugin.version for plugin in self.plugins if not plugin.error}
@@ -144,9 +153,27 @@ class Registry:
             return text + "".join(f"; {plugin} is broken: {plugin.error}" for plugin in suspects)
         if (kind, use) in FIRST_PARTY:
             return f"{text}; to get it: pip install {FIRST_PARTY[kind, use]}"
+        if elsewhere := self._elsewhere(use):
+            return f"{text}; {elsewhere}"
         if self.broken:
             return f"{text}; broken, see `nanotrain plugins`: {', '.join(p.name for p in self.broken)}"
         return text if did_you_mean(use, names) else f"{text}; if a file of yours has it: --plugin FILE.py"
+
+    def _elsewhere(self, use: str) -> str:
+        """Say where a name belongs that is a component of another kind, or a plugin's and no component's."""
+        for kind in KINDS:
+            if use in self.names(kind):
+                return f"{kind} '{use}' stands under {header(kind)}"
+        for plugin in self.plugins:
+            if use in (plugin.name, plugin.distribution) and plugin.components and not plugin.error:
+                offered = ", ".join(f'{kind} "{component.name}"' for kind, component in plugin.components)
+                return f"'{use}' is a plugin, which offers {offered}"
+        return ""
+
+
+def header(kind: str) -> str:
+    """Return how a recipe begins the table of a kind: ``[model]``, ``[[parallel]]``."""
+    return f"[[{kind}]]" if kind in LISTED_KINDS else f"[{kind}]"
 
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:

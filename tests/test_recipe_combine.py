@@ -99,7 +99,21 @@ def test_tensor_parallel_ranks_alone_need_no_gradient_sync(tmp_path):
 
 def test_dimension_that_no_component_handles_is_refused(tmp_path):
     (line,) = reasons(tmp_path, "splits", ranks=2, overrides=["topology.pp=2"])
-    assert line == "--set #1: topology.pp: pp = 2, but no component of this recipe handles pp"
+    assert line.startswith(
+        "--set #1: topology.pp: pp = 2, but no component of this recipe handles pp; "
+        "write [schedule] with use = "
+    )
+    assert '"1f1b" or ' in line
+    assert line.endswith(", or set pp = 1")
+    (line,) = reasons(tmp_path, ranks=2, overrides=["topology.tp=2"])
+    assert '; write [[parallel]] with use = "splits"' in line
+
+
+def test_dimension_that_nothing_installed_handles_is_refused_without_a_false_remedy(tmp_path):
+    (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.cp=2"])
+    assert line.endswith("handles cp; nor does an installed one: set cp = 1")
+    (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.ep=2"])
+    assert line.endswith("handles ep; nor has model 'transformer' experts: set ep = 1")
 
 
 def test_two_providers_of_gradient_sync_are_refused_and_named(tmp_path):

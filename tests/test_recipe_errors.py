@@ -123,6 +123,13 @@ def test_mistake_in_an_option_names_the_option(tmp_path):
     ("line", "expected"),
     [
         ("run.steps", "--set #1: expected KEY=VALUE"),
+        ("steps=5", "--set #1: steps: unknown section 'steps' (did you mean 'run.steps'?); valid: "),
+        ("lr=5", "--set #1: lr: unknown section 'lr' (did you mean 'optimizer.lr'?); valid: "),
+        ("every=5", "--set #1: every: unknown section 'every' (did you mean 'evaluation.every'?); valid: "),
+        (
+            "topology.dp=2",
+            "--set #1: topology.dp: unknown key 'dp': dp is what pp, cp and tp leave of run.ranks; ",
+        ),
         ("run..steps=3", "--set #1: 'run..steps=3': "),
         ("extends=base.toml", "--set #1: extends: only a file can extend another"),
         ("monitor.5.use=jsonl", "--set #1: monitor.5: there is no item 5; the next free number is 2"),
@@ -136,6 +143,11 @@ def test_malformed_option_is_refused(tmp_path, line, expected):
 def test_toml_syntax_error_has_its_line(tmp_path):
     (line,) = problems(tmp_path, SMALL.replace("length = 16", "length = = 16"))
     assert line.startswith("recipe.toml:7: Invalid value")
+
+
+def test_table_that_is_there_twice_is_told_as_it_is_written(tmp_path):
+    (line,) = problems(tmp_path, SMALL + "[model]\n")
+    assert line.startswith("recipe.toml:15: Cannot declare [model] twice")
 
 
 def test_file_that_is_no_text_is_refused(tmp_path):

@@ -160,6 +160,22 @@ def test_unknown_name_suggests_lists_and_says_what_to_install():
         Registry(()).get("optimizer", "zero12")
 
 
+def test_name_of_another_kind_or_of_a_plugin_is_told_where_it_belongs(tmp_path):
+    file = tmp_path / "many.py"
+    file.write_text(PLUGIN.format(name="mine"))
+    registry = load(local=[str(file)])
+    with pytest.raises(
+        PluginError, match=r"no parallel named 'adamw'; .*; optimizer 'adamw' stands under \[opt"
+    ):
+        registry.get("parallel", "adamw")
+    with pytest.raises(
+        PluginError, match=r"no optimizer named 'mine'; .*; monitor 'mine' stands under \[\[monitor"
+    ):
+        registry.get("optimizer", "mine")
+    with pytest.raises(PluginError, match="'many' is a plugin, which offers monitor \"mine\""):
+        registry.get("parallel", "many")
+
+
 def test_blocking_an_unknown_plugin_suggests_a_name():
     with pytest.raises(PluginError, match=r"--no-plugin bultin: no such plugin \(did you mean 'builtin'\?\)"):
         load(blocked=["bultin"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
 from attrs.validators import and_, ge, gt, lt
@@ -23,6 +23,11 @@ _degree = ge(1)
 @attrs.define(frozen=True, kw_only=True)
 class GridConfig:
     """``[topology] use = "grid"``: degrees whose product divides the world size."""
+
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "dp": "dp is what pp, cp and tp leave of run.ranks",
+        "edp": "edp is what pp, ep and etp leave of run.ranks",
+    }
 
     pp: int = attrs.field(default=1, validator=_degree)
     """Pipeline stages."""

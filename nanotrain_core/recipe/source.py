@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -91,7 +92,12 @@ def file_source(path: Path) -> Source:
     except UnicodeDecodeError as error:
         raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
     except tomli.TOMLDecodeError as error:
-        raise RecipeError([f"{label}:{error.lineno}: {error.msg} (column {error.colno})"]) from None
+        raise RecipeError([f"{label}:{error.lineno}: {_told(error.msg)} (column {error.colno})"]) from None
+
+
+def _told(message: str) -> str:
+    """Write tables that a reader of TOML names as Python tuples as they stand in the file."""
+    return re.sub(r"\('([^()]*)',?\)", lambda found: "[" + found[1].replace("', '", ".") + "]", message)
 
 
 def file_sources(path: Path) -> list[Source]:

@@ -171,7 +171,9 @@ def _problems(error: BaseException, key: str, config: type | None = None) -> Ite
         names = [field.name for field in attrs.fields(error.cl)]
         for name in sorted(error.extra_fields):
             valid = f"valid: {', '.join(names)}" if names else "this table has no keys"
-            yield Problem(join(key, name), f"unknown key '{name}'{did_you_mean(name, names)}; {valid}")
+            said = getattr(error.cl, "NOT_KEYS", {}).get(name)
+            hint = f": {said}" if said else did_you_mean(name, names)
+            yield Problem(join(key, name), f"unknown key '{name}'{hint}; {valid}")
     elif config is not None and isinstance(error, KeyError):
         name = key.rpartition(".")[2]
         yield Problem(key, f"missing; expected {expected(field_types(config)[name])}")
