@@ -37,6 +37,23 @@ def test_no_command_prints_the_help_and_fails(capsys):
     assert "usage: nanotrain" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["chek", "laptop"], "no command named 'chek' (did you mean 'check'?); commands: run, check, "),
+        (["check", "laptop", "--npoc", "2"], "check: unknown option '--npoc' (did you mean '--nproc'?); "),
+        (["check", "laptop", "--steps=4"], "a recipe's keys are changed by --set KEY=VALUE; "),
+        (["check", "laptop", "more"], "check: one argument too many: 'more'; `nanotrain check --help`"),
+        (["--vresion"], "unknown option '--vresion'; `nanotrain --help` lists what it takes"),
+    ],
+)
+def test_a_word_no_command_takes_is_told_in_one_line(capsys, words, text):
+    code, out, err = call(capsys, *words)
+    assert (code, out, err.count("\n")) == (Exit.USER, "", 1)
+    assert err.startswith("nanotrain: ")
+    assert text in err
+
+
 def test_check_shows_layout_and_components(capsys, tmp_path):
     path = write(tmp_path, SMALL + '[[parallel]]\nuse = "ddp"\n')
     code, out, err = call(capsys, "check", path, "--nproc", 2, "--nnodes", 2, "--set", "optimizer.use=sgd")

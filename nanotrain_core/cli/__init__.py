@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from nanotrain_core import __version__
-from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
 
 #: Subcommand -> its line in the help. Module ``cli/<name>.py`` has ``add_arguments`` and ``run``.
 COMMANDS = {
@@ -49,15 +50,34 @@ def _call(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"nanotrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    usage = ""
     chosen = next((word for word in words if word in COMMANDS), None)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
         if name == chosen:
             module = import_module(f"nanotrain_core.cli.{name}")
             module.add_arguments(command)
-    arguments = parser.parse_args(words)
+            usage = command.format_usage()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = did_you_mean(words[0], [*COMMANDS])
+        raise NanotrainError(f"no command named '{words[0]}'{near}; commands: {', '.join(COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise NanotrainError(_unknown(unknown[0], arguments.command or "", usage))
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return Exit.USER
     code: int = module.run(arguments)
     return code
+
+
+def _unknown(word: str, name: str, usage: str) -> str:
+    """Say of a word that the command ``name`` does not take what comes near it, and how to find what does."""
+    prefix, command = (f"{name}: ", f"nanotrain {name}") if name else ("", "nanotrain")
+    lists = f"`{command} --help` lists what it takes"
+    if not word.startswith("-"):
+        return f"{prefix}one argument too many: '{word}'; {lists}"
+    options = re.findall(r"--([a-z-]+)", usage)
+    near = did_you_mean(word.partition("=")[0].lstrip("-"), options).replace("'", "'--", 1)
+    keys = "; a recipe's keys are changed by --set KEY=VALUE" if "set" in options else ""
+    return f"{prefix}unknown option '{word}'{near}{keys}; {lists}"
