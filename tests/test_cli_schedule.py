@@ -78,6 +78,14 @@ def test_layers_show_how_they_are_split(capsys):
     ]
 
 
+def test_listed_layers_are_shown_without_their_number(capsys):
+    _, counted, _ = call(capsys, "1f1b", "--pp", 3, "--layers", 6, "--set", "layers=[5, 1, 0]")
+    assert call(capsys, "1f1b", "--pp", 3, "--set", "layers=[5, 1, 0]") == (0, counted, "")
+    code, _, err = call(capsys, "1f1b", "--pp", 2, "--set", "layers=[5, 1, 0]")
+    assert (code, err.count("\n")) == (Exit.USER, 1)
+    assert "names 3 stages; expected 2" in err
+
+
 def test_a_recipe_draws_its_own_schedule(capsys, tmp_path):
     path = write(tmp_path, SMALL + '[topology]\npp = 2\n[schedule]\nuse = "zb_h1"\n')
     code, out, err = call(capsys, path, "--set", "run.ranks=2")
