@@ -141,10 +141,13 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "reason"),
-    [(signal.SIGINT, Exit.INTERRUPTED, "interrupted"), (signal.SIGTERM, Exit.PREEMPTED, "preempted")],
+    ("number", "code", "reason", "told"),
+    [
+        (signal.SIGINT, Exit.INTERRUPTED, "interrupted", "nanotrain: Ctrl-C: a last step and a checkpoint, "),
+        (signal.SIGTERM, Exit.PREEMPTED, "preempted", ""),
+    ],
 )
-def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason):
+def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason, told):
     words = ("run", "small.toml", "--nproc", "2", "--set", "run.steps=100000", "--folder", "here")
     process = start(*words, cwd=tmp_path)
     for line in process.stdout:
@@ -152,7 +155,8 @@ def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number
             break
     process.send_signal(number)
     ended = finish(process)
-    assert (ended.code, ended.err) == (code, "")
+    assert (ended.code, len(ended.err.splitlines())) == (code, 1 if told else 0)
+    assert ended.err.startswith(told)
     (end,) = metrics(tmp_path / "here", "end")
     assert end["reason"] == reason
     assert (tmp_path / f"here/checkpoints/step-{end['step']:08d}.safetensors").exists()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +33,7 @@ class SignalForwarder:
         self.scratch, self.grace = scratch, grace
         self.received: signal.Signals | None = None
         self._told: set[int] = set()
+        self._announced = False
         self._since, self._deadline = 0.0, float("inf")
 
     def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
@@ -57,6 +60,11 @@ class SignalForwarder:
         """Tell ranks that have not been told; those that start late are told late."""
         if self.received is None:
             return
+        if not self._announced and self.received == signal.SIGINT:  # a person is waiting
+            text = f"a last step and a checkpoint, within {self.grace:g} s; again, and all ranks end at once"
+            with suppress(OSError):  # nobody reads: stop all the same
+                print(f"nanotrain: Ctrl-C: {text}", file=sys.stderr, flush=True)
+        self._announced = True
         pids = {*pids_of(self.scratch)} - {0}
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
