@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 import attrs
 
@@ -112,3 +113,9 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string."""
     near = get_close_matches(word, choices, n=1, cutoff=0.5)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def nearby(path: Path) -> str:
+    """Return `` (did you mean 'x'?)`` for what lies beside a path that does not exist, or an empty string."""
+    names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+    return did_you_mean(path.name, names)

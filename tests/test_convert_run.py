@@ -196,6 +196,8 @@ def test_weights_that_are_not_the_same_on_all_ranks_are_refused(tmp_path, apart)
     ("words", "text"),
     [
         (("--weights", "nowhere"), "--weights nowhere: there is no such file or folder"),
+        (("--weights", "our"), "--weights our: there is no such file or folder (did you mean 'ours'?)"),
+        (("--set", "run.weights=our"), "our: there is no such file or folder (did you mean 'ours'?)"),
         (("--weights", "ours", "--resume"), "--weights starts a new run, --resume goes on with one"),
         (("--set", "run.weights=nowhere"), "nowhere: there is no such file or folder"),
         (

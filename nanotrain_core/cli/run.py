@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.environment import Ranks
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, nearby
 from nanotrain_core.recipe import Recipe, load_recipe
 from nanotrain_core.stop import end_on_sigterm
 
@@ -98,7 +98,8 @@ def use_weights(args: argparse.Namespace) -> None:
     if args.resume:
         raise NanotrainError("--weights starts a new run, --resume goes on with one: give one of them")
     if not Path(args.weights).exists():
-        raise NanotrainError(f"--weights {args.weights}: there is no such file or folder")
+        near = nearby(Path(args.weights))
+        raise NanotrainError(f"--weights {args.weights}: there is no such file or folder{near}")
     args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from nanotrain_core.actions import Part
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
-from nanotrain_core.errors import CheckpointError, did_you_mean
+from nanotrain_core.errors import CheckpointError, did_you_mean, nearby
 from nanotrain_core.foreign import ForeignError, ForeignModel
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.model_table import model_table, refuse_other_model, training_keys
@@ -96,7 +96,7 @@ def _open_ours(folder: Path) -> SavedWeights:
 
 def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
+        raise CheckpointError(f"{path}: there is no such file or folder{nearby(path)}")
     for name in registry.names("checkpoint"):
         opener = registry.get("checkpoint", name).load_optional("weights")
         found: SavedWeights | None = opener(path) if opener else None
