@@ -7,7 +7,9 @@ import attrs
 import pytest
 from recipe_files import write
 
+from nanotrain_core.builtin.console import step_fields
 from nanotrain_core.component import KINDS, LISTED_KINDS
+from nanotrain_core.contracts import StepReport
 from nanotrain_core.errors import Exit
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import DEFAULT_USE, BatchConfig, EvaluationConfig, RunConfig
@@ -48,6 +50,25 @@ def test_default_components_are_those_of_the_core():
         names = uses if kind in LISTED_KINDS else (uses,)
         assert told[kind] == (", ".join(names) or "none")
     assert told["model"] == "required"
+
+
+def test_every_field_of_a_step_line_is_explained():
+    report = StepReport(
+        step=1,
+        loss=2.0,
+        losses={"lm": 1.0, "mtp": 1.0, "seq_balance": 1.0},
+        grad_norm=1.0,
+        lr=1.0,
+        tokens=1,
+        tokens_per_second=1.0,
+        seconds=1.0,
+        loss_scale=2.0,
+        skipped=True,
+        expert_load=1.0,
+        bubble=0.1,
+    )
+    told = [name for cell, _ in rows("## What a step's line says") for name in cell.split(", ")]
+    assert [name for name in told if name != "..."] == list(step_fields(report, steps=2))
 
 
 def test_the_whole_recipe_of_the_page_can_run(tmp_path):
