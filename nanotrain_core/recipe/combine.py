@@ -10,12 +10,12 @@ import attrs
 
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
-from nanotrain_core.extents import either, extents_of, multiples_near
+from nanotrain_core.extents import either, multiples_near
+from nanotrain_core.hints import for_idle_ranks
 from nanotrain_core.layout import Layout
 from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry import Registry
-from nanotrain_core.roles import Role
 
 
 @attrs.define(frozen=True)
@@ -67,7 +67,7 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     except Exception as error:
         raise PluginError(f"topology '{recipe.topology.use}': layout() raised {describe(error)}") from error
     problems += _lr_schedule(recipe)
-    mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, registry)]
+    mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, recipe, registry)]
     problems += mismatches or _stages(recipe, layout, registry)
     for member in members:
         if member.component.check is not None:
@@ -205,7 +205,9 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
         yield Problem("batch.sequences", f"{sequences} is not a multiple of {product}; nearest: {nearest}")
 
 
-def _dimensions(members: list[Member], layout: Layout, registry: Registry) -> Iterator[Problem]:
+def _dimensions(
+    members: list[Member], layout: Layout, recipe: Recipe, registry: Registry
+) -> Iterator[Problem]:
     """Check that some component handles each dimension that has more than one rank."""
     handled = {dim for member in members for dim in member.component.mesh_dims}
     synced = any("gradient_sync" in member.component.provides for member in members)
@@ -217,16 +219,7 @@ def _dimensions(members: list[Member], layout: Layout, registry: Registry) -> It
             remedy = 'add [[parallel]] with use = "ddp", or change the number of ranks'
             yield Problem("parallel", f"{size}, but nothing sums the gradients of these ranks; {remedy}")
         elif dim not in {*handled, "dp", "edp"}:
-            text = f"{size}, but no component of this recipe handles {dim}; {_remedy(dim, members, registry)}"
-            yield Problem(f"topology.{dim}", text)
-
-
-def _remedy(dim: str, members: list[Member], registry: Registry) -> str:
-    """Say what makes use of ranks along a dimension, if anything can."""
-    if dim in ("ep", "etp"):
-        (model,) = (member for member in members if member.selection.kind == "model")
-        extents = extents_of(model.selection.config)
-        if extents is not None and not any(Role.EXPERTS in extent.roles for extent in extents):
-            return f"nor has {model} experts: set {dim} = 1"
-    added = registry.remedies(dim)
-    return f"write {added}, or set {dim} = 1" if added else f"nor does an installed one: set {dim} = 1"
+            remedy = for_idle_ranks(dim, recipe.model, registry)
+            yield Problem(
+                f"topology.{dim}", f"{size}, but no component of this recipe handles {dim}; {remedy}"
+            )

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.errors import PluginError, Problem, did_you_mean
+from nanotrain_core.hints import with_section
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
@@ -40,23 +41,13 @@ class Resolver:
         sections["requires"] = self._requirements()
         names = [field.name for field in attrs.fields(Recipe)]
         for name in sorted(set(self._tree) - set(names)):
-            near = self._as_key(name, sections) or did_you_mean(name, names)
+            near = with_section(name, sections) or did_you_mean(name, names)
             valid = ", ".join(["extends", *names])
             self.problems.append(Problem(name, f"unknown section '{name}'{near}; valid: {valid}"))
         self.written_versions()
         if self.problems:
             return None
         return Recipe(**sections, versions=self._versions(sections))
-
-    def _as_key(self, name: str, sections: dict[str, Any]) -> str:
-        """Return `` (did you mean 'run.steps'?)`` for a key that lacks its section, else an empty string."""
-        for section, value in sections.items():
-            items = enumerate(value) if isinstance(value, tuple) else (("", value),)
-            for number, item in items:
-                shape = _TABLES.get(section) or type(getattr(item, "config", None))
-                if attrs.has(shape) and name in attrs.fields_dict(shape):
-                    return f" (did you mean '{join(section, number) if number != '' else section}.{name}'?)"
-        return ""
 
     def written_versions(self) -> Mapping[str, str]:
         """Return the ``[versions]`` a resolved recipe was written with, empty for others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -14,6 +13,7 @@ import tomli_w
 
 from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.errors import RecipeError, did_you_mean
+from nanotrain_core.hints import as_written
 from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.tree import DEFAULT_USE
 
@@ -92,12 +92,9 @@ def file_source(path: Path) -> Source:
     except UnicodeDecodeError as error:
         raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
     except tomli.TOMLDecodeError as error:
-        raise RecipeError([f"{label}:{error.lineno}: {_told(error.msg)} (column {error.colno})"]) from None
-
-
-def _told(message: str) -> str:
-    """Write tables that a reader of TOML names as Python tuples as they stand in the file."""
-    return re.sub(r"\('([^()]*)',?\)", lambda found: "[" + found[1].replace("', '", ".") + "]", message)
+        raise RecipeError(
+            [f"{label}:{error.lineno}: {as_written(error.msg)} (column {error.colno})"]
+        ) from None
 
 
 def file_sources(path: Path) -> list[Source]:
