@@ -117,5 +117,8 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
 
 def nearby(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for what lies beside a path that does not exist, or an empty string."""
-    names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+    try:
+        names = sorted(other.name for other in path.parent.iterdir())
+    except OSError:  # nothing is there, or nobody may look
+        names = []
     return did_you_mean(path.name, names)
