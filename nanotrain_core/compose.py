@@ -37,6 +37,7 @@ from nanotrain_core.placement import PlacedParameter, Placement, Placements, pla
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
 from nanotrain_core.roles import Role, shared_tokens, tagged
+from nanotrain_core.routing import counting_routers
 from nanotrain_core.weights.open_weights import load_weights
 
 
@@ -200,7 +201,7 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
     """Say whether any rank's part of the model has a router that counts its tokens. Collective along pp."""
-    mine = any(t.role is Role.ROUTER and hasattr(m, "take_load") for p in parts for _, m, t in tagged(p))
+    mine = bool(counting_routers(parts))
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
 

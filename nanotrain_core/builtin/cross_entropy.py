@@ -11,7 +11,7 @@ Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ def chunked_loss(
 
     ``columns`` of logits are what a chunk is sized for: ranks whose ``loss`` talks must name the same number.
     """
-    chunks = tuple(row_chunks(len(target_T), columns, weight_VD.device))
+    chunks = row_chunks(len(target_T), columns, weight_VD.device)
     if torch.is_grad_enabled():
         total: torch.Tensor = _ChunkedLoss.apply(hidden_TD, weight_VD, target_T, loss, chunks)  # type: ignore[no-untyped-call]
         return total
@@ -93,11 +93,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_hidden_TD.mul_(d_loss), d_weight_VD.mul_(d_loss).to(ctx.weight_dtype), None, None, None
 
 
-def row_chunks(tokens: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Yield the rows of one chunk after another, whose logits have so many columns."""
+def row_chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
+    """Return the rows of one chunk after another, whose logits have so many columns."""
     logits, fewest = CHUNK.get(device.type, CHUNK["cuda"])
     size = max(fewest, logits // columns)
-    return (slice(start, start + size) for start in range(0, tokens, size))
+    return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:

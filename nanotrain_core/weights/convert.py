@@ -74,8 +74,10 @@ def convert(
     if damage:
         raise CheckpointError("; ".join(damage))
     form = form or ("nanotrain" if weights.foreign else "huggingface")
-    kept = kept_dtypes(on_meta(weights.selection, registry))
-    dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept} if dtype else weights.reader.dtypes
+    dtypes = weights.reader.dtypes
+    if dtype:
+        kept = kept_dtypes(on_meta(weights.selection, registry))
+        dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept}
     entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
     scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
