@@ -16,7 +16,7 @@ from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.environment import loopback
 
 CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *ALONE))
-NAMES = (*CASE_NAMES, *originals.NAMES, "moe", "fp8", "bubble", "startup", "mesh")
+NAMES = (*CASE_NAMES, *originals.NAMES, "moe", "fp8", "fp4", "bubble", "startup", "mesh")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     measured += moe.measure(rounds=args.rounds) if "moe" in names else []
     measured += narrow.measure(rounds=args.rounds, steps=args.steps) if "fp8" in names else []
+    measured += narrow.measure_packed(rounds=args.rounds, steps=args.steps) if "fp4" in names else []
     measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []

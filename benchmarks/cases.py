@@ -37,6 +37,7 @@ class Case:
     threads: int = 1
     """Of each rank."""
     precision: str = "fp32"
+    """What ``[precision]`` uses, or all of that table in TOML."""
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -55,8 +56,9 @@ class Case:
     def recipe(self) -> Recipe:
         """Return the recipe of both sides."""
         data_ranks = self.ranks // (self.tp * self.pp)
+        whole = self.precision.startswith("{")
         changes = {
-            "precision.use": f'"{self.precision}"',
+            "precision": self.precision if whole else f'{{ use = "{self.precision}" }}',
             "topology.tp": self.tp,
             "topology.pp": self.pp,
             "topology.ep": self.ep,

@@ -1,4 +1,4 @@
-"""What emulated FP8 costs on a CPU: steps of one recipe in ``fp8_deepseek_v3`` and in ``bf16``, in turns."""
+"""What narrow formats cost on a CPU: steps of one recipe in two precisions, in turns."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from benchmarks.report import spread, verdict
 
 #: An emulated step may take so many times as long as one in bfloat16.
 LIMIT = 3.0
+#: A step with packed weights, as long as one with the same weights in 2 bytes each.
+PACKED_LIMIT = 1.5
 
 FOLDER = Path(__file__).parent
 CASES = (
@@ -24,6 +26,10 @@ CASES = (
     Case(name="laptop's Llama, width 192", file=FOLDER / "fp8_llama.toml"),
     Case(name="Llama, width 256", file=RECIPE),
 )
+
+
+#: Four bits packed, and as bfloat16 numbers.
+FOUR_BITS = tuple(f'{{ use = "fp4_master", packed = {packed} }}' for packed in ("true", "false"))
 
 
 @attrs.define(frozen=True)
@@ -56,14 +62,38 @@ class Slowdown:
         return {**attrs.asdict(self), "ratio": self.ratio, "passed": self.passed}
 
 
+@attrs.define(frozen=True)
+class Unpacking(Slowdown):
+    """The same of weights in four bits."""
+
+    KIND = "fp4"
+    TITLE = (
+        "Milliseconds of a step in one thread, medians: NVFP4 weights held packed, and as bfloat16 numbers."
+    )
+    HEADER = ("model", "packed", "not packed", "ratio", "spread", "limit", "")
+
+    limit: float = PACKED_LIMIT
+
+
 def measure(*, rounds: int, steps: int, cases: Sequence[Case] = CASES) -> list[Slowdown]:
-    """Time every case."""
-    return [slowdown(case, rounds=rounds, steps=steps) for case in cases]
-
-
-def slowdown(case: Case, *, rounds: int, steps: int) -> Slowdown:
-    """Let both precisions take ``rounds`` turns of ``steps`` steps, after one to warm up."""
+    """Time FP8 in every case."""
     precisions = ("fp8_deepseek_v3", "bf16")
+    return [Slowdown(case.name, *raced(case, precisions, rounds, steps)) for case in cases]
+
+
+def measure_packed(*, rounds: int, steps: int, cases: Sequence[Case] = CASES) -> list[Slowdown]:
+    """Time four bits in every case."""
+    return [Unpacking(case.name, *raced(case, FOUR_BITS, rounds, steps)) for case in cases]
+
+
+def raced(
+    case: Case, precisions: Sequence[str], rounds: int, steps: int
+) -> tuple[float, float, tuple[float, ...]]:
+    """Let both precisions take ``rounds`` turns of ``steps`` steps, after one to warm up.
+
+    Returns:
+        Milliseconds of a step in each, medians, and the ratio of each round.
+    """
     seconds: list[list[float]] = [[], []]
     first, second = (attrs.evolve(case, precision=precision) for precision in precisions)
     with Side(engine, first) as narrow, Side(engine, second) as wide:
@@ -75,4 +105,5 @@ def slowdown(case: Case, *, rounds: int, steps: int) -> Slowdown:
                     seconds[number].append(taken)
             order.reverse()
     ratios = tuple(a / b for a, b in zip(*seconds, strict=True))
-    return Slowdown(case.name, *(1e3 * median(each) for each in seconds), ratios)
+    mine, theirs = (1e3 * median(each) for each in seconds)
+    return mine, theirs, ratios

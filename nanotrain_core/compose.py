@@ -33,6 +33,7 @@ from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.initialise import materialise
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.model_table import model_table, training_keys
+from nanotrain_core.packed import settle
 from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry import Registry
@@ -137,11 +138,17 @@ def compose(
     of_parameters = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)
     equalise(placed, mesh)
+    if hasattr(precision, "pack"):
+        precision.pack(tuple(stages.values()))
+        _check_placed(f"precision '{recipe.precision.use}'", stages.values(), placements)
+        placed = placed_parameters(stages.values(), placements)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
     )
     gradients.attach(placed, mesh, precision.gradient_dtype)
     optimizer.setup(placed, precision, gradients, mesh)
+    for parameter in placed:
+        settle(parameter.parameter)
 
     shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
     microbatches = len(shard.rows(recipe.batch.sequences)) // recipe.batch.microbatch
@@ -255,10 +262,15 @@ def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements:
                 f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
                 "part: return the part, or a module that passes its initializer(name) on"
             )
+    _check_placed(f"parallel '{selection.use}'", parts, placements)
+
+
+def _check_placed(who: str, parts: Iterable[nn.Module], placements: Placements) -> None:
+    """Refuse parameters that are not what the placements say."""
     try:
         placed_parameters(parts, placements)
     except ValueError as problem:
-        raise PluginError(f"parallel '{selection.use}': {problem}") from None
+        raise PluginError(f"{who}: {problem}") from None
 
 
 def _check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:

@@ -31,6 +31,7 @@ from nanotrain_core.lr_schedule import lr_scheduler
 from nanotrain_core.measure import agree_now, bubble, expert_load, sum_over_data
 from nanotrain_core.memory import keep_freed_memory
 from nanotrain_core.pace import Pace
+from nanotrain_core.packed import numbers_of, take_in
 from nanotrain_core.random_state import stream_seed
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
@@ -320,9 +321,12 @@ class RuntimeEngine:
         """Become what a checkpoint says; false if there is none."""
         run = self.run
         assert run.checkpoint is not None
-        saved = run.checkpoint.load(which, attrs.evolve(self._state(), accept=lambda m: become(self, m)))
+        state = self._state()
+        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: become(self, m)))
         if saved is None:
             return False
+        for placed, block in zip(run.placed, state.blocks, strict=False):
+            take_in(placed.parameter, block.tensor)
         become(self, saved.meta)  # whatever the checkpoint has called
         self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
         run.optimizer.load_meta(saved.meta["optimizer"])
@@ -334,7 +338,7 @@ class RuntimeEngine:
     def _state(self) -> TrainState:
         run = self.run
         self.weights_ready()
-        weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
+        weights = [Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed]
         meta = {
             "step": self.step,
             "owes_evaluation": self.owes_evaluation,

@@ -169,8 +169,10 @@ class Piece:
     @property
     def weight(self) -> torch.Tensor:
         """The live weight: the parameter's own storage, in its shape or as a flat range."""
+        from nanotrain_core.packed import range_of
+
         whole = self.parameter.detach()
-        return whole if self.span is None else whole.view(-1)[slice(*self.span)]
+        return whole if self.span is None else range_of(whole, *self.span)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.packed import form_of, storage_of
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -195,7 +196,7 @@ def test_a_layout_that_cuts_blocks_of_64_is_refused_before_training(layout, chan
 def bytes_of_rank(case):
     """Return the model's parameters, and this rank's bytes of weights, and of masters and moments."""
     run = make_engine(case, {}).run
-    weights = sum(placed.parameter.nbytes for placed in run.placed)
+    weights = sum(storage_of(placed.parameter).nbytes for placed in run.placed)
     state = sum(b.tensor.nbytes for b in run.optimizer.blocks() if b.global_shape)
     return sum(placed.parameter.numel() for placed in run.placed), weights, state
 
@@ -211,8 +212,29 @@ def test_masters_and_moments_of_a_rank_are_its_share_of_the_bytes_of_the_table(v
     wanted = each * (parameters - kept) + (2 + 2.125) * kept
     assert sum(state for _, _, state in found) == pytest.approx(wanted, rel=0.02)
     for _, weights, state in found:
-        assert weights == pytest.approx(2 * parameters, rel=0.02)
+        assert weights == pytest.approx(0.5625 * (parameters - kept) + 2 * kept, rel=0.02)
         assert state == pytest.approx(wanted / 2, rel=0.02)
+
+
+def losses_and_forms(packed):
+    """Return the first losses, and what each parameter is held as."""
+    case = attrs.evolve(on("ep2", "residual"), config={"variant": "residual", "packed": packed})
+    trace = train(case, {"run": {"steps": 2}})
+    run = make_engine(case, {}).run
+    return [report.loss for report in trace.reports], {
+        p.placement.name: form_of(p.parameter) for p in run.placed
+    }
+
+
+def test_experts_latent_attention_and_all_other_matrices_are_packed_and_train_alike():
+    (losses, forms), _ = run_ranks(losses_and_forms, 2, True)
+    (others, plain), _ = run_ranks(losses_and_forms, 2, False)
+    held = {name for name, form in forms.items() if form != "torch.bfloat16"}
+    matrices = {name for name in forms if "norm" not in name}
+    kept = {"embed.weight", "head.weight", "layers.1.moe.router.weight", "layers.1.moe.router.bias"}
+    assert held - {"layers.1.moe.router.bias"} == matrices - kept
+    assert {*plain.values()} <= {"torch.bfloat16", "torch.float32"}
+    assert losses == pytest.approx(others, rel=2e-3)
 
 
 def test_another_variants_checkpoint_is_refused():

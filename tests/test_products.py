@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
+from nanotrain_core.builtin.row_products import RowProducts
 from nanotrain_core.products import give_products, multiplied, products_of, steady, steady_weights
 from nanotrain_core.roles import Role, tag, take_over
 from nanotrain_core.testing import Case
@@ -53,6 +55,29 @@ def test_every_linear_layer_and_the_experts_that_ask_take_products():
                     "hidden_norm", "embed_norm"}  # fmt: skip
     assert "layers.1.moe.experts.down" in taken
     assert not any("experts" in name for name in make_run(case_of("routed", "given"), {}).described)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [64, 1, 30], [0, 8, 0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_plain_products_are_those_of_each_group_by_itself(counts, dtype):
+    """Experts without rows get zeros, a rank without rows nothing."""
+    torch.manual_seed(0)
+    rows, own = sum(counts), torch.tensor(counts)
+    x, d_y, weight = torch.randn(rows, 16), torch.randn(rows, 24), torch.randn(3, 24, 16)
+    x, d_y, weight = (each.to(dtype) for each in (x, d_y, weight))
+    products = RowProducts().grouped(own)
+    (y,), kept = products.forward(x, weight)
+    each = list(zip(x.split(counts), d_y.split(counts), weight, strict=True))
+    tolerance = {torch.bfloat16: 0.02, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    found = [y, products.input_gradient(d_y, weight), products.weight_gradient(d_y, kept)]
+    wanted = [
+        torch.cat([a.double() @ w.double().T for a, _, w in each]),
+        torch.cat([d.double() @ w.double() for _, d, w in each]),
+        torch.stack([d.double().T @ a.double() for a, d, _ in each]),
+    ]
+    for mine, exact in zip(found, wanted, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def test_a_layer_that_a_wrapper_computes_keeps_its_products():

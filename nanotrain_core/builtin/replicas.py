@@ -17,6 +17,7 @@ from nanotrain_core.builtin.configs import ReplicasConfig
 from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout import Span
+from nanotrain_core.packed import storage_of
 from nanotrain_core.placement import PlacedParameter
 
 #: A block: its parameter and where it begins.
@@ -101,14 +102,18 @@ class Replicas(Monitor):
         self.compared += 1
         differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
         for span in sorted(self.groups):
-            hashes = torch.stack([hash_bits(placed.parameter) for placed in self.groups[span]])
+            hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])
             most = torch.stack([hashes, ~hashes])  # ~ turns the order round: the greatest is the least
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
             differs += (most[0] != ~most[1]).any()
         self.run.mesh.all_reduce(differs, op=dist.ReduceOp.MAX)
         if differs.item():
             everyone = self.run.mesh.gather(
-                {held(p): hash_bits(p.parameter).item() for group in self.groups.values() for p in group}
+                {
+                    held(p): hash_bits(storage_of(p.parameter)).item()
+                    for group in self.groups.values()
+                    for p in group
+                }
             )
             raise Corrupted(f"step {step}: {name_the_wrong(everyone)}")
 
@@ -128,7 +133,7 @@ class Replicas(Monitor):
 
     def _memory(self) -> tuple[float, float, float]:
         """Return megabytes of weights, of optimizer state, and at the peak of the process or GPU."""
-        weights = sum(p.parameter.nbytes for p in self.run.placed)
+        weights = sum(storage_of(p.parameter).nbytes for p in self.run.placed)
         if self.run.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.run.device)
         else:

@@ -17,6 +17,7 @@ from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import Block, EvaluationReport, Monitor, StepReport, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.initialise import initial_block
+from nanotrain_core.packed import numbers_of
 from nanotrain_core.placement import Placement
 from nanotrain_core.random_state import stream_seed
 from nanotrain_core.testing.case import Case
@@ -184,7 +185,7 @@ def weights(run: Run) -> list[Block]:
     """Return copies of this rank's parameters, once they have all arrived."""
     if hasattr(run.optimizer, "wait"):
         run.optimizer.wait([p.parameter for p in run.placed])
-    return copies(Block.of("", p.parameter, p.placement) for p in run.placed)
+    return copies(Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed)
 
 
 def gradients(run: Run) -> list[Block]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nanotrain_core import random_state
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.packed import numbers_of
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import make_run, rank
 
@@ -37,7 +38,7 @@ def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[
     run = make_run(case, {"optimizer": ADAMW})
     assert run.checkpoint is not None
     run.checkpoint.open(folder, run.mesh)
-    blocks = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
+    blocks = [Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed]
     blocks += run.optimizer.blocks()
     if fill is not None:
         for block in blocks:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanotrain_core.packed import storage_of
 from nanotrain_core.placement import PlacedParameter
 
 
@@ -21,5 +22,5 @@ def weight_marks(placed: Iterable[PlacedParameter]) -> str:
     total = hashlib.sha256()
     for each in placed:
         total.update(f"{each.placement.name}{each.placement.offset}".encode())
-        total.update(each.parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(storage_of(each.parameter).cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from nanotrain_core.builtin.expert_products import Products, choose_products
 from nanotrain_core.products import products_of
 from nanotrain_core.roles import Role, tag
 from nanotrain_core.routing import Routing, run_locally
 from nanotrain_core.weight_gradients import is_postponing, sum_of, weight_gradient
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.expert_products import Products, choose_products
 from nanotrain_deepseek.given_products import given_swiglu
 
 

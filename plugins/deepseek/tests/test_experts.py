@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from nanotrain_deepseek import experts as module
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.expert_products import Batched, Grouped, OneByOne, choose_products
 from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.samples import V3
 from torch import nn
 
 from nanotrain_core import weight_gradients
+from nanotrain_core.builtin.expert_products import Batched, Grouped, OneByOne, choose_products
 from nanotrain_core.routing import Routing
 from nanotrain_core.weight_gradients import Postponed
 

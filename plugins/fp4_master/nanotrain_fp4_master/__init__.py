@@ -32,6 +32,9 @@ class FP4MasterConfig:
     """What weights are rounded to, for the model too. Unless said: `nvfp4`, and `bf16` for `remainder`."""
     block_size: int | None = None
     """Weights with one scale: 16 of `nvfp4`; of `nf4` 64, 32 or 16."""
+    packed: bool = True
+    """Hold weights of four bits packed, 0.53 to 0.63 bytes each, and unpack them for each product; false: as
+    bfloat16 numbers of the format, 2 bytes each, which is faster."""
     roles: tuple[Literal["column", "row", "replicated", "experts"], ...] = (
         "column",
         "row",

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from nanotrain_fp4_master.blocks import round_up_or_down
-from nanotrain_fp4_master.noise import Noise
+from nanotrain_fp4_master.noise import Noise, chunks
 
 
 def bits_of(value: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class Eco(Naive):
         """Round to one of the two nearest so that the mean is ``value``."""
         self.noise.begin()
         flat, weight = value.reshape(-1), self.weight.view(-1)
-        for begin, end in self.noise.chunks(len(flat)):
+        for begin, end in chunks(flat):
             threshold = (self.noise.weights(begin, end) * 2**16).int()
             weight[begin:end] = round_up_or_down(flat[begin:end], threshold)
 

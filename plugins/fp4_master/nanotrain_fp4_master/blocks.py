@@ -1,18 +1,19 @@
 """Weights as blocks that share a scale, in NVFP4 or NF4: chosen, rounded and read back as numbers.
 
-What comes out are bfloat16 numbers, so that the model's own parameter holds them without loss and no packed
-copy is needed beside it. For NVFP4 that takes a tensor's scale that is a power of two: then E2M1 times E4M3
-times it has at most six significant bits. An NF4 scale is itself a bfloat16 number.
+What comes out are bfloat16 numbers, which is what checkpoints have and products are made of. For NVFP4 that
+takes a tensor's scale that is a power of two: then E2M1 times E4M3 times it has at most six significant bits.
+An NF4 scale is itself a bfloat16 number.
 
 A block's scale can be told from what was rounded: its largest magnitude is always the format's largest
-number. So nothing but the weights needs to be saved, and rounding what was rounded changes nothing. One
-exception: NVFP4 has no scale for blocks 28672 times smaller than the largest of the tensor (or of the range
-that a rank holds of it), which are therefore rounded more coarsely.
+number. So codes and scales can be made of the numbers again, nothing but the weights needs to be saved, and
+rounding what was rounded changes nothing. NVFP4 has no scale for blocks 28672 times smaller than the largest
+of the tensor (or of the range that a rank holds of it): they become 0, as do blocks without a weight above
+3.6e-7. Weights beyond 672 are 672.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,8 @@ class Format(Protocol):
     """How a block of weights [N, B], float32, is rounded. Noise is uniform in [0, 1); None: to nearest."""
 
     block: int
+    codec: Any
+    """The module with its codes, and the bytes of its scales."""
     fits: tuple[float, float]
     """Between which a block's largest weight over its scale may lie before the scale is chosen anew."""
 
@@ -65,6 +68,7 @@ def four_bits(x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
 class NVFP4Blocks:
     """Sixteen weights to a block. See :mod:`nanotrain_fp4_master.nvfp4`."""
 
+    codec = nvfp4
     fits = (5.5, 6.5)
     nearest = staticmethod(nvfp4.nearest)
     neighbours = staticmethod(nvfp4.neighbours)
@@ -78,11 +82,13 @@ class NVFP4Blocks:
         return NVFP4Blocks(self.block, power_of_two(largest / nvfp4.LARGEST))
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """Round a sixth of the largest weight to an E4M3 number, under the tensor's scale."""
+        """Round a sixth of the largest weight to a normal E4M3 number, under the tensor's scale, or to 0."""
         assert self.tensor_scale is not None
         sixth = blocks.abs().amax(dim=1, keepdim=True) / nvfp4.LARGEST
         low, high = (limit * self.tensor_scale for limit in nvfp4.SCALES)
-        return torch.where(sixth.isfinite(), four_bits(sixth, noise).clamp(low, high), torch.nan)
+        rounded = four_bits(sixth, noise)
+        rounded = torch.where(rounded < low, 0.0, rounded.clamp(max=high))
+        return torch.where(sixth.isfinite(), rounded, torch.nan)
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
         """Return a sixth of the largest weight."""
@@ -101,12 +107,13 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     It is rounded to nearest first, so that the scale of what was rounded is the same again.
     """
     _, exponent = torch.frexp(four_bits(largest, None) / nvfp4.SCALES[1])
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-100))
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(*nvfp4.POWERS))
 
 
 class NF4Blocks:
     """See :mod:`nanotrain_fp4_master.nf4`."""
 
+    codec = nf4
     fits = (0.97, 1.03)
     nearest = staticmethod(nf4.nearest)
     neighbours = staticmethod(nf4.neighbours)
@@ -122,9 +129,10 @@ class NF4Blocks:
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         """Round the largest weight to bfloat16."""
         largest = blocks.abs().amax(dim=1, keepdim=True)
-        if noise is None:
-            return largest.bfloat16().float()
-        return round_up_or_down(largest, (noise * 2**16).int())
+        rounded = largest.bfloat16().float()
+        if noise is not None:
+            rounded = round_up_or_down(largest, (noise * 2**16).int())
+        return torch.where(rounded.isfinite(), rounded, torch.nan)
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
         """Return the largest weight."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.nn.functional import pad
 
+from nanotrain_core.packed import first_numbers_of, read, write
 from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
-from nanotrain_fp4_master.noise import Noise
+from nanotrain_fp4_master.noise import Noise, chunks
 
 #: A residual is a multiple of 1/124 of the largest error that rounding to nearest makes, and at most 127 of
 #: them.
@@ -25,7 +26,7 @@ class Blocks:
 
     def of(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements as blocks [N, B] in float32, the last one filled with zeros."""
-        flat = tensor.reshape(-1)[begin:end].float()
+        flat = read(tensor, begin, end).float()
         return pad(flat, (0, -len(flat) % self.form.block)).view(-1, self.form.block)
 
     def fit(self, value: torch.Tensor) -> Format:
@@ -35,11 +36,11 @@ class Blocks:
 
     def write(self, tensor: torch.Tensor, begin: int, end: int, blocks: torch.Tensor) -> None:
         """Write blocks, less what filled the last one, into the elements of ``tensor``."""
-        tensor.view(-1)[begin:end] = blocks.view(-1)[: end - begin].to(tensor.dtype)
+        write(tensor, begin, end, blocks.view(-1)[: end - begin])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield first and last element of chunks of whole blocks."""
-        return self.noise.chunks(self.weight.numel())
+        return chunks(self.weight)
 
     def noise_for(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a random number for each weight [N, B], and one for each block [N, 1]."""
@@ -55,7 +56,7 @@ class Naive:
 
     def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
         self.weight, self.blocks = weight, Blocks(weight, form, noise)
-        self.store_nearest(weight)
+        self.store_nearest(first_numbers_of(weight))
 
     def load(self) -> torch.Tensor:
         """Widen the parameter."""
@@ -106,14 +107,14 @@ class Residual(Naive):
     bytes_beside = 1.0
 
     def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
-        first = weight.clone()
+        first = first_numbers_of(weight).clone()
         super().__init__(weight, form, noise)
-        self.residual = torch.zeros_like(weight, dtype=torch.int8)
+        self.residual = torch.zeros_like(first, dtype=torch.int8)
         self.store(first)
 
     def load(self) -> torch.Tensor:
         """Add the residual to the weight."""
-        value = torch.empty_like(self.weight, dtype=torch.float32)
+        value = torch.empty_like(self.residual, dtype=torch.float32)
         for begin, end in self.blocks.chunks():
             rounded = self.blocks.of(self.weight, begin, end)
             residual = self.blocks.of(self.residual, begin, end)

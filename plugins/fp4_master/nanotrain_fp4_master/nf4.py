@@ -55,6 +55,30 @@ def nearest_codes(x: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(x, middles, out_int32=True)
 
 
+def to_codes(x: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit codes of numbers next to levels, uint8."""
+    return nearest_codes(x).to(torch.uint8)
+
+
+def from_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Return the levels of 4-bit codes, float32."""
+    return tables(codes.device)[0][codes.int()]
+
+
+#: Bytes that a block's scale takes, in the form of :func:`to_bytes`.
+SCALE_BYTES = 2
+
+
+def to_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales [N, 1], bfloat16 numbers, as bytes [N, 2]."""
+    return scales.bfloat16().contiguous().view(torch.uint8)
+
+
+def from_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`to_bytes`: float32."""
+    return stored.contiguous().view(torch.bfloat16).float()
+
+
 def nearest(x: torch.Tensor) -> torch.Tensor:
     """Round to levels."""
     return tables(x.device)[0][nearest_codes(x)]
@@ -82,10 +106,10 @@ def quantise(x: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.T
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
     scales = blocks.abs().amax(dim=1)
     ratio = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
-    return pack(nearest_codes(ratio.nan_to_num(0.0)).to(torch.uint8)), scales
+    return pack(to_codes(ratio.nan_to_num(0.0))), scales
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, length: int, block: int = BLOCK) -> torch.Tensor:
     """Return ``length`` weights in float32."""
-    numbers = tables(codes.device)[0][unpack(codes).int()].view(-1, block)
+    numbers = from_codes(unpack(codes)).view(-1, block)
     return (numbers * scales.unsqueeze(1)).flatten()[:length]

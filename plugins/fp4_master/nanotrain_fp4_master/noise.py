@@ -82,6 +82,12 @@ def cut_blocks(piece: Piece, block: int) -> bool:
 CHUNKS = {"cpu": 2**17, "cuda": 2**22}
 
 
+def chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield first and last element of chunks of whole blocks, as many as are rounded at a time."""
+    size, length = CHUNKS.get(tensor.device.type, CHUNKS["cuda"]), tensor.numel()
+    return ((begin, min(begin + size, length)) for begin in range(0, length, size))
+
+
 class Clock:
     """What the masters of one precision have in common: the run's seed, and how many steps it has taken.
 
@@ -118,11 +124,6 @@ class Noise:
         """Draw other numbers from here on: once a step in training, but nobody is held to that."""
         self.turn = self.turn + 1 if self.step == self.clock.step else 0
         self.step = self.clock.step
-
-    def chunks(self, length: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of whole blocks."""
-        size = CHUNKS.get(self.device.type, CHUNKS["cuda"])
-        return ((begin, min(begin + size, length)) for begin in range(0, length, size))
 
     def weights(self, begin: int, end: int) -> torch.Tensor:
         """Return this step's number for each of these elements of the piece."""

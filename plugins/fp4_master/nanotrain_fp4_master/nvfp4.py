@@ -10,6 +10,8 @@ Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from nanotrain_fp4_master.pack import pack, unpack
@@ -61,11 +63,21 @@ def half_gap(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_codes(x: torch.Tensor) -> torch.Tensor:
-    """Return the 4-bit codes of E2M1 numbers: a sign, two bits of exponent, one of mantissa. uint8."""
-    magnitude = x.abs()
-    small = torch.where(magnitude < 2, magnitude * 2, magnitude + 2)
-    code = torch.where(magnitude < 4, small, magnitude / 2 + 4)
-    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    """Return the 4-bit codes of E2M1 numbers: a sign, two bits of exponent, one of mantissa. uint8.
+
+    The ten upper bits of a float32 number tell them apart: sign, exponent, and one of mantissa.
+    """
+    upper = (x.float().contiguous().view(torch.int32) >> 22).bitwise_and_(1023)
+    return every_code(x.device).index_select(0, upper.view(-1)).view(x.shape)
+
+
+@cache
+def every_code(device: torch.device) -> torch.Tensor:
+    """Return the code for the upper bits of each E2M1 number [1024], uint8; 0 for all others."""
+    codes = torch.arange(16, dtype=torch.uint8, device=device)
+    table = torch.zeros(1024, dtype=torch.uint8, device=device)
+    table[(from_codes(codes).view(torch.int32) >> 22) & 1023] = codes
+    return table
 
 
 def from_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -73,6 +85,41 @@ def from_codes(codes: torch.Tensor) -> torch.Tensor:
     code = (codes & 7).float()
     magnitude = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, code * 2 - 8))
     return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+#: Bytes that a block's scale takes, in the form of :func:`to_bytes`.
+SCALE_BYTES = 1
+#: What is added to the exponent of a scale, the least of which so becomes 1; the byte of one that is not a
+#: number.
+BIAS, NAN = 25, 1
+#: The least and the largest power of two that a tensor's scale may be, so that all block scales have a byte.
+POWERS = (-18, -2)
+
+
+def to_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales [N, 1], an E4M3 number times a power of two in :data:`POWERS`, as bytes [N, 1].
+
+    A scale has no sign. So its byte has five bits of exponent and three of mantissa, for 2^-24 to 120: what
+    takes an E4M3 number and the tensor's scale elsewhere.
+    """
+    bits = scales.float().contiguous().view(torch.int32)
+    code = (((bits >> 23) - 127 + BIAS) << 3) | ((bits >> 20) & 7)
+    code = torch.where(scales == 0, 0, code)
+    return torch.where(scales.isfinite(), code, NAN).to(torch.uint8)
+
+
+def from_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`to_bytes`: float32."""
+    return every_scale(stored.device)[stored.int()]
+
+
+@cache
+def every_scale(device: torch.device) -> torch.Tensor:
+    """Return what each byte means [256], float32."""
+    code = torch.arange(256, dtype=torch.int32, device=device)
+    scales = ((((code >> 3) - BIAS + 127) << 23) | ((code & 7) << 20)).view(torch.float32).clone()
+    scales[0], scales[NAN] = 0.0, torch.nan
+    return scales
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import attrs
@@ -15,11 +15,15 @@ from nanotrain_core.builtin.precisions import LiveMaster
 from nanotrain_core.contracts import MasterWeight
 from nanotrain_core.dtypes import cast
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.placement import Piece, Placement
+from nanotrain_core.packed import PackedWeight
+from nanotrain_core.placement import RANGE, Piece, Placement
+from nanotrain_core.products import give_products, multiplied
 from nanotrain_core.roles import tagged
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
+from nanotrain_fp4_master.packing import FourBits
+from nanotrain_fp4_master.products import UnpackedProducts
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
 LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
@@ -57,6 +61,7 @@ class FP4Master:
         self.config = config
         self.loss_scale = self.clock = Clock()
         self.roles: dict[str, str] = {}
+        self.packed: set[str] = set()
 
     def seed(self, number: int) -> None:
         """Round at random after the run's seed."""
@@ -68,10 +73,37 @@ class FP4Master:
             for name, _ in module.named_parameters(prefix=prefix):
                 self.roles[name] = found.role.name.lower()
         cast(part, self.parameter_dtype)
+        if self.config.form in FORMATS and self.config.packed:
+            self._unpack_for_products(part)
         if structlog.contextvars.get_contextvars().get("rank", 0) == 0:
             for row in self.table(part.named_parameters()):
                 structlog.get_logger("nanotrain.fp4_master").info("fp4_master", **attrs.asdict(row))
         return part
+
+    def _unpack_for_products(self, part: nn.Module) -> None:
+        """Have the products of low weights made of what is unpacked, and note that these can be packed."""
+        for prefix, module, _ in tagged(part):
+            names = {name: f"{prefix}.{name}" if prefix else name for name in multiplied(module)}
+            weights = {full: getattr(module, name) for name, full in names.items()}
+            low = {full for full, weight in weights.items() if self.is_low(full, weight.dim())}
+            low = {full for full in low if weights[full].dtype == self.parameter_dtype}
+            if low:
+                give_products(module, dict.fromkeys(names, UnpackedProducts()))
+                self.packed |= low
+
+    def pack(self, parts: Sequence[nn.Module]) -> None:
+        """Replace weights in four bits by packed ones."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for part in parts:
+            for name, parameter in list(part.named_parameters()):
+                if name not in self.packed or not parameter.numel():
+                    continue
+                if parameter not in made:
+                    form = FourBits(FORMATS[self.config.form](self.config.block))
+                    packed = PackedWeight.of(parameter, form)
+                    made[parameter] = nn.Parameter(packed, requires_grad=parameter.requires_grad)
+                owner, _, last = name.rpartition(".")
+                setattr(part.get_submodule(owner), last, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
@@ -111,7 +143,12 @@ class FP4Master:
         if not self.is_low(name, parameter.dim()):
             return role, "bf16 remainder", 4.0
         beside = {"residual": 1.0, "remainder": 2.0}.get(self.config.variant, 0.0)
-        return role, f"{self.config.form} {self.config.variant}", 2.0 + beside
+        weights, held = f"{self.config.form} {self.config.variant}", 2.0
+        if name in self.packed:
+            held = FourBits(FORMATS[self.config.form](self.config.block)).width / RANGE
+        elif self.config.form in FORMATS:
+            weights += ", not packed"
+        return role, weights, held + beside
 
 
 def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeight:

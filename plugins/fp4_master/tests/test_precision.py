@@ -8,6 +8,7 @@ from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 
 from nanotrain_core.errors import RecipeError
+from nanotrain_core.packed import storage_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run, push
 
@@ -70,8 +71,8 @@ def test_the_table_says_what_each_got_and_counts_every_parameter():
     rows = precision.table(part.named_parameters())
     assert sum(row.parameters for row in rows) == sum(p.numel() for p in part.parameters())
     assert {(row.role, row.weights, row.bytes_each) for row in rows} == {
-        ("column", "nvfp4 residual", 3.0),
-        ("row", "nvfp4 residual", 3.0),
+        ("column", "nvfp4 residual", 1.5625),
+        ("row", "nvfp4 residual", 1.5625),
         ("pattern", "bf16 remainder", 4.0),
         ("norm", "bf16 remainder", 4.0),
         ("vocab", "bf16 remainder", 4.0),
@@ -108,18 +109,18 @@ def test_a_remainder_needs_no_format():
 
 # --- what it costs ----------------------------------------------------------------------------------
 
-#: Bytes of a weight, and of what is beside it: the table of the README. Four bits are numbers of bfloat16.
+#: Bytes of a weight, and of what is beside it: the table of the README. Scales are counted.
 BYTES = {
     ("bf16", "remainder"): (2, 2),
     ("bf16", "residual"): (2, 1),
     ("bf16", "eco"): (2, 0),
     ("bf16", "naive"): (2, 0),
-    ("nvfp4", "residual"): (2, 1),
-    ("nvfp4", "eco"): (2, 0),
-    ("nvfp4", "naive"): (2, 0),
-    ("nf4", "residual"): (2, 1),
-    ("nf4", "eco"): (2, 0),
-    ("nf4", "naive"): (2, 0),
+    ("nvfp4", "residual"): (0.5625, 1),
+    ("nvfp4", "eco"): (0.5625, 0),
+    ("nvfp4", "naive"): (0.5625, 0),
+    ("nf4", "residual"): (0.53125, 1),
+    ("nf4", "eco"): (0.53125, 0),
+    ("nf4", "naive"): (0.53125, 0),
 }
 #: Bytes of both moments; eight bits are too few for a first moment that carries errors.
 MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2.125}
@@ -135,7 +136,8 @@ KEPT = {"embed.weight", "head.weight"}
 
 def bytes_of(tensors):
     """Return the bytes of the storages of ``tensors``, each once and whole."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    found = [storage_of(tensor).untyped_storage() for tensor in tensors]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in found}
     return sum(storages.values())
 
 

@@ -1,7 +1,8 @@
 """One buffer for the weights of many parameters, cut into buckets of which each rank owns an equal range.
 
 A parameter is a view into its buffer, so weights that other ranks updated can be received straight into
-the model, and a float32 range is its own master. Where a bucket ends has nothing to do with where a
+the model, and a float32 range is its own master. A buffer has rows of :data:`ALIGN` weights, in whatever form
+a precision holds them: packed ones also travel packed. Where a bucket ends has nothing to do with where a
 parameter does: a large one lies in several buckets, and each rank's range of a bucket is pieces of a few.
 
 Source: the partition of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5, bucket by bucket.
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanotrain_core.packed import memory_like, move
 from nanotrain_core.placement import RANGE, Piece, PlacedParameter
 
 #: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
@@ -54,9 +56,11 @@ class Bucket:
 
     fills: Sequence[Fill]
     weights: torch.Tensor
-    """Of all ranks' ranges: a view of the buffer."""
+    """Of all ranks' ranges, flat, as they are held: a view of the buffer."""
     own: slice
-    """This rank's range of the bucket."""
+    """This rank's range of the bucket, in elements of parameters."""
+    length: int
+    """In elements of parameters: of gradients that travel."""
     shard: torch.Tensor
     """The sum of gradients in this rank's range."""
     summed: bool = False
@@ -66,6 +70,17 @@ class Bucket:
 
     def __attrs_post_init__(self) -> None:
         self.reset()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a range of it."""
+        return self.length // len(self.shard)
+
+    @property
+    def own_weights(self) -> torch.Tensor:
+        """This rank's range of :attr:`weights`."""
+        index = self.own.start // len(self.shard)
+        return self.weights.view(self.ranks, -1)[index]
 
     def reset(self) -> None:
         """Wait for every gradient again."""
@@ -88,11 +103,11 @@ class Flat:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.starts = list(running_total(padded(member.parameter.numel()) for member in members))
         bounds = cut(self.starts[-1], limit // dtype.itemsize, self.ranks)
-        first = members[0].parameter
-        self.weights = torch.zeros(bounds[-1][1], dtype=first.dtype, device=first.device)
+        length, first = bounds[-1][1], members[0].parameter
+        self.weights = memory_like(first, length // ALIGN)
         for start, member in zip(self.starts, members, strict=False):
-            move(member.parameter, self.weights[start : start + member.parameter.numel()])
-        shard = torch.zeros(len(self.weights) // self.ranks, dtype=dtype, device=first.device)
+            move(member.parameter, self.weights[start // ALIGN :])
+        shard = torch.zeros(length // self.ranks, dtype=dtype, device=first.device)
         self.buckets = [self._bucket(start, stop, shard) for start, stop in bounds]
 
     def _bucket(self, start: int, stop: int, shard: torch.Tensor) -> Bucket:
@@ -102,7 +117,8 @@ class Flat:
             for member, at, a, b in self._within(start, stop)
         ]
         mine = slice(self.rank * own, (self.rank + 1) * own)
-        return Bucket(fills, self.weights[start:stop], mine, shard[start // self.ranks :][:own])
+        weights = self.weights[start // ALIGN : stop // ALIGN].view(-1)
+        return Bucket(fills, weights, mine, stop - start, shard[start // self.ranks :][:own])
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[PlacedParameter, int, int, int]]:
         """Yield each member in elements ``start`` to ``stop``: where it begins, and which of them are its."""
@@ -135,9 +151,3 @@ def running_total(lengths: Iterator[int] | Sequence[int]) -> Iterator[int]:
     for length in lengths:
         total += length
         yield total
-
-
-def move(parameter: nn.Parameter, storage: torch.Tensor) -> None:
-    """Have ``parameter`` live in ``storage``, flat and as long, and free what it had."""
-    storage.copy_(parameter.detach().reshape(-1))
-    parameter.data = storage.view(parameter.shape)

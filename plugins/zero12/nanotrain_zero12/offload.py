@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from nanotrain_core.contracts import ErrorFeedback, MasterWeight, Precision
+from nanotrain_core.packed import first_numbers_of
 from nanotrain_core.placement import Piece
 
 
@@ -22,7 +23,7 @@ class HostMaster:
         """Copy the weight of ``piece`` to pinned memory, from where a GPU reads by itself."""
         weight = piece.weight
         host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
-        host.copy_(weight)
+        host.copy_(first_numbers_of(weight))
         inner = precision.master(host, piece)
         weight.copy_(host)  # which the master may have rounded
         kind = LossyHostMaster if isinstance(inner, ErrorFeedback) else cls

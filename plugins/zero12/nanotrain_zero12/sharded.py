@@ -23,6 +23,7 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.gradients import LocalGradients
 from nanotrain_core.layout import Span
 from nanotrain_core.mesh import Mesh
+from nanotrain_core.packed import form_of
 from nanotrain_core.placement import Piece, PlacedParameter
 from nanotrain_core.weight_gradients import in_use
 from nanotrain_zero12 import Zero12Config
@@ -32,8 +33,8 @@ from nanotrain_zero12.transport import Transport, choose
 #: Where a parameter that several stages hold, of this rank or of others, is reduced: after all of them.
 LATE = -1
 
-#: What the members of one buffer have in common: model part or LATE, ranks to sum over, dtype.
-Key = tuple[int, Span, torch.dtype]
+#: What the members of one buffer have in common: model part or LATE, ranks to sum over, how they are held.
+Key = tuple[int, Span, str]
 
 
 class Line:
@@ -241,8 +242,8 @@ def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, 
     for placed in reversed(parameters):
         span = placed.placement.sync_span(mesh.layout)
         late = len(placed.parts) > 1 or bool(span.stages)
-        found[LATE if late else placed.parts[0], span, placed.parameter.dtype].append(placed)
-    late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: (key[1], str(key[2])))
+        found[LATE if late else placed.parts[0], span, form_of(placed.parameter)].append(placed)
+    late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: key[1:])
     for key in late_keys:
         found[key].sort(key=lambda placed: placed.placement.name)
     return [(key, found[key]) for key in (*(key for key in found if key[0] != LATE), *late_keys)]

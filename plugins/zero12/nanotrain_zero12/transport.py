@@ -102,13 +102,13 @@ class SharedMemory:
     def reduce_scatter(self, bucket: Bucket, write: Write) -> None:
         """Write where others read; add up this rank's range a turn later."""
         dtype = bucket.shard.dtype
-        write(self.ring.begin()[: len(bucket.weights) * dtype.itemsize].view(dtype))
+        write(self.ring.begin()[: bucket.length * dtype.itemsize].view(dtype))
         add, bucket.summed = bucket.summed, True
         self.ring.send(partial(reduce_scatter, start=bucket.own.start, into=bucket.shard, add=add))
 
     def all_gather(self, bucket: Bucket) -> Sequence[dist.Work]:
         """Show this rank's range; copy the others' a turn later."""
-        own = bucket.weights[bucket.own]
+        own = bucket.own_weights
         self.ring.begin()[: own.nbytes].view(own.dtype).copy_(own)
         self.ring.send(partial(all_gather, into=bucket.weights, rank=self.rank))
         return ()
@@ -168,7 +168,7 @@ class Gloo(Collectives):
 
     def reduce_scatter(self, bucket: Bucket, write: Write) -> None:
         """All-to-all, then a local sum in the order of ranks."""
-        sent = self.lend(len(bucket.weights), bucket.shard)
+        sent = self.lend(bucket.length, bucket.shard)
         write(sent)
         received = self.lend(len(sent), bucket.shard)
 
@@ -192,7 +192,7 @@ class NCCL(Collectives):
 
     def reduce_scatter(self, bucket: Bucket, write: Write) -> None:
         """Reduce-scatter in float32 or wider, whatever the weights are."""
-        sent = self.lend(len(bucket.weights), bucket.shard)
+        sent = self.lend(bucket.length, bucket.shard)
         write(sent)
         received = self.lend(len(bucket.shard), bucket.shard)
 
@@ -204,7 +204,7 @@ class NCCL(Collectives):
 
     def all_gather(self, bucket: Bucket) -> Sequence[dist.Work]:
         """All-gather in place."""
-        own = bucket.weights[bucket.own]
+        own = bucket.own_weights
         work = dist.all_gather_into_tensor(bucket.weights, own, group=self.group, async_op=True)
         return [] if work is None else [work]
 

@@ -1,0 +1,76 @@
+"""Four bits a weight, two weights to a byte, and the scales of their blocks: how weights are held.
+
+A row has the codes of 64 weights, in 32 bytes, and behind them their scales:
+
+| | scales of a row | bytes of a row | bits a weight |
+|---|---|---|---|
+| NVFP4 | 4, a byte each | 36 | 4.5 |
+| NF4, blocks of 64, 32, 16 | 1, 2, 4, two bytes each | 34, 36, 40 | 4.25, 4.5, 5 |
+
+Nothing is shared by more than a row, so a range of a weight can be held, sent and changed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch.nn.functional import pad
+
+from nanotrain_core.placement import RANGE
+from nanotrain_fp4_master.blocks import Format, nonzero, to_nearest
+from nanotrain_fp4_master.noise import chunks
+from nanotrain_fp4_master.pack import pack, unpack
+
+#: Bytes of a row's codes.
+CODES = RANGE // 2
+
+
+class FourBits:
+    """Weights in blocks of a format. See :class:`~nanotrain_core.packed.Packing`."""
+
+    def __init__(self, form: Format) -> None:
+        self.form, self.name = form, f"{form.codec.__name__} in blocks of {form.block}"
+        self.width = CODES + RANGE // form.block * form.codec.SCALE_BYTES
+
+    def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Round flat numbers to nearest."""
+        result = torch.empty_like(numbers, dtype=torch.bfloat16)
+        low, high = numbers.aminmax()
+        form = self.form.fit(torch.maximum(-low, high).float())
+        for begin, end in chunks(numbers):
+            result[begin:end] = to_nearest(self._blocks(numbers[begin:end]), form).view(-1)[: end - begin]
+        return result
+
+    def pack(self, numbers_n: torch.Tensor) -> torch.Tensor:
+        """Return rows of codes and scales."""
+        rows = numbers_n.new_empty(-(-len(numbers_n) // RANGE), self.width, dtype=torch.uint8)
+        for begin, end in chunks(numbers_n):
+            self._write(numbers_n[begin:end], rows[begin // RANGE : -(-end // RANGE)])
+        return rows
+
+    def _write(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+        blocks = self._blocks(pad(numbers, (0, -len(numbers) % RANGE)))
+        scales = self.form.scales_of(blocks)
+        codes = self.form.codec.to_codes((blocks / nonzero(scales)).nan_to_num_(0.0))
+        rows[:, :CODES] = pack(codes).view(-1, CODES)
+        rows[:, CODES:] = self.form.codec.to_bytes(scales).view(len(rows), -1)
+
+    def _blocks(self, numbers: torch.Tensor) -> torch.Tensor:
+        return pad(numbers.float(), (0, -len(numbers) % self.form.block)).view(-1, self.form.block)
+
+    def unpack(self, rows_UW: torch.Tensor) -> torch.Tensor:
+        """Return the numbers in bfloat16, as :func:`~nanotrain_fp4_master.blocks.on_grid` rounds them."""
+        codec = self.form.codec
+        stored = rows_UW[:, CODES:].reshape(-1, codec.SCALE_BYTES)
+        pairs = pairs_of(codec.from_codes, rows_UW.device)
+        numbers = pairs.index_select(0, rows_UW[:, :CODES].reshape(-1).int()).view(torch.float32)
+        return numbers.view(-1, self.form.block).mul_(codec.from_bytes(stored)).bfloat16().view(-1)
+
+
+@cache
+def pairs_of(from_codes: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the two float32 numbers of every byte of codes, as one number of 8 bytes: [256], int64."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return from_codes(unpack(every)).view(torch.int64)
