@@ -51,6 +51,9 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
+    """Say what is missing for Triton's kernels, and for torch's products of what they round."""
+    if not recipe.tile:
+        return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton")
 
 
@@ -71,10 +74,9 @@ def _torch(recipe: Recipe) -> LinearProducts:
 
 
 def _triton(recipe: Recipe) -> LinearProducts:
-    from nanotrain_fp8_deepseek_v3.kernels import quantise_tiles
-    from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+    from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
-    return ScaledFP8(recipe, quantise_tiles)
+    return TritonFP8(recipe)
 
 
 def _te(recipe: Recipe) -> LinearProducts:

@@ -14,7 +14,7 @@ Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -41,10 +41,6 @@ class Coded:
     """The name of its ``torch.nn.functional.ScalingType``."""
 
 
-#: ``(x [R, C], format, power_of_two=...) -> (codes, scales [R, c])``, filled up to whole tiles of columns.
-Quantiser = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
 def quantise_tiles(
     x_RC: torch.Tensor, format_: Format, *, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +54,8 @@ class ScaledFP8(Narrowed):
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe, quantiser: Quantiser = quantise_tiles) -> None:
-        self.recipe, self.quantiser = recipe, quantiser
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
         self.read_weight = MadeOnce(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
@@ -72,7 +68,7 @@ class ScaledFP8(Narrowed):
 
     def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
         if self.recipe.tile:
-            codes, scales = self.quantiser(_aligned(x_RC), format_, power_of_two=power_of_two)
+            codes, scales = quantise_tiles(_aligned(x_RC), format_, power_of_two=power_of_two)
             return Coded(codes, scales, "BlockWise1x128")
         tiled = quantise(_aligned(x_RC), (0, 0), format_)
         return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, quantise
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
 from nanotrain_fp8_deepseek_v3.products import Recipe
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,11 +26,11 @@ RUNNABLE = [
 ]
 
 
-def operands(M=512, K=640, N=384):
+def operands(M=512, K=640, N=384, experts=()):
     torch.manual_seed(0)
-    x, w, d_y = torch.randn(M, K), torch.randn(N, K) / 16, torch.randn(M, N)
+    x, w, d_y = torch.randn(M, K), torch.randn(*experts, N, K) / 16, torch.randn(M, N)
     x[:, 7] *= 300
-    d_y[3] *= 1e-4
+    d_y[3:4] *= 1e-4
     return [each.bfloat16().to(DEVICE) for each in (x, w, d_y)]
 
 
@@ -42,35 +42,71 @@ def products_of(products, x, w, d_y):
 @pytest.mark.parametrize(("name", "recipe"), RUNNABLE)
 def test_products(name, recipe):
     x, w, d_y = operands()
-    found = products_of(BACKENDS[name].make(recipe), x, w, d_y)
-    expected = by_definition(recipe, x, w, d_y)
-    sizes = [x.abs() @ w.abs().T, d_y.abs() @ w.abs(), d_y.abs().T @ x.abs()]
-    for ours, theirs, size in zip(found, expected, sizes, strict=True):
-        bound = size.double() * 2.0**-12 + theirs.abs() * 2.0**-7
+    assert_near(products_of(BACKENDS[name].make(recipe), x, w, d_y), by_definition(recipe, x, w, d_y))
+
+
+@pytest.mark.parametrize(("name", "recipe"), [each for each in RUNNABLE if each.values[1].tile])
+@pytest.mark.parametrize("counts", [[40, 0, 300, 1, 171], [0, 0, 3, 0, 0], [128, 128, 0, 128, 256]], ids=str)
+def test_products_of_experts(name, recipe, counts):
+    """The counts lie where the rows do, as a router hands them over."""
+    x, w, d_y = operands(sum(counts), experts=(len(counts),))
+    grouped = BACKENDS[name].make(recipe).grouped(torch.tensor(counts, device=DEVICE))
+    y, d_x, d_w = products_of(grouped, x, w, d_y)
+    pieces = zip(*(each.split(counts) for each in (x, d_y, y, d_x)), w, d_w, strict=True)
+    for own_x, own_d_y, own_y, own_d_x, own_w, own_d_w in pieces:
+        if not len(own_x):
+            assert not own_d_w.any()
+            continue
+        assert_near((own_y, own_d_x, own_d_w), by_definition(recipe, own_x, own_w, own_d_y))
+
+
+def assert_near(found, expected):
+    """Compare each product with its definition, element by element, by the sizes of what is added up."""
+    for ours, (theirs, size) in zip(found, expected, strict=True):
+        bound = size * 2.0**-12 + theirs.abs() * 2.0**-7
         assert ((ours.double() - theirs).abs() <= bound).all()
 
 
 def by_definition(recipe, x, w, d_y):
-    """Return the three products in float64, of operands rounded along what is summed over."""
+    """Return the three products of operands rounded along what is summed over, and their sizes: float64."""
     row, column = ((1, TILE), (TILE, 1)) if recipe.tile else ((0, 0), (0, 0))
     inputs, powers = recipe.input_power_of_two, recipe.gradient_power_of_two
     rounded_x = quantise(x, row, power_of_two=inputs).values()
     turned_x = quantise(rounded_x, column, power_of_two=inputs).values() if recipe.tile else rounded_x
-    block = quantise(w, (recipe.tile, recipe.tile)).values().double()
+    block = quantise(w, (recipe.tile, recipe.tile)).values()
     rows, columns = (
-        quantise(d_y, tile, recipe.gradients, power_of_two=powers).values().double() for tile in (row, column)
+        quantise(d_y, tile, recipe.gradients, power_of_two=powers).values() for tile in (row, column)
     )
-    return rounded_x.double() @ block.T, rows @ block, columns.T @ turned_x.double()
+    pairs = ((rounded_x, block.T), (rows, block), (columns.T, turned_x))
+    return [(a.double() @ b.double(), a.double().abs() @ b.double().abs()) for a, b in pairs]
 
 
-QUANTISERS = [scaled.quantise_tiles]
-if not BACKENDS["triton"].refusal(DEVICE, Recipe()):
-    from nanotrain_fp8_deepseek_v3 import kernels
-
-    QUANTISERS.append(kernels.quantise_tiles)
+needs_triton = pytest.mark.skipif(
+    bool(BACKENDS["triton"].refusal(DEVICE, Recipe())), reason="Triton's kernels need a GPU and Triton"
+)
 
 
-@pytest.mark.parametrize("quantiser", QUANTISERS, ids=lambda function: function.__module__)
+def along_rows(x, form, power_of_two):
+    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
+
+    return quantise_rows(x, form, power_of_two=power_of_two)
+
+
+def along_columns(x, form, power_of_two):
+    from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned
+
+    return quantise_turned(x.T, None, form, power_of_two=power_of_two)
+
+
+def by_torch(x, form, power_of_two):
+    return scaled.quantise_tiles(x, form, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize(
+    "quantiser",
+    [by_torch, *(pytest.param(each, marks=needs_triton) for each in (along_rows, along_columns))],
+    ids=lambda function: function.__name__,
+)
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -78,11 +114,42 @@ def test_codes_and_scales(quantiser, power_of_two, turned, form):
     x, _, _ = operands(M=333, K=259)
     x[5, 9], x[6, 200], x[7] = float("inf"), float("nan"), 0.0
     x = x.T if turned else x
-    codes, scales = quantiser(x, form, power_of_two=power_of_two)
-    expected = quantise(x, (1, TILE), form, power_of_two=power_of_two)
-    assert codes.shape == (len(x), -(-x.shape[1] // TILE) * TILE)
-    assert not codes[:, x.shape[1] :].float().nan_to_num(0.0).any()
-    assert scales.stride(0) == 1
-    ours, theirs = codes[:, : x.shape[1]].float(), expected.codes().float()
-    assert torch.equal(ours.nan_to_num(1e9), theirs.nan_to_num(1e9))
-    assert torch.equal(scales.nan_to_num(1e9), expected.scales.flatten(1).nan_to_num(1e9))
+    assert_same(*quantiser(x, form, power_of_two), quantise(x, (1, TILE), form, power_of_two=power_of_two))
+
+
+@needs_triton
+def test_codes_and_scales_of_what_is_rounded_once_more():
+    from nanotrain_fp8_deepseek_v3.triton_kernels.turned import requantise_turned
+
+    x, _, _ = operands(M=333, K=259)
+    once = quantise(x, (1, TILE))
+    codes, scales = once.codes(), once.scales.flatten(1)
+    found = requantise_turned(codes, scales, power_of_two=False)
+    assert_same(*found, quantise(dequantise(codes, scales, E4M3).T, (1, TILE)))
+
+
+@needs_triton
+def test_codes_and_scales_of_stacked_weights():
+    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
+
+    _, w, _ = operands(K=259, N=333, experts=(3,))
+    blocks = quantise_blocks(w)
+    for e, w_NK in enumerate(w):
+        ways = ((blocks.codes_ENK, blocks.scales_Enk, w_NK), (blocks.codes_EKN, blocks.scales_Ekn, w_NK.T))
+        for codes, scales, way in ways:
+            expected = quantise(way, (TILE, TILE))
+            expected.scales = expected.scales.repeat_interleave(TILE, 0)[: len(way)]
+            width = -(-way.shape[1] // TILE)
+            assert_same(codes[e], scales[e, :, :width].repeat_interleave(TILE, 0), expected)
+
+
+def assert_same(codes, scales, expected):
+    """Compare bits of codes and scales; what fills them up is zero, or NaN in a tile that is NaN."""
+    own, (R, C) = expected.codes(), expected.shape
+    assert codes.shape[1] == -(-C // TILE) * TILE
+    assert not codes[R:].float().nan_to_num(0.0).any()
+    assert not codes[:R, C:].float().nan_to_num(0.0).any()
+    nan = own.float().isnan()
+    assert torch.equal(codes[:R, :C].float().isnan(), nan)
+    assert torch.equal(*(each.contiguous().view(torch.uint8)[~nan] for each in (codes[:R, :C], own)))
+    assert torch.equal(scales[:R].nan_to_num(1e9), expected.scales.flatten(1).nan_to_num(1e9))

@@ -1,0 +1,136 @@
+"""Products of operands that Triton's kernels round, each in one pass. **Never run on a GPU.**
+
+One weight is multiplied by torch, as in :mod:`~nanotrain_fp8_deepseek_v3.scaled`; torch has no grouped
+product with these scales, so experts are multiplied by a kernel, all in one launch. Imported only where
+Triton is.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanotrain_core.products import Kept
+from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
+from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
+from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import Blocks, quantise_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
+from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned, requantise_turned
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Rounded(Narrowed):
+    """Rounds operands, and multiplies none. Codes and scales [R, C], [R, c], filled up."""
+
+    def __init__(self, recipe: Recipe, read_weight: MadeOnce[Blocks] | None = None) -> None:
+        self.recipe = recipe
+        self.read_weight = read_weight or MadeOnce(quantise_blocks)
+
+    def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
+        """Return the same for stacked weights. The host does not wait for the counts."""
+        return TritonExperts(self, counts_E)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return codes and scales of x."""
+        return cropped(self._input(x_MK), x_MK)
+
+    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Return codes and scales, or None if the recipe does not want it."""
+        return cropped(quantise_rows(made_of_MK), made_of_MK) if self.recipe.narrow else None
+
+    def _input(self, x_MK: torch.Tensor) -> Pair:
+        return quantise_rows(x_MK, power_of_two=self.recipe.input_power_of_two)
+
+    def _gradient(self, d_y_MN: torch.Tensor) -> Pair:
+        recipe = self.recipe
+        return quantise_rows(d_y_MN, recipe.gradients, power_of_two=recipe.gradient_power_of_two)
+
+    def _turned(self, d_y_MN: torch.Tensor, kept: Kept, groups: Groups | None) -> tuple[Pair, Pair]:
+        """Return dy and what was kept of x, for the gradient of the weight: tiles now lie along M."""
+        recipe, (codes_MK, scales) = self.recipe, kept
+        form, power_of_two = recipe.gradients, recipe.gradient_power_of_two
+        return (
+            quantise_turned(d_y_MN, groups, form, power_of_two=power_of_two),
+            requantise_turned(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
+        )
+
+
+class TritonFP8(Rounded):
+    """Products of one weight. See :class:`~nanotrain_core.products.LinearProducts`."""
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and codes and scales of x."""
+        x, ys = self._input(x_MK), []
+        for weight in weights:
+            blocks, shape = self.read_weight(weight), (len(x_MK), len(weight))
+            ys.append(multiply(tiles(x), block(blocks.codes_ENK, blocks.scales_Enk), shape, x_MK.dtype))
+        return ys, cropped(x, x_MK)
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[1])
+        right = block(blocks.codes_EKN, blocks.scales_Ekn)
+        return multiply(tiles(self._gradient(d_y_MN)), right, shape, d_y_MN.dtype)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        shape = d_y_MN.shape[1], kept[0].shape[1]
+        if not len(d_y_MN):
+            return d_y_MN.new_zeros(shape)
+        left, right = self._turned(d_y_MN, kept, None)
+        return multiply(tiles(left), tiles(right), shape, d_y_MN.dtype)
+
+
+class TritonExperts(Rounded):
+    """Products of stacked weights, each with its own rows."""
+
+    def __init__(self, of_one: Rounded, counts_E: torch.Tensor) -> None:
+        super().__init__(of_one.recipe, of_one.read_weight)
+        self.counts_E = counts_E
+        self._groups: Groups | None = None
+
+    def groups(self, device: torch.device) -> Groups:
+        """Return whose rows are whose, made once."""
+        if self._groups is None:
+            self._groups = Groups.of(self.counts_E, device)
+        return self._groups
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and codes and scales of x."""
+        x, groups, ys = self._input(x_MK), self.groups(x_MK.device), []
+        for weight in weights:
+            blocks, shape = self.read_weight(weight), (len(x_MK), weight.shape[1])
+            ys.append(multiply_rows(x, (blocks.codes_ENK, blocks.scales_Enk), groups, shape, x_MK.dtype))
+        return ys, cropped(x, x_MK)
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[2])
+        right = blocks.codes_EKN, blocks.scales_Ekn
+        return multiply_rows(self._gradient(d_y_MN), right, self.groups(d_y_MN.device), shape, d_y_MN.dtype)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x, of each weight."""
+        groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
+        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape, d_y_MN.dtype)
+
+
+def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:
+    """Return codes and scales without what fills ``x`` up."""
+    codes, scales = pair
+    return codes[: x_RC.shape[0], : x_RC.shape[1]], scales[: x_RC.shape[0]]
+
+
+def tiles(pair: Pair) -> Coded:
+    """Return an operand in tiles of 1 x 128, for torch's product."""
+    return Coded(*pair, "BlockWise1x128")
+
+
+def block(codes_ERC: torch.Tensor, scales_Erc: torch.Tensor) -> Coded:
+    """Return the only one of stacked weights, for torch's product."""
+    return Coded(codes_ERC[0], scales_Erc[0].T, "BlockWise128x128")

@@ -1,0 +1,45 @@
+"""What all kernels do with the numbers of a tile: its scale, and the quotients by it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitudes(x):  # type: ignore[no-untyped-def]
+    """Return the bits of |x|, float32: ordered as the magnitudes are, with NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(largest_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scales of tiles whose largest magnitudes have these bits."""
+    scale = tl.div_rn(largest_bits.to(tl.float32, bitcast=True), LARGEST)
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # keeps NaN
+    if POWER_OF_TWO:
+        bits = (scale.to(tl.int32, bitcast=True) + 0x007FFFFF) & 0x7F800000
+        scale = tl.where(scale < float("inf"), bits.to(tl.float32, bitcast=True), scale)
+    return scale
+
+
+@triton.jit
+def divided(x, scale):  # type: ignore[no-untyped-def]
+    """Return x / scale, rounded as a division rounds, with one division for each scale.
+
+    A product with the reciprocal is at most 1.5 units off. A correction by the exact remainder makes it
+    faithful, a second one correctly rounded (Markstein, IBM J. Res. Dev. 34(1), 1990). Division itself
+    would take several times as many instructions, of each of which a GPU has about 25 for a number while
+    its memory moves one.
+
+    Small scales and their numbers are made 2^64 times as large, or the remainder would be subnormal.
+    """
+    up = tl.where(scale < 2.168404344971009e-19, 1.8446744073709552e19, 1.0)
+    less = x * -up  # -x: so that no number is negated one by one, and -0 stays what it is
+    scale = scale * up
+    reciprocal = tl.div_rn(-1.0, scale)
+    finite = tl.where(scale < float("inf"), scale, 0.0)  # by infinity: zeros, NaN for infinity
+    reciprocal, finite = tl.broadcast_to(reciprocal, x.shape), tl.broadcast_to(finite, x.shape)
+    q = less * reciprocal
+    q = tl.fma(tl.fma(q, finite, less), reciprocal, q)
+    return tl.fma(tl.fma(q, finite, less), reciprocal, q)

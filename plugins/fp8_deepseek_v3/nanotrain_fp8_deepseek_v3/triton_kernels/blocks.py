@@ -1,0 +1,82 @@
+"""Blocks of 128 x 128: weights, read once, stored as they are for y and turned for dx."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
+from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
+
+
+@attrs.define(frozen=True, eq=False)
+class Blocks:
+    """Codes and scales of weights [E, N, K]; rows and columns are filled up to whole blocks."""
+
+    codes_ENK: torch.Tensor
+    """[E, N', K'], by rows."""
+    scales_Enk: torch.Tensor
+    """[E, N' / 128, K' / 128], the last filled up to a multiple of 4, as ``scaled_mm`` asks."""
+    codes_EKN: torch.Tensor
+    """[E, K', N'], by rows: the same codes."""
+    scales_Ekn: torch.Tensor
+    """[E, K' / 128, N' / 128], the last filled up to a multiple of 4."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def round_blocks(  # type: ignore[no-untyped-def]
+    w_ptr,
+    codes_ptr,
+    turned_ptr,
+    scales_ptr,
+    scales_turned_ptr,
+    N,
+    K,
+    w_group,
+    w_row,
+    w_column,
+    blocks_N,
+    blocks_K,
+    scales_row,
+    scales_turned_row,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round one block, and store it twice."""
+    bk = tl.program_id(0) % blocks_K
+    bn = tl.program_id(0) // blocks_K % blocks_N
+    e = (tl.program_id(0) // blocks_K // blocks_N).to(tl.int64)
+    n, k = bn * TILE + tl.arange(0, TILE), bk * TILE + tl.arange(0, TILE)
+    w_ptrs = w_ptr + e * w_group + n[:, None].to(tl.int64) * w_row + k[None, :].to(tl.int64) * w_column
+    w = tl.load(w_ptrs, mask=(n[:, None] < N) & (k[None, :] < K), other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.max(magnitudes(w), 1), 0), LARGEST, False)
+    codes = divided(w, scale).to(codes_ptr.dtype.element_ty)
+    first = e * (blocks_N * TILE) * (blocks_K * TILE)
+    at = first + n[:, None].to(tl.int64) * (blocks_K * TILE) + k[None, :]
+    tl.store(codes_ptr + at, codes)
+    turned_at = first + k[:, None].to(tl.int64) * (blocks_N * TILE) + n[None, :]
+    tl.store(turned_ptr + turned_at, tl.trans(codes))
+    tl.store(scales_ptr + (e * blocks_N + bn) * scales_row + bk, scale)
+    tl.store(scales_turned_ptr + (e * blocks_K + bk) * scales_turned_row + bn, scale)
+
+
+def quantise_blocks(weight: torch.Tensor) -> Blocks:
+    """Round a weight [N, K], or stacked ones [E, N, K], lying in any way."""
+    w_ENK = weight.detach() if weight.dim() == 3 else weight.detach()[None]
+    E, N, K = w_ENK.shape
+    n, k = triton.cdiv(N, TILE), triton.cdiv(K, TILE)
+    found = Blocks(
+        w_ENK.new_empty(E, n * TILE, k * TILE, dtype=E4M3.dtype),
+        w_ENK.new_zeros(E, n, -(-k // 4) * 4, dtype=torch.float32),
+        w_ENK.new_empty(E, k * TILE, n * TILE, dtype=E4M3.dtype),
+        w_ENK.new_zeros(E, k, -(-n // 4) * 4, dtype=torch.float32),
+    )
+    if w_ENK.numel():
+        round_blocks[(E * n * k,)](
+            w_ENK, found.codes_ENK, found.codes_EKN, found.scales_Enk, found.scales_Ekn,
+            N, K, *w_ENK.stride(), n, k, found.scales_Enk.stride(1), found.scales_Ekn.stride(1),
+            LARGEST=E4M3.largest, TILE=TILE, num_warps=8,
+        )  # fmt: skip
+    return found

@@ -1,0 +1,62 @@
+"""Tiles of 1 x 128: the left operand of y and dx."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format
+from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
+from nanotrain_fp8_deepseek_v3.triton_kernels.layout import filled
+
+#: Rows that one program rounds: 8 KB of bfloat16, 64 bytes for each of its threads.
+ROWS = 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def round_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    R,
+    C,
+    x_row,
+    x_column,
+    codes_row,
+    scales_tile,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round ``ROWS`` tiles. Neighbours in the grid are neighbours in a row; rows beyond R are zeros."""
+    tiles = codes_row // TILE
+    tile = tl.program_id(0) % tiles
+    r = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tile * TILE + tl.arange(0, TILE)
+    x_ptrs = x_ptr + r[:, None] * x_row + c[None, :].to(tl.int64) * x_column
+    x = tl.load(x_ptrs, mask=(r[:, None] < R) & (c[None, :] < C), other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitudes(x), 1), LARGEST, POWER_OF_TWO)
+    codes = divided(x, scale[:, None]).to(codes_ptr.dtype.element_ty)
+    inside = r < scales_tile
+    tl.store(codes_ptr + r[:, None] * codes_row + c[None, :], codes, mask=inside[:, None])
+    tl.store(scales_ptr + tile.to(tl.int64) * scales_tile + r, scale, mask=inside)
+
+
+def quantise_rows(
+    x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [R', C'] by rows and scales [R', C' / 128] by columns.
+
+    Rows are filled up to a multiple of 16, columns to whole tiles. ``x`` may lie in any way.
+    """
+    (R, C), rows, tiles = x_RC.shape, filled(x_RC.shape[0]), triton.cdiv(x_RC.shape[1], TILE)
+    codes = x_RC.new_empty(rows, tiles * TILE, dtype=format_.dtype)
+    scales = x_RC.new_empty(tiles, rows, dtype=torch.float32)
+    if codes.numel():
+        round_rows[(triton.cdiv(rows, ROWS) * tiles,)](
+            x_RC, codes, scales, R, C, *x_RC.stride(), tiles * TILE, rows,
+            LARGEST=format_.largest, POWER_OF_TWO=power_of_two, ROWS=ROWS, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+    return codes, scales.T

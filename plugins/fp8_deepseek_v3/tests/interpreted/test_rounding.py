@@ -1,0 +1,133 @@
+"""Codes and scales of every kernel against formats.py, bit for bit, on numbers chosen to be difficult."""
+
+import numpy as np
+import pytest
+import torch
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
+from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned, requantise_turned
+from test_formats import CORPUS
+
+FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+SHAPES = pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 127), (200, 129)], ids=str)
+POWERS = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+ALL = pytest.mark.parametrize("corpus", CORPUS)
+
+
+def numbers(corpus, shape, dtype=torch.float32):
+    return torch.from_numpy(CORPUS[corpus](*shape).astype(np.float32)).to(dtype)
+
+
+def assert_same(codes, scales, expected):
+    """Compare bits of codes [R', C'] and scales [R', c]; what fills up is zero, or NaN with its tile."""
+    own, (R, C) = expected.codes(), expected.shape
+    nan = own.float().isnan()
+    assert torch.equal(codes[:R, :C].float().isnan(), nan)
+    bits = [each.contiguous().view(torch.uint8)[~nan] for each in (codes[:R, :C], own)]
+    assert torch.equal(*bits)
+    assert not codes[R:].float().nan_to_num(0.0).any()
+    assert not codes[:R, C:].float().nan_to_num(0.0).any()
+    wanted = expected.scales.flatten(1)
+    assert torch.equal(scales[:R].isnan(), wanted.isnan())
+    assert torch.equal(scales[:R].nan_to_num(1e9), wanted.nan_to_num(1e9))
+
+
+@ALL
+@SHAPES
+@POWERS
+@FORMATS
+@DTYPES
+def test_rows(corpus, shape, power_of_two, form, dtype):
+    x = numbers(corpus, shape, dtype)
+    codes, scales = quantise_rows(x, form, power_of_two=power_of_two)
+    assert codes.shape == (-(-shape[0] // 16) * 16, -(-shape[1] // TILE) * TILE)
+    assert scales.stride(0) == 1
+    assert_same(codes, scales, quantise(x, (1, TILE), form, power_of_two=power_of_two))
+
+
+@ALL
+@SHAPES
+@POWERS
+@FORMATS
+def test_columns_are_stored_turned(corpus, shape, power_of_two, form):
+    x = numbers(corpus, shape, torch.bfloat16)
+    codes, scales = quantise_turned(x, None, form, power_of_two=power_of_two)
+    assert codes.shape == (-(-shape[1] // 16) * 16, -(-shape[0] // TILE) * TILE)
+    assert_same(codes, scales, quantise(x.T, (1, TILE), form, power_of_two=power_of_two))
+
+
+@ALL
+@SHAPES
+@POWERS
+def test_what_was_rounded_along_rows_is_rounded_once_more_along_columns(corpus, shape, power_of_two):
+    once = quantise(numbers(corpus, shape), (1, TILE), power_of_two=power_of_two)
+    codes, scales = once.codes(), once.scales.flatten(1)
+    found = requantise_turned(codes, scales, power_of_two=power_of_two)
+    again = dequantise(codes, scales, E4M3).T
+    assert_same(*found, quantise(again, (1, TILE), power_of_two=power_of_two))
+
+
+@ALL
+@SHAPES
+def test_blocks_are_stored_in_both_directions(corpus, shape):
+    w = torch.stack([numbers(corpus, shape), numbers("normal", shape)])
+    blocks = quantise_blocks(w)
+    for e, w_NK in enumerate(w):
+        ways = (
+            (blocks.codes_ENK[e], blocks.scales_Enk[e], w_NK),
+            (blocks.codes_EKN[e], blocks.scales_Ekn[e], w_NK.T),
+        )
+        for codes, scales, way in ways:
+            expected = quantise(way, (TILE, TILE))
+            own, c = expected.scales.flatten(1).shape
+            assert scales.shape == (own, -(-c // 4) * 4)
+            assert not scales[:, c:].any()
+            per_row = scales[:, :c].repeat_interleave(TILE, 0)
+            expected.scales = expected.scales.repeat_interleave(TILE, 0)[: way.shape[0]]
+            assert_same(codes, per_row, expected)
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 130, 1, 29], [0, 0, 3], [128, 256], [0, 0]], ids=str)
+@POWERS
+def test_tiles_begin_anew_in_each_group(counts, power_of_two):
+    x = numbers("outliers", (max(sum(counts), 1), 70), torch.bfloat16)[: sum(counts)]
+    rows, groups = (
+        quantise(x, (1, TILE), power_of_two=power_of_two),
+        Groups.of(torch.tensor(counts), x.device),
+    )
+    coded = rows.codes(), rows.scales.flatten(1)
+    ways = (
+        (quantise_turned(x, groups, power_of_two=power_of_two), x),
+        (requantise_turned(*coded, groups, power_of_two=power_of_two), dequantise(*coded, E4M3)),
+    )
+    for (codes, scales), values in ways:
+        assert codes.shape[1] <= sum(counts) + TILE * len(counts)
+        assert scales.shape[1] * TILE == codes.shape[1]
+        tile = 0
+        for own in torch.split(values, counts):
+            tiles = -(-len(own) // TILE)
+            part = slice(tile * TILE, (tile + tiles) * TILE), slice(tile, tile + tiles)
+            if len(own):
+                expected = quantise(own.T, (1, TILE), power_of_two=power_of_two)
+                assert_same(codes[:, part[0]], scales[:, part[1]], expected)
+            tile += tiles
+
+
+@pytest.mark.parametrize("turn", [lambda x: x.T, lambda x: x[::2, ::3], lambda x: x[5:, 7:]])
+def test_operands_may_lie_in_any_way(turn):
+    x = turn(numbers("outliers", (150, 290), torch.bfloat16))
+    assert not x.is_contiguous()
+    assert_same(*quantise_rows(x), quantise(x, (1, TILE)))
+    assert_same(*quantise_turned(x), quantise(x.T, (1, TILE)))
+    blocks, expected = quantise_blocks(x), quantise(x, (TILE, TILE))
+    assert torch.equal(blocks.codes_ENK[0, : x.shape[0], : x.shape[1]].float(), expected.codes().float())
+
+
+def test_no_rows_are_no_codes():
+    codes, scales = quantise_rows(torch.empty(0, 200))
+    assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
+    codes, scales = quantise_turned(torch.empty(0, 200))
+    assert (codes.shape, scales.shape) == ((208, 0), (208, 0))
