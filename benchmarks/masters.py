@@ -26,6 +26,7 @@ from nanotrain_core.builtin import moments
 from nanotrain_core.builtin.optimizers import AdamW
 from nanotrain_core.contracts import EvaluationReport, Monitor
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.packed import storage_of
 from nanotrain_core.recipe import load_recipe
 
 RECIPE = Path(__file__).with_name("masters.toml")
@@ -143,7 +144,7 @@ def train(setup: Setup, seed: int, steps: int) -> Trained:
     engine.events.monitors = [*engine.events.monitors, last]
     engine.fit()
     weights = [placed.parameter for placed in engine.run.placed]
-    held = sum(w.nbytes for w in weights) + sum(b.tensor.nbytes for b in optimizer.blocks())
+    held = sum(storage_of(w).nbytes for w in weights) + sum(b.tensor.nbytes for b in optimizer.blocks())
     each = held / sum(w.numel() for w in weights)
     return Trained(setup.name, seed, last.loss, each, shadow and shadow.errors())
 
