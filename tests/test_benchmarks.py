@@ -4,12 +4,16 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
+from nanotrain_fp8_deepseek_v3.products import EmulatedFP8
 from nanotrain_pp_1f1b import PipelineConfig
 from nanotrain_pp_1f1b.schedules import OneForwardOneBackward
 
+from benchmarks import fp8_gpu, fp8_gpu_steps, gpu
 from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, Case
+from benchmarks.fp8_gpu import Layer
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.narrow import CASES as NARROW
 from benchmarks.narrow import Slowdown
@@ -191,3 +195,71 @@ def test_both_precisions_train_one_recipe(case):
     assert (narrow.precision.use, wide.precision.use) == ("fp8_deepseek_v3", "bf16")
     assert attrs.evolve(narrow, precision=wide.precision, versions=wide.versions) == wide
     assert wide.run.ranks == 1
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys):
+    assert main(["fp8_gpu"]) != 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert (
+        said.err == f"fp8_gpu cannot run: it needs a CUDA device, and torch {torch.__version__} finds none\n"
+    )
+
+
+@pytest.mark.parametrize(("ratios", "passed"), [((1.2, 1.3, 1.9), True), ((1.2, 1.29, 1.9), False)])
+def test_a_layer_must_be_faster_than_bfloat16_by_its_bar_in_the_median(ratios, passed):
+    found = Layer("small", 1.0, 1.3, ratios, bar=1.3)
+    assert found.passed is passed
+    assert len(found.row()) == len(found.HEADER)
+    assert Layer("small", 1.0, 1.3, ratios).passed
+
+
+def test_sides_alternate_after_warming_up(monkeypatch):
+    called = []
+    monkeypatch.setattr(gpu, "seconds", lambda call, calls: (call(), float(len(called)))[1])
+    ours, theirs = gpu.turns(lambda: called.append("ours"), lambda: called.append("theirs"), rounds=3)
+    assert called[6:] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert (ours, theirs) == ([7.0, 10.0, 11.0], [8.0, 9.0, 12.0])
+
+
+def test_a_product_beyond_its_bound_fails(monkeypatch):
+    """The torch backend's place is taken by products of which one element is wrong."""
+
+    class Wrong(EmulatedFP8):
+        def input_gradient(self, d_y_MN, weight_NK):
+            d_x = super().input_gradient(d_y_MN, weight_NK)
+            d_x[3, 5] *= 1.5
+            return d_x
+
+    kinds = {"emulated": EmulatedFP8, "torch": Wrong}
+    monkeypatch.setattr(
+        fp8_gpu, "BACKENDS", {name: SimpleNamespace(make=kind) for name, kind in kinds.items()}
+    )
+    monkeypatch.setattr(fp8_gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(fp8_gpu, "COMPARED", (96, 160, 72, 4))
+    found = list(fp8_gpu.agreement("torch"))
+    assert [each.name for each in found if not each.passed] == ["torch, one weight, dx", "torch, experts, dx"]
+    assert max(each.share for each in found if each.passed) == 0
+
+
+def test_steps_in_both_precisions_are_timed_on_models_of_whole_tiles(monkeypatch):
+    """On a CPU, with the emulation, and models made small."""
+    monkeypatch.setattr(fp8_gpu_steps, "PRECISIONS", {"emulated": ('precision.use="fp8_deepseek_v3"',)})
+    small = (
+        "batch.length=16",
+        "batch.sequences=2",
+        "batch.microbatch=2",
+        "model.layers=2",
+        "model.width=128",
+    )
+    small += ("model.vocab=128", "data.vocab=128", "model.heads=2", "model.ffn=128")
+    found = list(fp8_gpu_steps.measure(rounds=2, steps=1, device="cpu", overrides=small))
+    assert [each.name for each in found] == ["dense, emulated", "experts, emulated"]
+    for each in found:
+        assert len(each.row()) == len(each.HEADER)
+        assert each.ours > 0
+        assert each.ratio == pytest.approx(sum(each.ratios) / 2)
