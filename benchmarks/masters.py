@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import attrs
 import structlog
 import torch
 
+from benchmarks.gap import Gap, LastLoss
 from benchmarks.report import write_markdown
 from nanotrain_core.builtin import moments
 from nanotrain_core.builtin.optimizers import AdamW
-from nanotrain_core.contracts import EvaluationReport, Monitor
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.packed import storage_of
 from nanotrain_core.recipe import load_recipe
@@ -70,16 +69,6 @@ SETUPS = (
         for dtype in ("bfloat16", "int8")
     ),
 )
-
-
-class LastLoss(Monitor):
-    """Keeps the loss of the last evaluation."""
-
-    loss = math.nan
-
-    def on_evaluation(self, report: EvaluationReport) -> None:
-        """Keep it."""
-        self.loss = report.loss
 
 
 class Shadow:
@@ -169,9 +158,8 @@ def table(runs: Sequence[Trained]) -> str:
 def compare(runs: Sequence[Trained], losses: Mapping[tuple[str, int], float]) -> str:
     """Return the gap to the same seeds with float32 masters and moments."""
     base = [losses[BASELINE.name, run.seed] for run in runs]
-    gaps = [run.loss - other for run, other in zip(runs, base, strict=True)]
-    error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return f"{mean(gaps):+.4f} ± {error:.4f} ({mean(gaps) / mean(base):+.2%})"
+    gap = Gap.between([run.loss for run in runs], base)
+    return f"{gap.mean:+.4f} ± {gap.error:.4f} ({gap.mean / mean(base):+.2%})"
 
 
 def errors(runs: Sequence[Trained]) -> str:

@@ -90,14 +90,15 @@ def write_json(path: Path, measured: Iterable[Measured]) -> None:
     write_text_atomically(path, json.dumps({"machine": machine(), **kinds}, indent=2) + "\n")
 
 
-def write_markdown(path: Path, text: str) -> None:
-    """Put ``text`` between the two markers of an existing file.
+def write_markdown(path: Path, text: str, what: str = "measured") -> None:
+    """Put ``text`` between two markers of an existing file, of which a page may have several pairs.
 
     Raises:
         ValueError: the file does not have both markers, in order.
     """
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = (marker.replace("measured", what) for marker in (BEGIN, END))
+    before, begin, rest = path.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{path} needs the lines {BEGIN} and {END} around its table")
-    write_text_atomically(path, f"{before}{BEGIN}\n{text}\n{END}{after}")
+        raise ValueError(f"{path} needs the lines {first} and {last} around its table")
+    write_text_atomically(path, f"{before}{first}\n{text}\n{last}{after}")

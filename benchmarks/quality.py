@@ -1,0 +1,211 @@
+"""``python -m benchmarks.quality``: what a precision costs in loss, beside bfloat16 and beside chance.
+
+For each seed every precision trains the same model on the same tokens, none of them twice, from the same
+weights. ``bf16-again`` starts from weights that are one millionth larger, so that a few are rounded to
+another bfloat16: its distance from ``bf16`` is what chance alone does. The gap of any other precision is to
+the mean of the two, seed by seed. Each run is appended to a file as it ends, and a later command does not
+make it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import attrs
+import structlog
+import torch
+
+from benchmarks.gap import LastLoss
+from benchmarks.quality_table import AGAIN, Plan, Trained, read, tables
+from benchmarks.report import write_markdown
+from nanotrain_core.contracts import RunInfo, StepReport
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import DataError
+from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.testing.pool import run_ranks
+
+RECIPE = Path(__file__).with_name("quality.toml")
+PRECISIONS = ("bf16", "fp8_deepseek_v3", AGAIN)
+#: A run's curve has so many points, each the mean over as many steps.
+POINTS = 20
+
+
+def laid_out(layout: str) -> tuple[int, list[str]]:
+    """Return how many ranks ``pp=2,tp=2,dp=2,ep=2,zero=2`` has, and what makes it of the recipe."""
+    known = dict.fromkeys(("pp", "tp", "dp", "ep"), 1) | {"zero": 0}
+    degrees = known | {
+        name: int(number) for name, _, number in (w.partition("=") for w in layout.split(",") if w)
+    }
+    if unknown := degrees.keys() - known.keys():
+        raise ValueError(f"{min(unknown)} in --layout is none of {', '.join(known)}")
+    pp, tp, dp, ep, zero = degrees.values()
+    ranks = pp * tp * dp
+    if ranks == 1:
+        return 1, []
+    parallel = ['{use="tp", sequence_parallel=true}'] * (tp > 1) + ['{use="ep_deepseek"}'] * (ep > 1)
+    parallel += ['{use="ddp"}'] * (not zero)
+    changes = [f"topology.{name}={degrees[name]}" for name in ("pp", "tp", "ep")]
+    changes += [f"parallel=[{', '.join(parallel)}]", f"run.ranks={ranks}"]
+    changes += ["schedule.use=1f1b"] * (pp > 1)
+    return ranks, changes + zero12(zero) * (zero > 0)
+
+
+def zero12(stage: int) -> list[str]:
+    """Return what makes it of the recipe, whose rate goes with the optimizer that it names."""
+    config = load_recipe(RECIPE).optimizer.config
+    schedule = attrs.asdict(config.lr_schedule, filter=lambda _, value: value is not None)
+    keys = ", ".join(f"{key}={value!r}" for key, value in schedule.items())
+    return [f"optimizer={{use='zero12', stage={stage}, lr={config.lr}, lr_schedule={{{keys}}}}}"]
+
+
+def recipe_of(plan: Plan) -> Recipe:
+    """Return what a run trains."""
+    ranks, changes = laid_out(plan.layout)
+    own = [*changes, f"run.seed={plan.seed}", f"run.steps={plan.steps}", *plan.changes]
+    if plan.precision != AGAIN:
+        return load_recipe(RECIPE, overrides=[*own, f"precision.use={plan.precision}"], ranks=ranks)
+    own.append("precision.use=bf16")
+    std = load_recipe(RECIPE, overrides=own, ranks=ranks).model.config.init_std
+    return load_recipe(RECIPE, overrides=[*own, f"model.init_std={std * (1 + 1e-6)!r}"], ranks=ranks)
+
+
+class Curve(LastLoss):
+    """Keeps the loss of every step, too."""
+
+    every_step = True
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.next_token: list[float] = []
+        self.parameters = 0
+
+    def on_start(self, run: RunInfo) -> None:
+        """Count the model."""
+        self.parameters = run.parameters
+
+    def on_step(self, report: StepReport) -> None:
+        """Keep it."""
+        self.training.append(report.loss)
+        self.next_token.append(report.losses["lm"])
+
+
+def train(plan: Plan) -> Trained:
+    """Run it, in this process or on ranks of their own."""
+    ranks, _ = laid_out(plan.layout)
+    if ranks == 1:
+        return train_rank(plan, 0)
+    found: list[Trained] = run_ranks(train_ranks, ranks, plan, timeout=24 * 3600.0, check_collectives=False)
+    return found[0]
+
+
+def train_ranks(plan: Plan) -> Trained:
+    """Run one rank of a process group."""
+    return train_rank(plan, torch.distributed.get_rank())
+
+
+def train_rank(plan: Plan, rank: int) -> Trained:
+    """Run it.
+
+    Raises:
+        DataError: there is too little text for it to be read once.
+    """
+    torch.set_num_threads(1)
+    recipe = recipe_of(plan)
+    engine = RuntimeEngine.from_recipe(recipe, rank=rank)
+    data, curve, began = engine.run.feed.data, Curve(), time.perf_counter()
+    wanted = recipe.batch.sequences * plan.steps
+    if wanted > data.train:
+        raise DataError(f"{plan.steps} steps read {wanted} sequences, but there are {data.train} to train on")
+    engine.events.monitors = [curve]
+    engine.fit()
+    return Trained(
+        plan=plan,
+        model=described(recipe.model.config, curve.parameters),
+        text=data.describe(),
+        tokens=wanted * recipe.batch.length,
+        training=twentieths(curve.training),
+        next_token=twentieths(curve.next_token),
+        held_out=curve.loss,
+        held_out_tokens=curve.tokens,
+        seconds=round(time.perf_counter() - began, 1),
+    )
+
+
+def twentieths(losses: Sequence[float]) -> tuple[float, ...]:
+    """Return the mean of each twentieth of the steps, or each step where there are fewer."""
+    points = min(POINTS, len(losses))
+    edges = [len(losses) * point // points for point in range(points + 1)]
+    return tuple(mean(losses[first:last]) for first, last in pairwise(edges))
+
+
+def described(model: Any, parameters: int) -> str:
+    """Name a DeepSeek by its size."""
+    experts = f"{model.experts} experts, {model.top_k} for a token, and {model.shared_experts} shared"
+    return f"{parameters:,} parameters: {model.layers} layers, width {model.width}, {experts}"
+
+
+def plans(args: argparse.Namespace) -> Iterator[Plan]:
+    """Yield what is to be run, seed after seed, so that whatever is finished is balanced."""
+    for seed in range(1, args.seeds + 1):
+        for precision in args.precisions:
+            yield Plan(precision, seed, args.steps, args.layout, tuple(args.set))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that the file does not have, then print its tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument(
+        "--runs", type=Path, metavar="FILE", help="train, and append each run, a line of JSON"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="train nothing: print the tables of a file"
+    )
+    parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of a run (default: 1800)")
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each precision (default: 4)")
+    parser.add_argument(
+        "--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="also fp8_hybrid, fp32"
+    )
+    parser.add_argument(
+        "--layout", default="", help="pp=2,tp=2,dp=2,ep=2,zero=2, or some of it (default: 1 rank)"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables between their markers")
+    args = parser.parse_args(arguments)
+    if (args.runs is None) == (args.table is None):
+        parser.error("give one of --runs and --table")
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if args.runs:
+        make(args.runs, plans(args))
+    text = tables(read(args.runs or args.table))
+    print(text)
+    if args.markdown:
+        write_markdown(args.markdown, text, what="quality")
+    return 0
+
+
+def make(file: Path, wanted: Iterable[Plan]) -> None:
+    """Train what ``file`` does not have, and append each run as it ends."""
+    known = {run.plan for run in read(file)} if file.exists() else set()
+    for plan in wanted:
+        if plan in known:
+            continue
+        run = train(plan)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(attrs.asdict(run)) + "\n")
+        losses = f"{run.training[-1]:.4f}, held out {run.held_out:.4f}"
+        told = f"{plan.precision} {plan.layout}, seed {plan.seed}: {losses}"
+        print(told, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
