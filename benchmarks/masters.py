@@ -24,6 +24,7 @@ from benchmarks.gap import Gap, LastLoss
 from benchmarks.report import write_markdown
 from nanotrain_core.builtin import moments
 from nanotrain_core.builtin.optimizers import AdamW
+from nanotrain_core.compose import Run
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.packed import storage_of
 from nanotrain_core.recipe import load_recipe
@@ -113,8 +114,8 @@ class Trained:
     seed: int
     loss: float
     """On the validation data, in nats, after the last step."""
-    bytes_each: float
-    """Of weight, master and moments, per parameter of the model."""
+    bytes_each: tuple[float, float, float]
+    """Of weights, of what masters keep beside them, and of moments, per parameter of the model."""
     errors: tuple[float, float, float] | None
     """See :meth:`Shadow.errors`. None where nothing was rounded, or where errors of weights are in the
     momentum too."""
@@ -132,15 +133,22 @@ def train(setup: Setup, seed: int, steps: int) -> Trained:
     shadow = Shadow(optimizer) if compared else None
     engine.events.monitors = [*engine.events.monitors, last]
     engine.fit()
-    weights = [placed.parameter for placed in engine.run.placed]
-    held = sum(storage_of(w).nbytes for w in weights) + sum(b.tensor.nbytes for b in optimizer.blocks())
-    each = held / sum(w.numel() for w in weights)
-    return Trained(setup.name, seed, last.loss, each, shadow and shadow.errors())
+    return Trained(setup.name, seed, last.loss, bytes_of(engine.run), shadow and shadow.errors())
+
+
+def bytes_of(run: Run) -> tuple[float, float, float]:
+    """Return the bytes of weights, masters and moments, per parameter."""
+    parameters = sum(placed.parameter.numel() for placed in run.placed)
+    weights = sum(storage_of(placed.parameter).nbytes for placed in run.placed)
+    state = {True: 0, False: 0}
+    for block in run.optimizer.blocks():
+        state[block.name.startswith((moments.FIRST, moments.SECOND))] += block.tensor.nbytes
+    return weights / parameters, state[False] / parameters, state[True] / parameters
 
 
 HEAD = """\
-| precision | bytes per parameter | error of moments: first, root of second, update | validation loss | gap |
-|---|---|---|---|---|"""
+| precision | bytes: weight | master | moments | in all | errors of moments | validation loss | gap |
+|---|---|---|---|---|---|---|---|"""
 
 
 def table(runs: Sequence[Trained]) -> str:
@@ -151,7 +159,9 @@ def table(runs: Sequence[Trained]) -> str:
         mine = [run for run in runs if run.setup == name]
         gap = "" if name == BASELINE.name else compare(mine, losses)
         own = mean(run.loss for run in mine)
-        rows.append(f"| {name} | {mine[0].bytes_each:.2f} | {errors(mine)} | {own:.4f} | {gap} |")
+        each = mine[0].bytes_each
+        held = " | ".join(f"{number:.2f}" for number in (*each, sum(each)))
+        rows.append(f"| {name} | {held} | {errors(mine)} | {own:.4f} | {gap} |")
     return "\n".join(rows)
 
 
