@@ -52,9 +52,14 @@ class FP4MasterConfig:
         return self.format or ("bf16" if self.variant == "remainder" else "nvfp4")
 
     @property
+    def weights(self) -> str:
+        """What low weights are, in words."""
+        return self.form if self.form == "bf16" else f"{self.form} in blocks of {self.block}"
+
+    @property
     def block(self) -> int:
         """The block size, where it was not said too."""
-        return self.block_size or BLOCKS[self.form][0]
+        return BLOCKS[self.form][0] if self.block_size is None else self.block_size
 
 
 def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[Problem]:
@@ -66,8 +71,13 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
         )
         yield Problem("precision.format", text)
     if config.block not in sizes:
-        known = ", ".join(map(str, sizes)) if config.form != "bf16" else "none: it has no blocks"
-        yield Problem("precision.block_size", f"{config.block} is no block size of {config.form}: {known}")
+        text = f"{config.block} is no block size of {config.form}: {', '.join(map(str, sizes))}"
+        if config.form == "bf16":
+            text = f"{config.block} is no block size: bf16 has no blocks, leave it out"
+        yield Problem("precision.block_size", text)
+    if not config.roles:
+        text = "no matrix would be low: expected at least one role, or use = 'bf16'"
+        yield Problem("precision.roles", text)
     betas = getattr(recipe.optimizer.config, "betas", (1.0,))
     if config.variant == "eco" and not betas[0]:
         yield Problem(

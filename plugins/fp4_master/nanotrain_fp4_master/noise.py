@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.placement import Piece
 from nanotrain_core.random_state import stream_seed
 
@@ -97,19 +98,32 @@ class Clock:
 
     value = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, weights: str = "") -> None:
         self.seed, self.step = 0, 0
+        self.weights = weights
+        """Format and blocks: tensors of another one have the same names, dtypes and shapes."""
 
     def update(self, skipped: bool) -> None:
         """Count a step."""
         self.step += 1
 
     def meta(self) -> dict[str, Any]:
-        """Return the number of steps."""
-        return {"step": self.step}
+        """Return the number of steps, and what weights are rounded to."""
+        return {"step": self.step, "weights": self.weights}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            CheckpointError: weights there are rounded otherwise, and would be rounded again.
+        """
+        there = meta.get("weights") or self.weights
+        if there != self.weights:
+            raise CheckpointError(
+                f"the checkpoint's weights are {there}, this run's are {self.weights}: write "
+                "precision.format and precision.block_size as they were, or start from its weights alone: "
+                "--weights"
+            )
         self.step = meta.get("step", 0)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import attrs
-import structlog
 import torch
 from torch import nn
 
 from nanotrain_core.builtin.precisions import LiveMaster
 from nanotrain_core.contracts import MasterWeight
 from nanotrain_core.dtypes import cast
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, did_you_mean
+from nanotrain_core.mesh import Mesh
 from nanotrain_core.packed import PackedWeight
 from nanotrain_core.placement import RANGE, Piece, Placement
 from nanotrain_core.products import give_products, multiplied
@@ -59,9 +59,10 @@ class FP4Master:
 
     def __init__(self, config: FP4MasterConfig) -> None:
         self.config = config
-        self.loss_scale = self.clock = Clock()
+        self.loss_scale = self.clock = Clock(config.weights)
         self.roles: dict[str, str] = {}
         self.packed: set[str] = set()
+        self.rows: list[Row] = []
 
     def seed(self, number: int) -> None:
         """Round at random after the run's seed."""
@@ -75,10 +76,36 @@ class FP4Master:
         cast(part, self.parameter_dtype)
         if self.config.form in FORMATS and self.config.packed:
             self._unpack_for_products(part)
-        if structlog.contextvars.get_contextvars().get("rank", 0) == 0:
-            for row in self.table(part.named_parameters()):
-                structlog.get_logger("nanotrain.fp4_master").info("fp4_master", **attrs.asdict(row))
         return part
+
+    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        """Refuse patterns that keep nothing, and make the table of all stages. Gathers over pp.
+
+        Raises:
+            NanotrainError: names the pattern, and the nearest name.
+        """
+        parameters = [named for part in parts for named in part.named_parameters()]
+        own = ([name for name, _ in parameters], self.table(parameters))
+        stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
+        names = sorted({name for found, _ in stages for name in found})
+        for pattern in self.config.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = did_you_mean(pattern, names)
+                raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")
+        self.rows = summed(row for _, rows in stages for row in rows)
+
+    def describe(self) -> list[str]:
+        """Return what is held of weights with each role, and of all."""
+        total = sum(row.parameters for row in self.rows)
+        held = sum(row.parameters * row.bytes_each for row in self.rows)
+        return [
+            "weights and masters, without moments (a rank's part of each stage):",
+            *(
+                f"  {row.role:<12} {row.weights:<26} {row.parameters:>15,} x {row.bytes_each:g} bytes"
+                for row in self.rows
+            ),
+            f"  {'all':<39} {total:>15,} x {held / max(1, total):.4g} bytes; bf16 with float32 masters: 6",
+        ]
 
     def _unpack_for_products(self, part: nn.Module) -> None:
         """Have the products of low weights made of what is unpacked, and note that these can be packed."""
@@ -130,10 +157,8 @@ class FP4Master:
 
     def table(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Row]:
         """Return what parameters got, those alike in one row."""
-        counts: Counter[tuple[str, str, float]] = Counter()
-        for name, parameter in parameters:
-            counts[self._kind(name, parameter)] += parameter.numel()
-        return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
+        found = ((self._kind(name, parameter), parameter.numel()) for name, parameter in parameters)
+        return summed(Row(role, weights, count, each) for (role, weights, each), count in found)
 
     def _kind(self, name: str, parameter: torch.Tensor) -> tuple[str, str, float]:
         kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
@@ -149,6 +174,14 @@ class FP4Master:
         elif self.config.form in FORMATS:
             weights += ", not packed"
         return role, weights, held + beside
+
+
+def summed(rows: Iterable[Row]) -> list[Row]:
+    """Return rows with those alike, but for their parameters, as one."""
+    counts: Counter[tuple[str, str, float]] = Counter()
+    for row in rows:
+        counts[row.role, row.weights, row.bytes_each] += row.parameters
+    return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
 
 
 def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeight:

@@ -7,7 +7,7 @@ import torch
 from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 
-from nanotrain_core.errors import RecipeError
+from nanotrain_core.errors import CheckpointError, NanotrainError, RecipeError
 from nanotrain_core.packed import storage_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run, push
@@ -80,6 +80,43 @@ def test_the_table_says_what_each_got_and_counts_every_parameter():
     }
 
 
+def test_what_is_described_counts_bytes_of_all_weights_and_masters():
+    run = make_run(case(), {})
+    row = {each.split()[0]: each for each in run.described[1:]}
+    low = sum(slot.parameter.numel() for slot in run.placed if slot.parameter.dim() > 1)
+    kept = sum(slot.parameter.numel() for slot in run.placed) - low
+    for slot in run.placed:
+        if slot.placement.name in KEPT:
+            low, kept = low - slot.parameter.numel(), kept + slot.parameter.numel()
+    assert f"{low + kept:,} x {(1.5625 * low + 4 * kept) / (low + kept):.4g} bytes" in row["all"]
+    assert "nvfp4 residual" in row["row"]
+
+
+def test_a_pattern_that_keeps_nothing_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        NanotrainError, match=r"precision\.keep: 'layer\.0\.attn\.q\.weight' .*'layers\.0\.attn"
+    ):
+        make_run(case(keep=["layer.0.attn.q.weight"]), {})
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"format": "nvfp4"}, {"format": "nf4", "block_size": 16}),
+        ({"format": "nf4", "block_size": 64}, {"format": "nf4", "block_size": 32}),
+        ({"format": "bf16", "variant": "eco"}, {"format": "nvfp4", "variant": "eco"}),
+    ],
+)
+def test_a_checkpoint_in_another_format_is_refused_though_its_tensors_look_alike(saved, wanted):
+    old, new = (FP4Master(FP4MasterConfig(**config)) for config in (saved, wanted))
+    with pytest.raises(CheckpointError, match=r"weights are .*precision\.format.*--weights"):
+        new.loss_scale.load_meta(old.loss_scale.meta())
+    with_packing = FP4Master(FP4MasterConfig(**saved, packed=False))
+    old.loss_scale.update(False)
+    with_packing.loss_scale.load_meta(old.loss_scale.meta())
+    assert with_packing.clock.step == 1
+
+
 # --- what a recipe may ask for ----------------------------------------------------------------------
 
 
@@ -88,6 +125,8 @@ def test_the_table_says_what_each_got_and_counts_every_parameter():
     [
         ({"variant": "remainder", "format": "nvfp4"}, ADAMW, r"precision\.format: .*expected 'bf16'"),
         ({"format": "nvfp4", "block_size": 32}, ADAMW, r"precision\.block_size: 32 .*nvfp4: 16"),
+        ({"block_size": 0}, ADAMW, r"precision\.block_size: 0 .*nvfp4: 16"),
+        ({"roles": []}, ADAMW, r"precision\.roles: .*at least one role"),
         ({"format": "nf4", "block_size": 48}, ADAMW, r"precision\.block_size: 48 .*nf4: 64, 32, 16"),
         ({"format": "bf16", "block_size": 16}, ADAMW, r"precision\.block_size: 16 .*has no blocks"),
         ({"variant": "eco"}, {"use": "sgd", "lr": 0.1}, r"optimizer\.momentum: 'eco'"),
