@@ -110,8 +110,12 @@ def describe(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string."""
-    near = get_close_matches(word, choices, n=1, cutoff=0.5)
+    """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string.
+
+    One that begins with the word is nearer than any other.
+    """
+    longer = [choice for choice in choices if choice.startswith(word)] if len(word) > 2 else []
+    near = get_close_matches(word, longer or choices, n=1, cutoff=0.0 if longer else 0.5)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanotrain_core.builtin.configs import LARGEST_SCALE, FP16Config
 from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
-from nanotrain_core.builtin.precisions import LARGEST_SCALE, DynamicLossScale
+from nanotrain_core.builtin.precisions import DynamicLossScale
+from nanotrain_core.errors import did_you_mean
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_quiet_steps():
@@ -45,3 +47,17 @@ def test_a_target_outside_the_vocabulary_is_an_error(target):
     hidden, weight = torch.zeros(1, 2), torch.zeros(4, 2)
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         linear_cross_entropy(hidden, weight, torch.tensor([target]))
+
+
+def test_a_loss_scale_begins_no_higher_than_it_may_grow():
+    assert FP16Config(initial_scale=LARGEST_SCALE).initial_scale == LARGEST_SCALE
+    with pytest.raises(ValueError, match="initial_scale"):
+        FP16Config(initial_scale=2 * LARGEST_SCALE)
+
+
+def test_the_choice_that_begins_with_a_word_is_nearest():
+    choices = ["bf16", "fp16", "fp64", "fp4_master", "fp8_hybrid"]
+    assert did_you_mean("fp8", choices) == " (did you mean 'fp8_hybrid'?)"
+    assert did_you_mean("fp4", choices) == " (did you mean 'fp4_master'?)"
+    assert did_you_mean("bf61", choices) == " (did you mean 'bf16'?)"
+    assert did_you_mean("quantum", choices) == ""

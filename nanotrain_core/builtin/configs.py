@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
-from attrs.validators import and_, ge, gt, lt
+from attrs.validators import and_, ge, gt, le, lt
 
 from nanotrain_core.errors import Problem
 from nanotrain_core.extents import Extent
@@ -167,12 +167,16 @@ class PrecisionConfig:
     """``[precision] use = "fp64" | "fp32" | "bf16"``: no keys."""
 
 
+#: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
+LARGEST_SCALE = 2.0**24
+
+
 @attrs.define(frozen=True, kw_only=True)
 class FP16Config:
     """``[precision] use = "fp16"``: the dynamic loss scale."""
 
-    initial_scale: float = attrs.field(default=2.0**16, validator=gt(0.0))
-    """Loss scale of the first step."""
+    initial_scale: float = attrs.field(default=2.0**16, validator=and_(gt(0.0), le(LARGEST_SCALE)))
+    """Loss scale of the first step, at most 2**24."""
     growth_interval: int = attrs.field(default=2000, validator=ge(1))
     """Steps without overflow after which the scale doubles. An overflow halves it and skips the step."""
 

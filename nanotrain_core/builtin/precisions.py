@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.configs import FP16Config, PrecisionConfig
+from nanotrain_core.builtin.configs import LARGEST_SCALE, FP16Config, PrecisionConfig
 from nanotrain_core.contracts import LossScale, MasterWeight
 from nanotrain_core.dtypes import cast
 from nanotrain_core.placement import Piece
-
-#: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
-LARGEST_SCALE = 2.0**24
 
 
 class NoLossScale:
