@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanotrain_core.placement import RANGE
-from nanotrain_fp4_master.blocks import Format, nonzero, to_nearest
+from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
 
@@ -35,13 +35,26 @@ class FourBits:
         self.width = CODES + RANGE // form.block * form.codec.SCALE_BYTES
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Round flat numbers to nearest."""
+        """Round flat numbers to nearest, but for blocks that can be held as they are.
+
+        Those were rounded before, perhaps under another tensor's scale: that of a rank's range, or of a step
+        before. Under the scale of all these numbers the smallest would become 0.
+        """
         result = torch.empty_like(numbers, dtype=torch.bfloat16)
         low, high = numbers.aminmax()
         form = self.form.fit(torch.maximum(-low, high).float())
         for begin, end in chunks(numbers):
-            result[begin:end] = to_nearest(self._blocks(numbers[begin:end]), form).view(-1)[: end - begin]
+            blocks = self._blocks(numbers[begin:end])
+            kept = torch.where(self._can_hold(blocks), blocks, to_nearest(blocks, form))
+            result[begin:end] = kept.view(-1)[: end - begin]
         return result
+
+    def _can_hold(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Say of each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
+        scales, codec = self.form.scales_of(blocks), self.form.codec
+        stored = codec.from_bytes(codec.to_bytes(scales)).view(scales.shape)
+        back = on_grid(self.form.nearest(blocks / nonzero(scales)), stored)
+        return (back == blocks).all(dim=1, keepdim=True)
 
     def pack(self, numbers_n: torch.Tensor) -> torch.Tensor:
         """Return rows of codes and scales."""

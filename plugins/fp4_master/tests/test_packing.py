@@ -54,6 +54,14 @@ def test_rounding_what_was_rounded_changes_nothing(form):
         torch.testing.assert_close(form.rounded(once), once, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_rounding_the_whole_changes_nothing_of_parts_that_were_rounded_apart(form):
+    """As ranks round their ranges, each under its own scale, and as a checkpoint is read into the whole."""
+    numbers = torch.cat([form.rounded(normal(640, seed=seed, scale=10.0**-seed)) for seed in (0, 6)])
+    assert numbers[640:].count_nonzero() > 400
+    assert torch.equal(form.rounded(numbers), numbers)
+
+
 def test_rows_take_the_bits_a_weight_that_the_formats_promise():
     assert [form.width * 8 / 64 for form in FORMS] == [4.5, 4.25, 4.5, 5.0]
 
