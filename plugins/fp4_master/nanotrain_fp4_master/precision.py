@@ -114,6 +114,9 @@ class FP4Master:
             weights = {full: getattr(module, name) for name, full in names.items()}
             low = {full for full, weight in weights.items() if self.is_low(full, weight.dim())}
             low = {full for full in low if weights[full].dtype == self.parameter_dtype}
+            low = {
+                full for full in low if weights[full].requires_grad
+            }  # none is made a master of a frozen one
             if low:
                 give_products(module, dict.fromkeys(names, UnpackedProducts()))
                 self.packed |= low
@@ -127,10 +130,11 @@ class FP4Master:
                     continue
                 if parameter not in made:
                     form = FourBits(FORMATS[self.config.form](self.config.block))
-                    packed = PackedWeight.of(parameter, form)
-                    made[parameter] = nn.Parameter(packed, requires_grad=parameter.requires_grad)
-                owner, _, last = name.rpartition(".")
-                setattr(part.get_submodule(owner), last, made[parameter])
+                    made[parameter] = nn.Parameter(PackedWeight.of(parameter, form))
+            for name, parameter in list(part.named_parameters(remove_duplicate=False)):  # tied ones, too
+                if parameter in made:
+                    owner, _, last = name.rpartition(".")
+                    setattr(part.get_submodule(owner), last, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
@@ -165,6 +169,8 @@ class FP4Master:
         role = "pattern" if kept else self.roles.get(name, "none")
         if parameter.dtype != self.parameter_dtype:
             return role, str(parameter.dtype).removeprefix("torch."), parameter.dtype.itemsize
+        if not parameter.requires_grad:
+            return role, "bf16, frozen", 2.0
         if not self.is_low(name, parameter.dim()):
             return role, "bf16 remainder", 4.0
         beside = {"residual": 1.0, "remainder": 2.0}.get(self.config.variant, 0.0)

@@ -8,7 +8,7 @@ from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 
 from nanotrain_core.errors import CheckpointError, NanotrainError, RecipeError
-from nanotrain_core.packed import storage_of
+from nanotrain_core.packed import PackedWeight, storage_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run, push
 
@@ -115,6 +115,40 @@ def test_a_checkpoint_in_another_format_is_refused_though_its_tensors_look_alike
     old.loss_scale.update(False)
     with_packing.loss_scale.load_meta(old.loss_scale.meta())
     assert with_packing.clock.step == 1
+
+
+def packed_after(change):
+    """Return a part that ``change`` was done to before it was converted and packed, and the precision."""
+    (part,) = make_run(case(packed=False), {}).stages.values()
+    change(part)
+    precision = FP4Master(FP4MasterConfig())
+    precision.convert(part)
+    precision.pack([part])
+    return part, precision
+
+
+def test_a_frozen_weight_stays_as_it_is_since_no_master_would_keep_what_rounding_loses():
+    kept = {}
+
+    def freeze(part):
+        weight = part.layers["0"].ffn.up.weight.requires_grad_(False)
+        weight.data.view(-1).copy_(torch.linspace(-1, 1, weight.numel()))
+        kept["weight"] = weight.clone()
+
+    part, precision = packed_after(freeze)
+    assert torch.equal(part.layers["0"].ffn.up.weight, kept["weight"])
+    found = {row.weights: row.parameters for row in precision.table(part.named_parameters())}
+    assert found["bf16, frozen"] == kept["weight"].numel()
+    assert isinstance(part.layers["1"].ffn.up.weight, PackedWeight)
+
+
+def test_layers_that_share_a_weight_share_the_packed_one():
+    def tie(part):
+        part.layers["1"].ffn.up.weight = part.layers["0"].ffn.up.weight
+
+    part, _ = packed_after(tie)
+    assert isinstance(part.layers["0"].ffn.up.weight, PackedWeight)
+    assert part.layers["1"].ffn.up.weight is part.layers["0"].ffn.up.weight
 
 
 # --- what a recipe may ask for ----------------------------------------------------------------------
