@@ -12,6 +12,7 @@ from unittest import mock
 
 import attrs
 import torch
+from torch import nn
 
 from nanotrain_core import hookimpl
 from nanotrain_core.actions import Action, Costs
@@ -21,6 +22,7 @@ from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.builtin.optimizers import SGD, AdamW
 from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
+from nanotrain_core.builtin.row_products import RowProducts
 from nanotrain_core.builtin.simple_catalogue import catalogue
 from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.builtin.synthetic import Synthetic
@@ -29,6 +31,9 @@ from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
+from nanotrain_core.packed import PackedWeight, numbers_of
+from nanotrain_core.placement import RANGE
+from nanotrain_core.products import give_products, multiplied
 from nanotrain_core.roles import Role, tagged
 from nanotrain_core.routing import runs_again
 from nanotrain_core.testing.routed import RoutedConfig
@@ -231,6 +236,73 @@ class ForgetsToWriteThrough(Uniform):
         return ForgetfulMaster(weight)
 
 
+class ForgetsItsMasters(Uniform):
+    """Saves weights in bfloat16 and nothing else."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def master(self, weight, piece):
+        master = super().master(weight, piece)
+        master.state = dict
+        return master
+
+
+class NoWeightGradient(RowProducts):
+    def weight_gradient(self, d_y_MN, kept):
+        return torch.zeros_like(super().weight_gradient(d_y_MN, kept))
+
+
+class LosesOneGradient(Uniform):
+    """Gives one linear layer of all products that forget its weight's gradient."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def convert(self, part):
+        module = next(module for _, module, _ in tagged(part) if multiplied(module))
+        give_products(module, dict.fromkeys(multiplied(module), NoWeightGradient()))
+        return super().convert(part)
+
+
+class Bytes:
+    """bfloat16 as it is, but for a last row that is not full."""
+
+    name, width = "bytes", 2 * RANGE
+
+    def rounded(self, numbers):
+        return numbers.bfloat16()
+
+    def pack(self, numbers):
+        whole = len(numbers) // RANGE * RANGE
+        missing = numbers.new_zeros(-(-len(numbers) // RANGE) * RANGE - whole)
+        return torch.cat([numbers[:whole], missing]).bfloat16().view(-1, RANGE).view(torch.uint8)
+
+    def unpack(self, rows):
+        return rows.view(torch.bfloat16).flatten()
+
+
+class UnpackedProducts(RowProducts):
+    def read_weight(self, weight):
+        return numbers_of(weight)
+
+
+class LosesTheLastRow(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def convert(self, part):
+        for _, module, _ in tagged(part):
+            give_products(module, dict.fromkeys(multiplied(module), UnpackedProducts()))
+        return super().convert(part)
+
+    def pack(self, parts):
+        for part in parts:
+            for _, module, _ in tagged(part):
+                for name in multiplied(module):
+                    setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
+
+
 def write_in_place(path, write):
     """Fill the file under its final name instead of moving a complete one there."""
     path.open("wb").close()
@@ -425,7 +497,8 @@ def nanotrain_register_optimizer(register):
 
 @hookimpl
 def nanotrain_register_precision(register):
-    register(twin(ForgetsToWriteThrough))
+    for cls in (ForgetsToWriteThrough, ForgetsItsMasters, LosesOneGradient, LosesTheLastRow):
+        register(twin(cls))
 
 
 @hookimpl

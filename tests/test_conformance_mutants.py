@@ -56,6 +56,15 @@ FAULTS = [
         Case("precision", use="forgets_to_write_through", plugins=TWINS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},
     ),
+    (Case("precision", use="forgets_its_masters", plugins=TWINS), {"resume_is_bit_equal"}),
+    (
+        Case("precision", use="loses_one_gradient", plugins=TWINS),
+        {"every_weight_has_its_gradient", "loss_follows_float32"},
+    ),
+    (
+        Case("precision", use="loses_the_last_row", plugins=TWINS),
+        {"packed_weights_keep_what_is_written"},
+    ),
     (
         Case("checkpoint", use="writes_in_place", plugins=TWINS),
         {

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
 
 from nanotrain_core.contracts import MasterWeight, Precision
-from nanotrain_core.placement import Piece
+from nanotrain_core.packed import PackedWeight, Packing, form_of, numbers_of
+from nanotrain_core.placement import RANGE, Piece
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.checks.parallel import traces
-from nanotrain_core.testing.compare import assert_bitwise
+from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Drive, drive, make_run
+from nanotrain_core.testing.probe import Drive, Trace, drive, make_run, train
 
 #: Largest relative error of a master weight after ``store``; narrow formats may keep 3 bits.
 STORE_ERROR = 0.1
+#: Numbers of elements that end in the middle of a row of a packed weight, and that do not.
+ENDS = (1, RANGE - 1, RANGE, RANGE + 1, 3 * RANGE + RANGE // 2 + 5)
+#: Largest distance of a gradient from float32's, relative: one that is lost is 1 away. FP8's routers: 0.5.
+GRADIENT_ERROR = 0.9
 #: How far a run's loss may be from float32's, relative, over 20 steps of the tiny model.
 BAND = 0.02
 
@@ -49,8 +58,10 @@ class Mastered:
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what the making of a master leaves of ``weight``."""
         copy = weight.to(self.weight.dtype, copy=True)
+        if isinstance(self.weight, PackedWeight):  # a master may go by how its weight is held
+            copy = PackedWeight.of(copy, self.weight.packing)
         self.precision.master(copy, self.piece)
-        return copy
+        return numbers_of(copy)
 
 
 def masters_of(case: Case) -> list[Mastered]:
@@ -107,6 +118,35 @@ def stored_weights_reach_the_model(case: Case) -> None:
         assert error <= STORE_ERROR, f"{what}: the parameter differs from it by {error:.3g} of it"
 
 
+@check("precision", since="0.2")
+def packed_weights_keep_what_is_written(case: Case) -> None:
+    """Numbers of a packed weight's form come back bit by bit, from all rows, one alone, and a part of one."""
+    weights = [placed.parameter for placed in make_run(case.alone(), {}).placed]
+    packed = {form_of(weight): weight for weight in weights if isinstance(weight, PackedWeight)}
+    for form, weight in packed.items():
+        for count in ENDS:
+            numbers = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(weight.dtype)
+            _assert_kept(weight.packing, numbers, f"packing {form!r}, {count} weights")
+
+
+def _assert_kept(packing: Packing, numbers: torch.Tensor, what: str) -> None:
+    rounded = packing.rounded(numbers).to(numbers.dtype)
+    again = packing.rounded(rounded).to(numbers.dtype)
+    assert_same({"numbers": again}, {"numbers": rounded}, f"{what}, rounded a second time", atol=0.0)
+    rows = packing.pack(rounded)
+    shape = (-(-len(numbers) // RANGE), packing.width)
+    assert (tuple(rows.shape), rows.dtype) == (shape, torch.uint8), (
+        f"{what}: pack returns {tuple(rows.shape)} of {rows.dtype}, expected {shape} of torch.uint8"
+    )
+    found = packing.unpack(rows)
+    assert tuple(found.shape) == (len(rows) * RANGE,), (
+        f"{what}: unpack returns {tuple(found.shape)} of {len(rows)} rows, expected ({len(rows) * RANGE},)"
+    )
+    assert_bitwise({"numbers": found[: len(numbers)]}, {"numbers": rounded}, f"{what}, packed and unpacked")
+    alone = torch.cat([packing.unpack(rows[at : at + 1]) for at in range(len(rows))])
+    assert_bitwise({"numbers": alone}, {"numbers": found}, f"{what}, unpacked row by row")
+
+
 @check("precision", since="0.1")
 def master_keeps_small_updates(case: Case) -> None:
     """A thousand updates of 2**-12 of a weight add up instead of being rounded away one by one."""
@@ -127,10 +167,49 @@ def loss_follows_float32(case: Case) -> None:
     changes = {"run": {"steps": 20}, "optimizer": ADAMW, "batch": {"microbatch": 4}}
     (narrow,) = traces(case.alone(), **changes)
     (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
-    for got, want in zip(narrow.reports, wide.reports, strict=True):
-        relative = abs(got.loss / want.loss - 1)
-        assert relative < BAND, f"loss {got.loss:.4f} at step {got.step}, float32 has {want.loss:.4f}"
+    away = [abs(got.loss / want.loss - 1) for got, want in zip(narrow.reports, wide.reports, strict=True)]
+    beyond = [step for step, relative in enumerate(away) if not relative < BAND]
+    if beyond:
+        worst = max(beyond, key=lambda step: away[step])
+        got, want = narrow.reports[worst], wide.reports[worst]
+        raise AssertionError(
+            f"{len(beyond)} of {len(away)} losses are {BAND:.0%} or more from float32's, at step {got.step} "
+            f"{away[worst]:.1%}: {got.loss:.4f} instead of {want.loss:.4f}. Where a float32 "
+            "master does no better, it is the format: declare it in expected_failures"
+        )
     assert wide.reports[-1].loss < wide.reports[0].loss, "the float32 run does not learn: nothing was tested"
+
+
+@check("precision", since="0.2")
+def every_weight_has_its_gradient(case: Case) -> None:
+    """In the first step each parameter's gradient is nearer to float32's than none would be."""
+    changes = {"run": {"steps": 1}, "batch": {"microbatch": 4}}
+    (narrow,) = traces(case.alone(), **changes)
+    (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
+    scale = precision_of(case).loss_scale.value
+    got, want = whole([narrow.gradients]), whole([wide.gradients])
+    largest = max(gradient.norm() for gradient in want.values())
+    for name, gradient in want.items():
+        if gradient.norm() > 1e-3 * largest:
+            error = relative_error(got[name] / scale, gradient)
+            assert error < GRADIENT_ERROR, (
+                f"{name}: the gradient differs from float32's by {error:.3g} of it; none at all would by 1"
+            )
+
+
+@check("precision", since="0.2")
+def resume_is_bit_equal(case: Case) -> None:
+    """Stopped after 2 of 4 steps and resumed from the checkpoint, weights and masters end bitwise equal."""
+    changes = {"run": {"steps": 4}, "optimizer": ADAMW}
+    with tempfile.TemporaryDirectory() as name:
+        options: dict[str, Any] = {"folder": Path(name), "save_at": 2}
+        through: list[Trace] = run_ranks(train, case.world_size, case, changes, **options)
+        resumed: list[Trace] = run_ranks(train, case.world_size, case, changes, **options, resume="2")
+    for rank, (one, other) in enumerate(zip(through, resumed, strict=True)):
+        got, want = (whole_of(trace) for trace in (other, one))
+        assert_bitwise(
+            got, want, f"rank {rank}, resumed after step 2 of 4: is all of a master in its state()?"
+        )
 
 
 @check("precision", since="0.1")
