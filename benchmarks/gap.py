@@ -55,3 +55,7 @@ class Gap:
         """Where the mean of endless seeds is with 95% confidence, if seeds are normally distributed."""
         around = STUDENT[min(len(self.each) - 1, len(STUDENT)) - 1] * self.error
         return self.mean - around, self.mean + around
+
+    def seeds_for(self, half_width: float) -> int:
+        """Return how many seeds, spread as these, would make a 95% interval that narrow."""
+        return math.ceil((1.96 * stdev(self.each) / half_width) ** 2)

@@ -134,7 +134,8 @@ def _judged(found: Gap) -> str:
         return ""
     low, high = found.interval
     word = "met" if high < BAR else "not met" if low > BAR else "not decided"
-    return f"{100 * low:+.2f} to {100 * high:+.2f}: {word}"
+    more = f" ({found.seeds_for(BAR)} seeds for ± {100 * BAR:g}%)" if word == "not decided" else ""
+    return f"{100 * low:+.2f} to {100 * high:+.2f}: {word}{more}"
 
 
 def last_fifth(run: Trained) -> float:
