@@ -3,17 +3,20 @@
 For each seed every precision trains the same model on the same tokens, none of them twice, from the same
 weights. ``bf16-again`` starts from weights that are one millionth larger, so that a few are rounded to
 another bfloat16: its distance from ``bf16`` is what chance alone does. The gap of any other precision is to
-the mean of the two, seed by seed. Each run is appended to a file as it ends, and a later command does not
-make it again.
+the mean of the two, seed by seed. With ``--after N`` bfloat16 makes the first N steps for all of them: where
+differences grow most, chance has then no part, and neither has the other precision. Each run is appended to a
+file as it ends, and a later command does not make it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -26,6 +29,7 @@ import torch
 from benchmarks.gap import LastLoss
 from benchmarks.quality_table import AGAIN, Plan, Trained, read, tables
 from benchmarks.report import write_markdown
+from nanotrain_core.builtin.optimizers import MasterOptimizer
 from nanotrain_core.contracts import RunInfo, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import DataError
@@ -71,9 +75,13 @@ def recipe_of(plan: Plan) -> Recipe:
     """Return what a run trains."""
     ranks, changes = laid_out(plan.layout)
     own = [*changes, f"run.seed={plan.seed}", f"run.steps={plan.steps}", *plan.changes]
+    if plan.after:
+        own.append(f"checkpoint={{use='simple', every={plan.after}, keep=1}}")
     if plan.precision != AGAIN:
         return load_recipe(RECIPE, overrides=[*own, f"precision.use={plan.precision}"], ranks=ranks)
     own.append("precision.use=bf16")
+    if plan.after:
+        return load_recipe(RECIPE, overrides=own, ranks=ranks)
     std = load_recipe(RECIPE, overrides=own, ranks=ranks).model.config.init_std
     return load_recipe(RECIPE, overrides=[*own, f"model.init_std={std * (1 + 1e-6)!r}"], ranks=ranks)
 
@@ -84,14 +92,18 @@ class Curve(LastLoss):
     every_step = True
     reads_weights = False
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[], None] | None = None) -> None:
+        self.change = change
+        """What happens to restored weights."""
         self.training: list[float] = []
         self.next_token: list[float] = []
         self.parameters = 0
 
     def on_start(self, run: RunInfo) -> None:
-        """Count the model."""
+        """Count the model, and change what was restored."""
         self.parameters = run.parameters
+        if self.change:
+            self.change()
 
     def on_step(self, report: StepReport) -> None:
         """Keep it."""
@@ -99,30 +111,58 @@ class Curve(LastLoss):
         self.next_token.append(report.losses["lm"])
 
 
-def train(plan: Plan) -> Trained:
-    """Run it, in this process or on ranks of their own."""
+def nudge(optimizer: MasterOptimizer) -> None:
+    """Make masters one millionth larger."""
+    with torch.no_grad():
+        for slot in optimizer.slots:
+            slot.master.store(slot.master.load() * (1 + 1e-6))
+
+
+def common_steps(plan: Plan, folder: Path) -> Path:
+    """Return the checkpoint that all precisions of a seed go on from; make it if there is none."""
+    key = json.dumps([plan.seed, plan.steps, plan.after, plan.changes])
+    own = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    found = own / "checkpoints" / f"step-{plan.after:08d}.safetensors"
+    if not found.exists():
+        recipe = recipe_of(attrs.evolve(plan, precision="bf16", layout=""))
+        RuntimeEngine.from_recipe(recipe, folder=own).fit(steps=plan.after)
+    return found
+
+
+def train(plan: Plan, common: Path | None = None) -> Trained:
+    """Run it, in this process or on ranks of their own.
+
+    Args:
+        plan: what to run.
+        common: where the first steps, with ``plan.after``, are kept.
+    """
     ranks, _ = laid_out(plan.layout)
+    start = common_steps(plan, common) if plan.after and common else None
     if ranks == 1:
-        return train_rank(plan, 0)
-    found: list[Trained] = run_ranks(train_ranks, ranks, plan, timeout=24 * 3600.0, check_collectives=False)
+        return train_rank(plan, 0, start)
+    of_rank, most = train_ranks, 24 * 3600.0
+    found: list[Trained] = run_ranks(of_rank, ranks, plan, start, timeout=most, check_collectives=False)
     return found[0]
 
 
-def train_ranks(plan: Plan) -> Trained:
+def train_ranks(plan: Plan, start: Path | None) -> Trained:
     """Run one rank of a process group."""
-    return train_rank(plan, torch.distributed.get_rank())
+    return train_rank(plan, torch.distributed.get_rank(), start)
 
 
-def train_rank(plan: Plan, rank: int) -> Trained:
-    """Run it.
+def train_rank(plan: Plan, rank: int, start: Path | None) -> Trained:
+    """Run it, from the checkpoint ``start`` on if there is one.
 
     Raises:
         DataError: there is too little text for it to be read once.
     """
     torch.set_num_threads(1)
     recipe = recipe_of(plan)
-    engine = RuntimeEngine.from_recipe(recipe, rank=rank)
-    data, curve, began = engine.run.feed.data, Curve(), time.perf_counter()
+    # Where the run saves its end, which nobody reads.
+    folder = start and start.parents[1] / "ends" / f"{plan.precision} {plan.layout}".strip()
+    engine = RuntimeEngine.from_recipe(recipe, rank=rank, folder=folder, resume=start and str(start))
+    change = partial(nudge, engine.run.optimizer) if start and plan.precision == AGAIN else None
+    data, curve, began = engine.run.feed.data, Curve(change), time.perf_counter()
     wanted = recipe.batch.sequences * plan.steps
     if wanted > data.train:
         raise DataError(f"{plan.steps} steps read {wanted} sequences, but there are {data.train} to train on")
@@ -158,7 +198,7 @@ def plans(args: argparse.Namespace) -> Iterator[Plan]:
     """Yield what is to be run, seed after seed, so that whatever is finished is balanced."""
     for seed in range(1, args.seeds + 1):
         for precision in args.precisions:
-            yield Plan(precision, seed, args.steps, args.layout, tuple(args.set))
+            yield Plan(precision, seed, args.steps, args.layout, tuple(args.set), args.after)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,6 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--table", type=Path, metavar="FILE", help="train nothing: print the tables of a file"
     )
     parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of a run (default: 1800)")
+    parser.add_argument(
+        "--after", type=int, default=0, help="of them made by bf16 for all precisions (default: 0)"
+    )
     parser.add_argument("--seeds", type=int, default=4, help="runs of each precision (default: 4)")
     parser.add_argument(
         "--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="also fp8_hybrid, fp32"
@@ -199,7 +242,7 @@ def make(file: Path, wanted: Iterable[Plan]) -> None:
     for plan in wanted:
         if plan in known:
             continue
-        run = train(plan)
+        run = train(plan, file.with_name(f"{file.stem}-steps"))
         with file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(attrs.asdict(run)) + "\n")
         losses = f"{run.training[-1]:.4f}, held out {run.held_out:.4f}"

@@ -29,6 +29,8 @@ class Plan:
     """As on the command line; empty: one process."""
     changes: tuple[str, ...] = ()
     """``KEY=VALUE`` of the recipe."""
+    after: int = 0
+    """Steps that bfloat16 made before, on one process, for all precisions of the seed."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -67,11 +69,13 @@ def _run(line: dict[str, object]) -> Trained:
 
 
 def tables(runs: Sequence[Trained]) -> str:
-    """Return a table for each number of steps and changes of the recipe."""
-    groups: dict[tuple[int, tuple[str, ...]], Runs] = {}
+    """Return a table for each number of steps, of those before, and changes of the recipe."""
+    groups: dict[tuple[int, int, tuple[str, ...]], Runs] = {}
     for run in runs:
         plan = run.plan
-        groups.setdefault((plan.steps, plan.changes), {})[plan.layout, plan.precision, plan.seed] = run
+        groups.setdefault((plan.steps, plan.after, plan.changes), {})[
+            plan.layout, plan.precision, plan.seed
+        ] = run
     return "\n\n".join(f"{_title(group)}\n\n{_table(group)}" for group in groups.values())
 
 
@@ -79,12 +83,20 @@ def _title(runs: Runs) -> str:
     """Say what was run, beginning with the command."""
     first = next(iter(runs.values()))
     words = [f"--runs FILE --steps {first.plan.steps} --seeds {max(seed for _, _, seed in runs)}"]
+    words += [f"--after {first.plan.after}"] * bool(first.plan.after)
     words += [f"--set {change}" for change in first.plan.changes]
     words += ["--layout LAYOUT"] * any(layout for layout, _, _ in runs)
     return (
         f"`python -m benchmarks.quality {' '.join(words)}`: {first.model}; {first.tokens:,} tokens, "
-        f"each read once, the last fifth of which count; {first.held_out_tokens:,} held out ({first.text})."
+        f"each read once, {_counted(first.plan)}; {first.held_out_tokens:,} held out ({first.text})."
     )
+
+
+def _counted(plan: Plan) -> str:
+    if not plan.after:
+        return "the last fifth of which count"
+    common = f"the first {plan.after} of {plan.steps} steps made once in bf16 for all precisions"
+    return f"{common}, the last fifth of the others counting"
 
 
 def _table(runs: Runs) -> str:

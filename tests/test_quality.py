@@ -51,6 +51,19 @@ def test_a_file_gets_each_run_once_and_its_table_needs_no_training(tmp_path, cap
     assert json.loads(first)["next_token"][0] == pytest.approx(5.5, abs=0.1)
 
 
+def test_precisions_part_after_steps_that_bfloat16_made_for_all(tmp_path):
+    plans = [small(name, steps=4, after=2) for name in ("bf16", FP8, AGAIN)]
+    wide, narrow, again = (train(plan, tmp_path) for plan in plans)
+    (kept,) = tmp_path.glob("*/checkpoints/step-00000002.safetensors")
+    straight = train(small("bf16", steps=4))
+    assert wide.training == straight.training[2:]
+    assert wide.held_out == straight.held_out
+    assert len({run.training[0] for run in (wide, narrow, again)}) == 3
+    assert again.training[0] == pytest.approx(wide.training[0], rel=1e-4)
+    assert kept.exists()
+    assert "made once in bf16" in tables([wide, narrow, again])
+
+
 @pytest.mark.parametrize(
     ("layout", "sizes"),
     [
