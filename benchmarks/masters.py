@@ -17,11 +17,11 @@ from statistics import mean
 from typing import Any
 
 import attrs
-import structlog
 import torch
 
 from benchmarks.gap import Gap, LastLoss
 from benchmarks.report import write_markdown
+from nanotrain_core import log
 from nanotrain_core.builtin import moments
 from nanotrain_core.builtin.optimizers import AdamW
 from nanotrain_core.compose import Run
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table between its markers")
     args = parser.parse_args(arguments)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log.ensure(0)
     runs = []
     for seed in range(1, args.seeds + 1):
         for setup in (setup for setup in SETUPS if setup == BASELINE or args.only in setup.name):

@@ -23,12 +23,12 @@ from statistics import mean
 from typing import Any
 
 import attrs
-import structlog
 import torch
 
 from benchmarks.gap import LastLoss
 from benchmarks.quality_table import AGAIN, Plan, Trained, read, tables
 from benchmarks.report import write_markdown
+from nanotrain_core import log
 from nanotrain_core.builtin.optimizers import MasterOptimizer
 from nanotrain_core.contracts import RunInfo, StepReport
 from nanotrain_core.engine import RuntimeEngine
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if (args.runs is None) == (args.table is None):
         parser.error("give one of --runs and --table")
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log.ensure(0)
     if args.runs:
         make(args.runs, plans(args))
     text = tables(read(args.runs or args.table))
