@@ -140,8 +140,7 @@ def compose(
     equalise(placed, mesh)
     if hasattr(precision, "pack"):
         precision.pack(tuple(stages.values()))
-        _check_placed(f"precision '{recipe.precision.use}'", stages.values(), placements)
-        placed = placed_parameters(stages.values(), placements)
+        placed = _placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
     )
@@ -262,13 +261,13 @@ def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements:
                 f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
                 "part: return the part, or a module that passes its initializer(name) on"
             )
-    _check_placed(f"parallel '{selection.use}'", parts, placements)
+    _placed_by(f"parallel '{selection.use}'", parts, placements)
 
 
-def _check_placed(who: str, parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Refuse parameters that are not what the placements say."""
+def _placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> list[PlacedParameter]:
+    """Return parameters with their placements; refuse those that are not what the placements say."""
     try:
-        placed_parameters(parts, placements)
+        return placed_parameters(parts, placements)
     except ValueError as problem:
         raise PluginError(f"{who}: {problem}") from None
 

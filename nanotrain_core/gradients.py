@@ -101,7 +101,9 @@ class LocalGradients:
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the complete gradient."""
         local = self._wide.get(parameter, parameter.grad)
-        return torch.zeros_like(parameter, dtype=self.dtype) if local is None else local
+        if local is None:  # zeros_like would unpack a packed one first
+            return torch.zeros(parameter.shape, dtype=self.dtype or parameter.dtype, device=parameter.device)
+        return local
 
     def pieces(self) -> Sequence[Piece]:
         """Return every parameter that is trained, whole."""

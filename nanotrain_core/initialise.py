@@ -67,14 +67,14 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
                     "survive materialisation: lend the other module's weight in forward"
                 )
             if name in seen:
-                _set(part, name, seen[name])
+                hold(part, name, seen[name])
                 continue
             parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
             seen[name] = parameter
 
 
-def _set(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Have ``part`` hold a parameter that another part of this rank holds under the same name."""
+def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Have ``part`` hold ``parameter`` under a name that it has one under."""
     owner, _, last = name.rpartition(".")
     setattr(part.get_submodule(owner), last, parameter)
 

@@ -93,16 +93,22 @@ class PackedWeight(torch.Tensor):
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return weights ``begin`` to ``end`` of the flattened tensor; ``begin`` is a multiple of RANGE."""
-        return self.packing.unpack(self.rows[begin // RANGE : -(-end // RANGE)])[: end - begin]
+        return self.packing.unpack(self._rows(begin, end))[: end - begin]
 
     def write(self, begin: int, end: int, numbers: torch.Tensor) -> None:
         """Keep numbers of the form as weights ``begin`` to ``end``: a multiple of RANGE each, or the end."""
-        self.rows[begin // RANGE : -(-end // RANGE)] = self.packing.pack(numbers)
+        self._rows(begin, end).copy_(self.packing.pack(numbers))
 
     def part(self, begin: int, end: int) -> PackedWeight:
         """Return a flat range that is held in the same rows; ends as those of :meth:`write`."""
-        rows = self.rows[begin // RANGE : -(-end // RANGE)]
-        return PackedWeight(rows, self.packing, (end - begin,), self.dtype, self.exact, self.first + begin)
+        return self._sharing(self._rows(begin, end), (end - begin,), self.first + begin)
+
+    def _rows(self, begin: int, end: int) -> torch.Tensor:
+        return self.rows[begin // RANGE : -(-end // RANGE)]
+
+    def _sharing(self, rows: torch.Tensor, shape: tuple[int, ...], first: int) -> PackedWeight:
+        """Return what holds these rows of this one."""
+        return PackedWeight(rows, self.packing, shape, self.dtype, self.exact, first)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -111,7 +117,7 @@ class PackedWeight(torch.Tensor):
         """Unpack what an operation reads; see the module for what becomes of writing."""
         first: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default):
-            return cls(first.rows, first.packing, tuple(first.shape), first.dtype, first.exact, first.first)
+            return first._sharing(first.rows, tuple(first.shape), first.first)
         aliased = [
             (value, wanted.alias_info.is_write)
             for value, wanted in zip(args, func._schema.arguments, strict=False)

@@ -31,7 +31,7 @@ from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
-from nanotrain_core.packed import PackedWeight, numbers_of
+from nanotrain_core.packed import PackedWeight
 from nanotrain_core.placement import RANGE
 from nanotrain_core.products import give_products, multiplied
 from nanotrain_core.roles import Role, tagged
@@ -282,18 +282,13 @@ class Bytes:
         return rows.view(torch.bfloat16).flatten()
 
 
-class UnpackedProducts(RowProducts):
-    def read_weight(self, weight):
-        return numbers_of(weight)
-
-
 class LosesTheLastRow(Uniform):
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
     def convert(self, part):
         for _, module, _ in tagged(part):
-            give_products(module, dict.fromkeys(multiplied(module), UnpackedProducts()))
+            give_products(module, dict.fromkeys(multiplied(module), RowProducts()))
         return super().convert(part)
 
     def pack(self, parts):

@@ -1,4 +1,8 @@
-"""Plain products of rows and weights, for a precision that changes how weights are held and nothing else.
+"""Plain products of rows and weights, which are unpacked for each product and forgotten after it.
+
+For a precision that changes how weights are held and nothing else. A weight is unpacked twice in a
+microbatch, for y and for the gradient of x: only one is ever there as numbers, or that of all experts of a
+layer.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E.
 """
@@ -13,6 +17,7 @@ import torch
 
 from nanotrain_core.builtin.expert_products import Products, choose_products
 from nanotrain_core.builtin.linear import matmul
+from nanotrain_core.packed import numbers_of
 from nanotrain_core.products import Kept
 
 P = TypeVar("P", bound="RowProducts")
@@ -31,8 +36,8 @@ class RowProducts:
         return new
 
     def read_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return what is multiplied for a weight [N, K] or [E, N, K]."""
-        return weight_NK.detach()
+        """Return what is multiplied for a weight [N, K] or [E, N, K]: its numbers."""
+        return numbers_of(weight_NK)
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and x."""

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from nanotrain_core.builtin.precisions import LiveMaster
+from nanotrain_core.builtin.row_products import RowProducts
 from nanotrain_core.contracts import MasterWeight
 from nanotrain_core.dtypes import cast
 from nanotrain_core.errors import NanotrainError, did_you_mean
+from nanotrain_core.initialise import hold
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.packed import PackedWeight
 from nanotrain_core.placement import RANGE, Piece, Placement
@@ -23,7 +25,6 @@ from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
 from nanotrain_fp4_master.packing import FourBits
-from nanotrain_fp4_master.products import UnpackedProducts
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
 LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
@@ -111,15 +112,15 @@ class FP4Master:
         """Have the products of low weights made of what is unpacked, and note that these can be packed."""
         for prefix, module, _ in tagged(part):
             names = {name: f"{prefix}.{name}" if prefix else name for name in multiplied(module)}
-            weights = {full: getattr(module, name) for name, full in names.items()}
-            low = {full for full, weight in weights.items() if self.is_low(full, weight.dim())}
-            low = {full for full in low if weights[full].dtype == self.parameter_dtype}
-            low = {
-                full for full in low if weights[full].requires_grad
-            }  # none is made a master of a frozen one
+            low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}
             if low:
-                give_products(module, dict.fromkeys(names, UnpackedProducts()))
+                give_products(module, dict.fromkeys(names, RowProducts()))
                 self.packed |= low
+
+    def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:
+        """Say whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
+        own = weight.dtype == self.parameter_dtype and weight.requires_grad
+        return own and self.is_low(name, weight.dim())
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
         """Replace weights in four bits by packed ones."""
@@ -129,12 +130,10 @@ class FP4Master:
                 if name not in self.packed or not parameter.numel():
                     continue
                 if parameter not in made:
-                    form = FourBits(FORMATS[self.config.form](self.config.block))
-                    made[parameter] = nn.Parameter(PackedWeight.of(parameter, form))
+                    made[parameter] = nn.Parameter(PackedWeight.of(parameter, self._four_bits()))
             for name, parameter in list(part.named_parameters(remove_duplicate=False)):  # tied ones, too
                 if parameter in made:
-                    owner, _, last = name.rpartition(".")
-                    setattr(part.get_submodule(owner), last, made[parameter])
+                    hold(part, name, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
@@ -157,7 +156,10 @@ class FP4Master:
             return of_bfloat16(self.config.variant, weight, noise)
         if cut_blocks(piece, self.config.block):
             raise NanotrainError(straddling(piece, self.config))
-        return LOW_BIT[self.config.variant](weight, FORMATS[self.config.form](self.config.block), noise)
+        return LOW_BIT[self.config.variant](weight, self._four_bits().form, noise)
+
+    def _four_bits(self) -> FourBits:
+        return FourBits(FORMATS[self.config.form](self.config.block))
 
     def table(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Row]:
         """Return what parameters got, those alike in one row."""
@@ -176,7 +178,7 @@ class FP4Master:
         beside = {"residual": 1.0, "remainder": 2.0}.get(self.config.variant, 0.0)
         weights, held = f"{self.config.form} {self.config.variant}", 2.0
         if name in self.packed:
-            held = FourBits(FORMATS[self.config.form](self.config.block)).width / RANGE
+            held = self._four_bits().width / RANGE
         elif self.config.form in FORMATS:
             weights += ", not packed"
         return role, weights, held + beside

@@ -5,7 +5,6 @@ import torch
 from nanotrain_fp4_master import nvfp4
 from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.packing import FourBits
-from nanotrain_fp4_master.products import UnpackedProducts
 from torch import nn
 
 from nanotrain_core.builtin.row_products import RowProducts
@@ -146,10 +145,10 @@ def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
 def test_products_with_packed_weights_are_those_with_their_numbers():
     weight, plain = packed(normal(48, 64)), FORMS[0].rounded(normal(48, 64).bfloat16().flatten()).view(48, 64)
     x, d_y = normal(10, 64, seed=1).bfloat16(), normal(10, 48, seed=2).bfloat16()
-    mine, theirs = UnpackedProducts(), RowProducts()
-    assert torch.equal(mine.forward(x, weight)[0][0], theirs.forward(x, plain)[0][0])
-    assert torch.equal(mine.forward(x, weight)[0][0], x @ plain.T)
-    assert torch.equal(mine.input_gradient(d_y, weight), d_y @ plain)
+    products = RowProducts()
+    assert torch.equal(products.forward(x, weight)[0][0], products.forward(x, plain)[0][0])
+    assert torch.equal(products.forward(x, weight)[0][0], x @ plain.T)
+    assert torch.equal(products.input_gradient(d_y, weight), d_y @ plain)
 
 
 # --- in a run -----------------------------------------------------------------------------------------
