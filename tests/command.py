@@ -31,6 +31,9 @@ COMMAND = [
     "from nanotrain_core.cli import main; sys.exit(main())",
 ]
 
+# C++ reads it when torch is loaded: :func:`begin`'s processes have torch before `nanotrain` can say so.
+os.environ.setdefault(LOG_LEVEL := "TORCH_CPP_LOG_LEVEL", "ERROR")
+
 
 @attrs.define(frozen=True)
 class Outcome:
@@ -44,6 +47,7 @@ class Outcome:
 def start(*words: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start ``nanotrain`` with ``words``; its output is piped."""
     environment = {**os.environ, "NO_COLOR": "1"}
+    del environment[LOG_LEVEL]
     return subprocess.Popen(
         [*COMMAND, *words],
         cwd=cwd,
