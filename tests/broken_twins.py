@@ -1,39 +1,29 @@
-"""A plugin in one file, with one deliberate fault per kind: what the harness must catch.
+"""A plugin in one file, with deliberate faults of each kind: what the harness must catch.
+
+Those of precisions and checkpoints lie beside it, in files of their own.
 
 Loaded by path, as with ``nanotrain run --plugin tests/broken_twins.py``. It imports torch because it is
 its own factory's module; the face of an installed plugin must not.
 """
 
-import contextlib
 import re
-from functools import partial
 from types import MethodType
-from unittest import mock
 
 import attrs
 import torch
-from torch import nn
 
 from nanotrain_core import hookimpl
 from nanotrain_core.actions import Action, Costs
 from nanotrain_core.batch import Shard
-from nanotrain_core.builtin import configs, simple_checkpoint
+from nanotrain_core.builtin import configs
 from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.builtin.optimizers import SGD, AdamW
-from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
-from nanotrain_core.builtin.row_products import RowProducts
-from nanotrain_core.builtin.simple_catalogue import catalogue
-from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
 from nanotrain_core.builtin.synthetic import Synthetic
 from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
-from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import Layout, View
-from nanotrain_core.packed import PackedWeight
-from nanotrain_core.placement import RANGE
-from nanotrain_core.products import give_products, multiplied
 from nanotrain_core.roles import Role, tagged
 from nanotrain_core.routing import runs_again
 from nanotrain_core.testing.routed import RoutedConfig
@@ -221,174 +211,6 @@ class DropsErrors(AdamW):
         pass
 
 
-class ForgetfulMaster(Float32Master):
-    """Keeps the new weight and never shows it to the model."""
-
-    def store(self, value):
-        self.master.copy_(value)
-
-
-class ForgetsToWriteThrough(Uniform):
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def master(self, weight, piece):
-        return ForgetfulMaster(weight)
-
-
-class ForgetsItsMasters(Uniform):
-    """Saves weights in bfloat16 and nothing else."""
-
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def master(self, weight, piece):
-        master = super().master(weight, piece)
-        master.state = dict
-        return master
-
-
-class NoWeightGradient(RowProducts):
-    def weight_gradient(self, d_y_MN, kept):
-        return torch.zeros_like(super().weight_gradient(d_y_MN, kept))
-
-
-class LosesOneGradient(Uniform):
-    """Gives one linear layer of all products that forget its weight's gradient."""
-
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def convert(self, part):
-        module = next(module for _, module, _ in tagged(part) if multiplied(module))
-        give_products(module, dict.fromkeys(multiplied(module), NoWeightGradient()))
-        return super().convert(part)
-
-
-class Bytes:
-    """bfloat16 as it is, but for a last row that is not full."""
-
-    name, width = "bytes", 2 * RANGE
-
-    def rounded(self, numbers):
-        return numbers.bfloat16()
-
-    def pack(self, numbers):
-        whole = len(numbers) // RANGE * RANGE
-        missing = numbers.new_zeros(-(-len(numbers) // RANGE) * RANGE - whole)
-        return torch.cat([numbers[:whole], missing]).bfloat16().view(-1, RANGE).view(torch.uint8)
-
-    def unpack(self, rows):
-        return rows.view(torch.bfloat16).flatten()
-
-
-class LosesTheLastRow(Uniform):
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def convert(self, part):
-        for _, module, _ in tagged(part):
-            give_products(module, dict.fromkeys(multiplied(module), RowProducts()))
-        return super().convert(part)
-
-    def pack(self, parts):
-        for part in parts:
-            for _, module, _ in tagged(part):
-                for name in multiplied(module):
-                    setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
-
-
-def write_in_place(path, write):
-    """Fill the file under its final name instead of moving a complete one there."""
-    path.open("wb").close()
-    write(path)
-
-
-class WritesInPlace(SimpleCheckpoint):
-    def _write(self, step, tensors, meta):
-        with mock.patch.object(simple_checkpoint, "write_atomically", write_in_place):
-            super()._write(step, tensors, meta)
-
-
-class NeverFallsBack(SimpleCheckpoint):
-    """Insists on the newest checkpoint, whole or not."""
-
-    def load(self, which, state):
-        steps = self.steps()
-        return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
-
-
-class TellsAnyhow(SimpleCheckpoint):
-    """Has ranks take a save for complete whatever became of the one that writes, or of its disk."""
-
-    saving = False
-
-    def save(self, step, state):
-        self.saving = self.mesh.world_size > 1
-        super().save(step, state)
-        self.saving = False
-
-    def _agree(self, error):
-        with contextlib.suppress(RuntimeError if self.saving else ()):
-            super()._agree(None if self.saving else error)
-
-
-class SetsAllAside(SimpleCheckpoint):
-    """Moves damaged checkpoints away though no other is left: the next launch finds none, and begins anew."""
-
-    def load(self, which, state):
-        try:
-            return super().load(which, state)
-        except CheckpointError:
-            if which == "latest":
-                self._quarantine({self.path(step): "damaged" for step in self.steps()})
-            raise
-
-
-class KeepsTheOtherBranch(SimpleCheckpoint):
-    """Leaves checkpoints of later steps where they are when an older one is loaded."""
-
-    def _set_aside_after(self, path):
-        pass
-
-
-class ReadsTooLate(SimpleCheckpoint):
-    """Begins a save, and reads what is to be written when it is asked how far it is."""
-
-    begun = None
-
-    def save(self, step, state):
-        self.begun = step, state
-
-    def advance(self, *, wait):
-        begun, self.begun = self.begun, None
-        if begun:
-            super().save(*begun)
-        return super().advance(wait=wait)
-
-
-class AsksTooLate(SimpleCheckpoint):
-    """Fills live tensors, and asks then whether the run accepts what they were filled with."""
-
-    def load(self, which, state):
-        found = super().load(which, attrs.evolve(state, accept=lambda meta: None))
-        if found is not None:
-            state.accept(found.meta)
-        return found
-
-
-class ListsBareHashes(SimpleCheckpoint):
-    """Has a catalogue that gives a file's hash in place of what is known of the file."""
-
-
-def bare_hashes(path):
-    def describe(saved):
-        said = saved.describe()
-        return {**said, "files": {name: entry["sha256"] for name, entry in said["files"].items()}}
-
-    return [attrs.evolve(saved, describe=partial(describe, saved)) for saved in catalogue(path)]
-
-
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -450,7 +272,7 @@ class NeverEndsValidation(Synthetic):
 def twin(cls, config=NoKeys, **more):
     """Describe a class under its name in small letters: ``RankInTwoGroups`` as ``rank_in_two_groups``."""
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-    factory = f"{__name__}:{cls.__name__}"
+    factory = f"{cls.__module__}:{cls.__name__}"
     return Component(name=name, config=config, factory=factory, summary="broken", **more)
 
 
@@ -488,24 +310,6 @@ def nanotrain_register_schedule(register):
 def nanotrain_register_optimizer(register):
     register(twin(NeverClips, configs.SGDConfig))
     register(twin(DropsErrors, configs.AdamWConfig))
-
-
-@hookimpl
-def nanotrain_register_precision(register):
-    for cls in (ForgetsToWriteThrough, ForgetsItsMasters, LosesOneGradient, LosesTheLastRow):
-        register(twin(cls))
-
-
-@hookimpl
-def nanotrain_register_checkpoint(register):
-    register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
-    register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
-    register(twin(TellsAnyhow, configs.SimpleCheckpointConfig))
-    register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
-    register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
-    register(twin(ReadsTooLate, configs.SimpleCheckpointConfig))
-    register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
-    register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, catalogue=f"{__name__}:bare_hashes"))
 
 
 @hookimpl

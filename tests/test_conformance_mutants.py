@@ -8,7 +8,9 @@ import pytest
 from nanotrain_core.testing import Case, conformance, failures, trials
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
-TWINS = (str(Path(__file__).with_name("broken_twins.py")),)
+TWINS, PRECISIONS, CHECKPOINTS = (
+    (str(Path(__file__).with_name(f"broken_{kind}.py")),) for kind in ("twins", "precisions", "checkpoints")
+)
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
 
@@ -53,20 +55,20 @@ FAULTS = [
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
     (
-        Case("precision", use="forgets_to_write_through", plugins=TWINS),
+        Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},
     ),
-    (Case("precision", use="forgets_its_masters", plugins=TWINS), {"resume_is_bit_equal"}),
+    (Case("precision", use="forgets_its_masters", plugins=PRECISIONS), {"resume_is_bit_equal"}),
     (
-        Case("precision", use="loses_one_gradient", plugins=TWINS),
+        Case("precision", use="loses_one_gradient", plugins=PRECISIONS),
         {"every_weight_has_its_gradient", "loss_follows_float32"},
     ),
     (
-        Case("precision", use="loses_the_last_row", plugins=TWINS),
+        Case("precision", use="loses_the_last_row", plugins=PRECISIONS),
         {"packed_weights_keep_what_is_written"},
     ),
     (
-        Case("checkpoint", use="writes_in_place", plugins=TWINS),
+        Case("checkpoint", use="writes_in_place", plugins=CHECKPOINTS),
         {
             "interrupted_save_leaves_the_last[killed]",
             "interrupted_save_leaves_the_last[out_of_space]",
@@ -74,30 +76,30 @@ FAULTS = [
         },
     ),
     (
-        Case("checkpoint", use="never_falls_back", plugins=TWINS),
+        Case("checkpoint", use="never_falls_back", plugins=CHECKPOINTS),
         {f"falls_back_over_a_damaged_one[{damage}]" for damage in ("truncated", "bit_flipped", "empty")},
     ),
     (
-        Case("checkpoint", use="tells_anyhow", topology={"dp": 2}, overrides=SUMMED, plugins=TWINS),
+        Case("checkpoint", use="tells_anyhow", topology={"dp": 2}, overrides=SUMMED, plugins=CHECKPOINTS),
         {"killed_rank_leaves_the_last[first]", "full_disk_on_one_rank"},
     ),
     (
-        Case("checkpoint", use="sets_all_aside", plugins=TWINS),
+        Case("checkpoint", use="sets_all_aside", plugins=CHECKPOINTS),
         {"damaged_ones_stay_if_no_other_is_left"},
     ),
     (
-        Case("checkpoint", use="keeps_the_other_branch", plugins=TWINS),
+        Case("checkpoint", use="keeps_the_other_branch", plugins=CHECKPOINTS),
         {"later_steps_are_left_behind", "another_branch_is_left_behind"},
     ),
     (
-        Case("checkpoint", use="reads_too_late", plugins=TWINS),
+        Case("checkpoint", use="reads_too_late", plugins=CHECKPOINTS),
         {"updates_do_not_reach_a_save_on_its_way"},
     ),
     (
-        Case("checkpoint", use="asks_too_late", plugins=TWINS),
+        Case("checkpoint", use="asks_too_late", plugins=CHECKPOINTS),
         {"what_the_run_cannot_be_touches_nothing"},
     ),
-    (Case("checkpoint", use="lists_bare_hashes", plugins=TWINS), {"catalogue_lists_what_was_saved"}),
+    (Case("checkpoint", use="lists_bare_hashes", plugins=CHECKPOINTS), {"catalogue_lists_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),

@@ -1,0 +1,117 @@
+"""Checkpoints with one deliberate fault each: see ``broken_twins.py``."""
+
+import contextlib
+from functools import partial
+from unittest import mock
+
+import attrs
+from broken_twins import twin
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin import configs, simple_checkpoint
+from nanotrain_core.builtin.simple_catalogue import catalogue
+from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
+from nanotrain_core.errors import CheckpointError
+
+
+def write_in_place(path, write):
+    """Fill the file under its final name instead of moving a complete one there."""
+    path.open("wb").close()
+    write(path)
+
+
+class WritesInPlace(SimpleCheckpoint):
+    def _write(self, step, tensors, meta):
+        with mock.patch.object(simple_checkpoint, "write_atomically", write_in_place):
+            super()._write(step, tensors, meta)
+
+
+class NeverFallsBack(SimpleCheckpoint):
+    """Insists on the newest checkpoint, whole or not."""
+
+    def load(self, which, state):
+        steps = self.steps()
+        return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
+
+
+class TellsAnyhow(SimpleCheckpoint):
+    """Has ranks take a save for complete whatever became of the one that writes, or of its disk."""
+
+    saving = False
+
+    def save(self, step, state):
+        self.saving = self.mesh.world_size > 1
+        super().save(step, state)
+        self.saving = False
+
+    def _agree(self, error):
+        with contextlib.suppress(RuntimeError if self.saving else ()):
+            super()._agree(None if self.saving else error)
+
+
+class SetsAllAside(SimpleCheckpoint):
+    """Moves damaged checkpoints away though no other is left: the next launch finds none, and begins anew."""
+
+    def load(self, which, state):
+        try:
+            return super().load(which, state)
+        except CheckpointError:
+            if which == "latest":
+                self._quarantine({self.path(step): "damaged" for step in self.steps()})
+            raise
+
+
+class KeepsTheOtherBranch(SimpleCheckpoint):
+    """Leaves checkpoints of later steps where they are when an older one is loaded."""
+
+    def _set_aside_after(self, path):
+        pass
+
+
+class ReadsTooLate(SimpleCheckpoint):
+    """Begins a save, and reads what is to be written when it is asked how far it is."""
+
+    begun = None
+
+    def save(self, step, state):
+        self.begun = step, state
+
+    def advance(self, *, wait):
+        begun, self.begun = self.begun, None
+        if begun:
+            super().save(*begun)
+        return super().advance(wait=wait)
+
+
+class AsksTooLate(SimpleCheckpoint):
+    """Fills live tensors, and asks then whether the run accepts what they were filled with."""
+
+    def load(self, which, state):
+        found = super().load(which, attrs.evolve(state, accept=lambda meta: None))
+        if found is not None:
+            state.accept(found.meta)
+        return found
+
+
+class ListsBareHashes(SimpleCheckpoint):
+    """Has a catalogue that gives a file's hash in place of what is known of the file."""
+
+
+def bare_hashes(path):
+    def describe(saved):
+        said = saved.describe()
+        return {**said, "files": {name: entry["sha256"] for name, entry in said["files"].items()}}
+
+    return [attrs.evolve(saved, describe=partial(describe, saved)) for saved in catalogue(path)]
+
+
+@hookimpl
+def nanotrain_register_checkpoint(register):
+    register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
+    register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
+    register(twin(TellsAnyhow, configs.SimpleCheckpointConfig))
+    register(twin(SetsAllAside, configs.SimpleCheckpointConfig))
+    register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
+    register(twin(ReadsTooLate, configs.SimpleCheckpointConfig))
+    register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
+    register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, catalogue=f"{__name__}:bare_hashes"))

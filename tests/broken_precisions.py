@@ -1,0 +1,96 @@
+"""Precisions with one deliberate fault each: see ``broken_twins.py``."""
+
+import torch
+from broken_twins import twin
+from torch import nn
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
+from nanotrain_core.builtin.row_products import RowProducts
+from nanotrain_core.packed import PackedWeight
+from nanotrain_core.placement import RANGE
+from nanotrain_core.products import give_products, multiplied
+from nanotrain_core.roles import tagged
+
+
+class ForgetfulMaster(Float32Master):
+    """Keeps the new weight and never shows it to the model."""
+
+    def store(self, value):
+        self.master.copy_(value)
+
+
+class ForgetsToWriteThrough(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def master(self, weight, piece):
+        return ForgetfulMaster(weight)
+
+
+class ForgetsItsMasters(Uniform):
+    """Saves weights in bfloat16 and nothing else."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def master(self, weight, piece):
+        master = super().master(weight, piece)
+        master.state = dict
+        return master
+
+
+class NoWeightGradient(RowProducts):
+    def weight_gradient(self, d_y_MN, kept):
+        return torch.zeros_like(super().weight_gradient(d_y_MN, kept))
+
+
+class LosesOneGradient(Uniform):
+    """Gives one linear layer of all products that forget its weight's gradient."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def convert(self, part):
+        module = next(module for _, module, _ in tagged(part) if multiplied(module))
+        give_products(module, dict.fromkeys(multiplied(module), NoWeightGradient()))
+        return super().convert(part)
+
+
+class Bytes:
+    """bfloat16 as it is, but for a last row that is not full."""
+
+    name, width = "bytes", 2 * RANGE
+
+    def rounded(self, numbers):
+        return numbers.bfloat16()
+
+    def pack(self, numbers):
+        whole = len(numbers) // RANGE * RANGE
+        missing = numbers.new_zeros(-(-len(numbers) // RANGE) * RANGE - whole)
+        return torch.cat([numbers[:whole], missing]).bfloat16().view(-1, RANGE).view(torch.uint8)
+
+    def unpack(self, rows):
+        return rows.view(torch.bfloat16).flatten()
+
+
+class LosesTheLastRow(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def convert(self, part):
+        for _, module, _ in tagged(part):
+            give_products(module, dict.fromkeys(multiplied(module), RowProducts()))
+        return super().convert(part)
+
+    def pack(self, parts):
+        for part in parts:
+            for _, module, _ in tagged(part):
+                for name in multiplied(module):
+                    setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
+
+
+@hookimpl
+def nanotrain_register_precision(register):
+    for cls in (ForgetsToWriteThrough, ForgetsItsMasters, LosesOneGradient, LosesTheLastRow):
+        register(twin(cls))
