@@ -32,7 +32,7 @@ class ModuleFormats:
     fp32: tuple[str, ...] = ()
     """Those whose products are made in float32, from bfloat16 weights."""
     backend: Backend = "auto"
-    """Who makes FP8 products; `auto`: `emulated` on a CPU, else `torch`. Refused where it cannot run.
+    """Who makes FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Refused where it cannot run.
     `te`: Transformer Engine, where it is installed."""
 
 

@@ -54,7 +54,13 @@ def _needs_triton(device: torch.device, recipe: Recipe) -> str:
     """Say what is missing for Triton's kernels, and for torch's products of what they round."""
     if not recipe.tile:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
-    return _needs_torch(device, recipe) or _missing("triton", "triton")
+    return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
+
+
+def _disagreement(device: torch.device) -> str:
+    from nanotrain_fp8_deepseek_v3.first_use import disagreement
+
+    return disagreement(device)
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
@@ -100,15 +106,21 @@ def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
     """Return the backend that the recipe names, or with ``auto`` the one of the device.
 
     Raises:
-        NanotrainError: it cannot run there, and why.
+        NanotrainError: it cannot run there, and why, and which can.
     """
-    name = wanted
-    if wanted == "auto":
-        name = "emulated" if device.type == "cpu" else "torch"
+    name = automatic(device, recipe) if wanted == "auto" else wanted
     refusal = BACKENDS[name].refusal(device, recipe)
     if refusal:
         chosen = f"'{name}', which auto chooses on {device.type}," if wanted == "auto" else f"'{name}'"
+        instead = "'torch' can, and " if name != "torch" and not _needs_torch(device, recipe) else ""
         raise NanotrainError(
-            f"precision.backend: {chosen} cannot run: {refusal}; 'emulated' runs everywhere, slowly"
+            f"precision.backend: {chosen} cannot run: {refusal}; {instead}'emulated' runs everywhere, slowly"
         )
     return BACKENDS[name]
+
+
+def automatic(device: torch.device, recipe: Recipe) -> str:
+    """Return the name of a device's backend: on a GPU the one that rounds a tile in one pass over memory."""
+    if device.type == "cpu":
+        return "emulated"
+    return "triton" if recipe.tile else "torch"

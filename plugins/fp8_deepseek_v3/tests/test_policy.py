@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, backends
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import TILE, quantise
 from nanotrain_fp8_deepseek_v3.policy import format_of
@@ -102,16 +102,19 @@ def test_a_backend_that_cannot_run_is_refused_and_never_replaced(wanted):
     ("capability", "cuda", "refusal"),
     [
         ((9, 0), "12.9", None),
-        ((9, 0), "12.8", "'torch', which auto chooses on cuda, cannot run: tiles of 128 need CUDA 12.9"),
+        ((9, 0), "12.8", "'triton', which auto chooses on cuda, cannot run: tiles of 128 need CUDA 12.9"),
         ((8, 0), "13.0", "tiles of 128 need compute capability 9.0 (H100, H200), this is 8.0"),
         ((10, 0), "13.0", "tiles of 128 need compute capability 9.0 (H100, H200), this is 10.0"),
     ],
 )
 def test_auto_takes_the_tensor_cores_of_a_gpu_or_refuses(capability, cuda, refusal, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(backends, "_disagreement", lambda device: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if refusal is None:
-        assert choose("auto", torch.device("cuda"), Recipe()).name == "torch"
+        assert choose("auto", torch.device("cuda"), Recipe()).name == "triton"
+        assert choose("auto", torch.device("cuda"), Recipe(tile=0)).name == "torch"
         return
     with pytest.raises(NanotrainError, match=re.escape(refusal)):
         choose("auto", torch.device("cuda"), Recipe())
@@ -126,8 +129,19 @@ def test_a_package_that_is_not_installed_is_named(wanted, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; 'emulated' runs")):
+    instead = "'torch' can, and 'emulated' runs everywhere, slowly"
+    with pytest.raises(NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; {instead}")):
         choose(wanted, torch.device("cuda"), Recipe())
+
+
+def test_kernels_that_do_otherwise_on_a_device_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr(backends, "_disagreement", lambda device: "its y of experts is another")
+    text = "'triton', which auto chooses on cuda, cannot run: its y of experts is another; 'torch' can"
+    with pytest.raises(NanotrainError, match=re.escape(text)):
+        choose("auto", torch.device("cuda"), Recipe())
 
 
 @pytest.mark.parametrize("width", [32, 128, 200])

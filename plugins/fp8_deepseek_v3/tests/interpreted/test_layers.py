@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3 import scaled
+from nanotrain_fp8_deepseek_v3 import fused, scaled
+from nanotrain_fp8_deepseek_v3.first_use import disagreement
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantise, quantise
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
@@ -117,3 +118,21 @@ def test_what_is_kept_means_what_the_emulation_keeps():
     ours, theirs = (each.widen(each.narrow(x), torch.bfloat16) for each in narrowed)
     assert torch.equal(ours, theirs)
     assert TritonFP8(Recipe()).narrow(x) is None
+
+
+def test_the_check_of_first_use_passes_here_and_sees_a_kernel_that_rounds_otherwise(monkeypatch):
+    """One weight is multiplied by torch's product, which a CPU has not: by that of the codes here."""
+    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
+    here = torch.device("cpu")
+    disagreement.cache_clear()
+    assert disagreement(here) == ""
+    disagreement.cache_clear()
+    monkeypatch.setattr(fused, "quantise_rows", coarser)
+    assert disagreement(here) == "its y of a weight is not that of the emulation on cpu"
+    disagreement.cache_clear()
+
+
+def coarser(x_RC, *args, **options):
+    """Round to a bit less."""
+    codes, scales = quantise_rows(x_RC, *args, **options)
+    return (codes.view(torch.uint8) & 0xFE).view(codes.dtype), scales
