@@ -1,0 +1,171 @@
+"""Products whose operands are counted on watched steps, in the tiles that each product has them in.
+
+Counting rounds an operand once more than the product does, with torch's own operations on any device. What
+the product is given, and what it returns, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanotrain_core.products import Kept, LinearProducts
+from nanotrain_core.routing import DispatchCodec, runs_again
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantise
+from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
+
+#: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if tiles make them others there.
+X, W, DY, X_OF_DW, DY_OF_DW = "x", "W", "dy", "x of dW", "dy of dW"
+#: Rows on their way to experts on other ranks, and gradients of outputs.
+SENT = "sent"
+
+
+def operands_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the operands that are rounded, each in one way."""
+    return (X, W, DY, X_OF_DW, DY_OF_DW) if recipe.tile else (X, W, DY)
+
+
+class Watch:
+    """All tallies of a watched step."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.tallies: dict[Key, Tally] = {}
+        self.seen: set[tuple[str, int]] = set()
+        """Weights that were counted in this step, by module and address."""
+        self.made_again: set[str] = set()
+        """Modules whose input is made again for the gradient of the weight: it is counted there."""
+
+    def begin(self, *, on: bool) -> None:
+        """Forget what was counted, and count what comes if it is ``on``."""
+        self.on = on
+        self.tallies.clear()
+        self.seen.clear()
+
+    def counts_forward(self, module: nn.Module) -> bool:
+        """Say whether to count a forward pass: of training, for the first time."""
+        return self.on and module.training and not runs_again()
+
+    def of(self, key: Key, x: torch.Tensor) -> Tally:
+        """Return the tally of an operand."""
+        if key not in self.tallies:
+            self.tallies[key] = Tally.on(x.device)
+        return self.tallies[key]
+
+
+class Watched:
+    """Products whose operands are counted. See :class:`~nanotrain_core.products.LinearProducts`."""
+
+    def __init__(
+        self, behind: LinearProducts, recipe: Recipe, watch: Watch, name: str, module: nn.Module
+    ) -> None:
+        self.behind, self.recipe, self.watch, self.name, self.module = behind, recipe, watch, name, module
+        self.counts_E: torch.Tensor | None = None
+        tile = recipe.tile
+        self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+
+    def grouped(self, counts_E: torch.Tensor) -> Watched:
+        """Return the same for stacked weights."""
+        new = Watched(self.behind.grouped(counts_E), self.recipe, self.watch, self.name, self.module)
+        new.counts_E = counts_E
+        return new
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Count x and the weights."""
+        if self.watch.counts_forward(self.module):
+            self._count_input(x_MK, again=False)
+            for weight in weights:
+                self._count_weight(weight.detach())
+        return self.behind.forward(x_MK, *weights)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Count x, which was made again."""
+        if self.watch.on and self.recipe.tile:
+            self._count_input(x_MK, again=True)
+        return self.behind.keep(x_MK)
+
+    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Count dy."""
+        if self.watch.on:
+            self._count_gradient(DY, d_y_MN, self.along_row)
+        return self.behind.input_gradient(d_y_MN, weight)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Count dy in the tiles that it has here."""
+        if self.watch.on and self.recipe.tile:
+            self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
+        return self.behind.weight_gradient(d_y_MN, kept)
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass on what is optional."""
+        if name in ("narrow", "widen"):
+            return getattr(self.behind, name)
+        raise AttributeError(name)
+
+    # --- counts -----------------------------------------------------------------------------------
+
+    def _tally(self, operand: str, x: torch.Tensor) -> Tally:
+        return self.watch.of((self.name, operand), x)
+
+    def _groups(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each weight: no tile has rows of two."""
+        counts_E = self.counts_E
+        groups = [rows] if counts_E is None else torch.split(rows, counts_E.tolist())
+        return [group.detach() for group in groups if group.numel()]
+
+    def _count_input(self, x_MK: torch.Tensor, *, again: bool) -> None:
+        """Count x along its rows, unless it is made ``again``, and along its columns, if it is kept for them.
+
+        The latter is rounded twice; what either rounding loses is lost.
+        """
+        made_again, power_of_two = self.watch.made_again, self.recipe.input_power_of_two
+        if again and self.name not in made_again:
+            made_again.add(self.name)
+            self.watch.tallies.pop((self.name, X_OF_DW), None)
+        for x in self._groups(x_MK):
+            once = quantise(x, self.along_row, power_of_two=power_of_two)
+            values = once.values() if again else self._tally(X, x).add(x, once)
+            if self.recipe.tile and again == (self.name in made_again):
+                twice = quantise(values, self.along_column, power_of_two=power_of_two, consume=True)
+                self._tally(X_OF_DW, x).add(x, twice)
+
+    def _count_weight(self, weight: torch.Tensor) -> None:
+        """Count a weight, or several that are stacked, once in a step."""
+        if (self.name, weight.data_ptr()) in self.watch.seen:
+            return
+        self.watch.seen.add((self.name, weight.data_ptr()))
+        self._tally(W, weight).add(weight, quantise(weight, (self.recipe.tile, self.recipe.tile)))
+
+    def _count_gradient(self, operand: str, d_y_MN: torch.Tensor, tile: tuple[int, int]) -> None:
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        for d_y in self._groups(d_y_MN):
+            self._tally(operand, d_y).add(d_y, quantise(d_y, tile, form, power_of_two=power_of_two))
+
+
+class WatchedCodec:
+    """Counts rows that are sent to experts. See :class:`~nanotrain_core.routing.DispatchCodec`."""
+
+    def __init__(self, behind: DispatchCodec, watch: Watch, name: str, module: nn.Module) -> None:
+        self.behind, self.watch, self.name, self.module = behind, watch, name, module
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Count rows, or their gradients."""
+        if rows.numel() and self.watch.counts_forward(self.module):
+            x = rows.detach()
+            self.watch.of((self.name, SENT), x).add(x, quantise(x, (1, TILE), E4M3, power_of_two=True))
+        return self.behind.encode(rows)
+
+    def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pass it on."""
+        return self.behind.decode(coded, width, dtype)
+
+
+def label(name: str, key: str, given: Mapping[str, LinearProducts]) -> str:
+    """Name a module's parameters only if it has several."""
+    return name if len(given) == 1 else f"{name}.{'+'.join(k for k in given if given[k] is given[key])}"
