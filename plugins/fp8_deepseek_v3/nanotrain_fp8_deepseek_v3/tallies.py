@@ -27,7 +27,7 @@ class Figures:
     underflow: float
     """Share that is not zero, and is once rounded."""
     overflow: float
-    """Share whose value is no finite number once rounded: all of a tile in which an element is infinite or NaN.
+    """Share that is no finite number once rounded: all of a tile in which an element is infinite or NaN.
     Nothing is ever clipped, since scales follow the largest element."""
     at_largest: float
     """Share whose code is the format's largest number, with either sign: about one element in a tile, fewer

@@ -4,15 +4,17 @@ Counts are held against ml_dtypes' rounding, tile by tile, which shares no code 
 """
 
 import json
+from collections import Counter
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
+from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import over_ranks
-from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, operands_of
+from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, operands_of
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
@@ -20,6 +22,7 @@ from nanotrain_core.layout import Layout, View
 from nanotrain_core.mesh import Mesh
 from nanotrain_core.routing import running_again
 from nanotrain_core.testing import Case, conformance
+from nanotrain_core.testing.checks.parallel import trained
 from nanotrain_core.testing.probe import make_engine
 
 WITH_FP8 = {"precision": {"use": "fp8_deepseek_v3"}}
@@ -199,6 +202,33 @@ def test_a_tile_with_an_element_that_is_not_finite_is_told_of():
         assert by_row.at_largest == (512 - 128) / 512
         assert by_row.underflow == 0
         assert by_column.overflow == 2 * 128 / 512
+
+
+def test_rows_on_their_way_to_experts_are_counted_and_sent_as_they_are():
+    rows = torch.from_numpy(spread_over_rows(256, 40, 0).T.copy())  # sizes differ along each row
+    watch = Watch()
+    watch.begin(on=True)
+    codec = WatchedCodec(Codec(), watch, "m", nn.Identity())
+    assert torch.equal(codec.encode(rows), Codec().encode(rows))
+    codes, _ = rounded(rows.numpy(), (1, 128), E4M3, power_of_two=True)
+    (found,) = over_ranks(watch.tallies, [("m", "sent")], ALONE).values()
+    wanted = counted(rows.numpy(), codes, E4M3)
+    assert wanted[1] > 0
+    assert [found.elements, round(found.underflow * found.elements)] == wanted[:2]
+
+
+@pytest.mark.parametrize(("every", "watched_steps"), [(1000, 1), (2, 2)])
+def test_ranks_talk_at_the_start_and_in_watched_steps_and_in_no_other(every, watched_steps):
+    around = {**WITH_FP8, "parallel": [{"use": "summed"}]}
+    case = Case("monitor", use="fp8", config={"every": every}, topology={"dp": 2}, overrides=around)
+    options = {"check_collectives": True, "log_collectives": True}
+    with_it, without = (trained(case, changes, **options) for changes in ({}, {"monitor": []}))
+    for ours, theirs in zip(with_it, without, strict=True):
+        more = Counter(ours.collectives) - Counter(theirs.collectives)
+        assert more.pop(("allreduce_.default", (0, 1), ("int64[70, 4]",))) == watched_steps
+        assert more.pop(("allreduce_.default", (0, 1), ("int32[70]",))) == watched_steps
+        assert {name for name, *_ in more} == {"allgather_.default"}  # what there is on each rank
+        assert sum(more.values()) == 2
 
 
 def lines(folder):
