@@ -196,7 +196,7 @@ def described(model: Any, parameters: int) -> str:
 
 def plans(args: argparse.Namespace) -> Iterator[Plan]:
     """Yield what is to be run, seed after seed, so that whatever is finished is balanced."""
-    for seed in range(1, args.seeds + 1):
+    for seed in args.seeds:
         for precision in args.precisions:
             yield Plan(precision, seed, args.steps, args.layout, tuple(args.set), args.after)
 
@@ -214,7 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--after", type=int, default=0, help="of them made by bf16 for all precisions (default: 0)"
     )
-    parser.add_argument("--seeds", type=int, default=4, help="runs of each precision (default: 4)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3, 4], metavar="SEED", help="default: 1 2 3 4"
+    )
     parser.add_argument(
         "--precisions", nargs="+", default=PRECISIONS, metavar="NAME", help="also fp8_hybrid, fp32"
     )

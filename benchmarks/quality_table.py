@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -82,7 +83,8 @@ def tables(runs: Sequence[Trained]) -> str:
 def _title(runs: Runs) -> str:
     """Say what was run, beginning with the command."""
     first = next(iter(runs.values()))
-    words = [f"--runs FILE --steps {first.plan.steps} --seeds {max(seed for _, _, seed in runs)}"]
+    seeds = " ".join(map(str, sorted({seed for _, _, seed in runs})))
+    words = [f"--runs FILE --steps {first.plan.steps} --seeds {seeds}"]
     words += [f"--after {first.plan.after}"] * bool(first.plan.after)
     words += [f"--set {change}" for change in first.plan.changes]
     words += ["--layout LAYOUT"] * any(layout for layout, _, _ in runs)
@@ -111,6 +113,7 @@ HEADER = (
     "training loss",
     "gap, %",
     "of each seed",
+    "of each fifth",
     f"95% interval, and a bar of {100 * BAR:g}%",
     "gap of the next token alone",
     "held-out gap",
@@ -127,10 +130,17 @@ def _row(runs: Runs, layout: str, precision: str) -> list[str]:
         f"{mean(map(last_fifth, mine)):.4f}",
         _told(training),
         ", ".join(f"{100 * each:+.2f}" for each in training.each),
+        ", ".join(f"{100 * each:+.2f}" for each in _by_fifths(runs, layout, precision)),
         _judged(training) if precision != AGAIN else "",
         *map(_told, others),
         f"{100 * _farthest(runs, mine):.2f}" if layout else "",
     ]
+
+
+def _by_fifths(runs: Runs, layout: str, precision: str) -> list[float]:
+    """Return the mean gap of each fifth of the steps: whether it grows."""
+    of = (gap(runs, layout, precision, partial(_fifth, number=number)) for number in range(5))
+    return [found.mean for found in of if found.each]
 
 
 def _told(found: Gap) -> str:
@@ -148,6 +158,13 @@ def _judged(found: Gap) -> str:
     word = "met" if high < BAR else "not met" if low > BAR else "not decided"
     more = f" ({found.seeds_for(BAR)} seeds for ± {100 * BAR:g}%)" if word == "not decided" else ""
     return f"{100 * low:+.2f} to {100 * high:+.2f}: {word}{more}"
+
+
+def _fifth(run: Trained, number: int) -> float:
+    """Return the mean training loss of a fifth of the steps, counted from 0."""
+    points = len(run.training)
+    first = points * number // 5
+    return mean(run.training[first : max(first + 1, points * (number + 1) // 5)])
 
 
 def last_fifth(run: Trained) -> float:

@@ -27,8 +27,9 @@ STORE_ERROR = 0.1
 ENDS = (1, RANGE - 1, RANGE, RANGE + 1, 3 * RANGE + RANGE // 2 + 5)
 #: Largest distance of a gradient from float32's, relative: one that is lost is 1 away. FP8's routers: 0.5.
 GRADIENT_ERROR = 0.9
-#: How far a run's loss may be from float32's, relative, over 20 steps of the tiny model.
-BAND = 0.02
+#: How far losses of the tiny model may be from float32's, relative: one of them, and the mean of 20 steps.
+#: Eight bits in the products move single ones by up to 7%, as often up as down, and the mean by 0.3%.
+ONE_LOSS, MEAN_LOSS = 0.1, 0.01
 
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}
 
@@ -163,20 +164,21 @@ def master_keeps_small_updates(case: Case) -> None:
 
 @check("precision", since="0.1")
 def loss_follows_float32(case: Case) -> None:
-    """Over 20 steps of the tiny model, every loss is within 2% of the same run in float32."""
+    """Over 20 steps of the tiny model, losses are float32's: each within 10%, and their mean within 1%."""
     changes = {"run": {"steps": 20}, "optimizer": ADAMW, "batch": {"microbatch": 4}}
     (narrow,) = traces(case.alone(), **changes)
     (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
-    away = [abs(got.loss / want.loss - 1) for got, want in zip(narrow.reports, wide.reports, strict=True)]
-    beyond = [step for step, relative in enumerate(away) if not relative < BAND]
-    if beyond:
-        worst = max(beyond, key=lambda step: away[step])
-        got, want = narrow.reports[worst], wide.reports[worst]
-        raise AssertionError(
-            f"{len(beyond)} of {len(away)} losses are {BAND:.0%} or more from float32's, at step {got.step} "
-            f"{away[worst]:.1%}: {got.loss:.4f} instead of {want.loss:.4f}. Where a float32 "
-            "master does no better, it is the format: declare it in expected_failures"
-        )
+    away = [got.loss / want.loss - 1 for got, want in zip(narrow.reports, wide.reports, strict=True)]
+    worst = max(range(len(away)), key=lambda step: abs(away[step]))
+    mean = sum(away) / len(away)
+    got, want = narrow.reports[worst], wide.reports[worst]
+    found = (
+        f"{len(away)} losses are {mean:+.1%} from float32's in the mean, of {MEAN_LOSS:.0%} allowed, and "
+        f"{away[worst]:+.1%} at step {got.step}, of {ONE_LOSS:.0%}: {got.loss:.4f} for {want.loss:.4f}"
+    )
+    assert max(abs(away[worst]) / ONE_LOSS, abs(mean) / MEAN_LOSS) < 1, (
+        f"{found}. Where a float32 master does no better, it is the format: declare it in expected_failures"
+    )
     assert wide.reports[-1].loss < wide.reports[0].loss, "the float32 run does not learn: nothing was tested"
 
 

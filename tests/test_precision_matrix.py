@@ -1,0 +1,115 @@
+"""Precisions in the matrix of compositions: each meets every layout, schedule, model and wrapper there is.
+
+What a precision rounds depends on the layout (tiles that a split cuts, sums in another order), so runs are
+compared with one process of the same precision within bounds that are far below what a rank that adds too
+little, or too much, would be off by. Those that hold in float64 to 1e-9 stand in ``test_composition.py`` and
+``test_precision_composition.py``.
+"""
+
+from functools import cache
+from random import Random
+
+import attrs
+import pytest
+from compositions import Composition, everything
+
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.compare import whole
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import Trace, train
+
+#: Widths of which every part that a rank may have is a multiple of 16.
+WIDE = {"width": 64, "ffn": 128, "init_std": 0.1}
+WIDE_DEEPSEEK = {"kv_rank": 16, "nope_size": 16, "rope_size": 16, "value_size": 16, "expert_ffn": 64}
+
+
+@attrs.define(frozen=True)
+class Bounds:
+    """How far a composition may be from one process, relative: 1.3 to 2 times what was measured."""
+
+    gradients: float
+    """All first gradients taken as one vector."""
+    norm: float
+    """That of the first step."""
+    loss: float
+    """Every step's."""
+
+
+#: bfloat16's sums in another order, and what they tip over in routers.
+SUMS = Bounds(gradients=0.1, norm=0.1, loss=0.03)
+#: Tiles that tp cuts, and those of the rows that experts are sent: see ``test_precision_composition.py``.
+TILES = Bounds(gradients=0.6, norm=0.25, loss=0.08)
+PRECISIONS = {
+    "fp8": ({"use": "fp8_deepseek_v3"}, TILES),
+    "hybrid": ({"use": "fp8_hybrid"}, TILES),
+    "residual": ({"use": "fp4_master", "config": {"format": "nvfp4", "variant": "residual"}}, SUMS),
+    "eco": ({"use": "fp4_master", "config": {"format": "nf4", "variant": "eco", "block_size": 16}}, SUMS),
+    "remainder": ({"use": "fp4_master", "config": {"format": "bf16", "variant": "remainder"}}, SUMS),
+    "bf16": ({"use": "bf16"}, SUMS),
+    "fp16": ({"use": "fp16"}, SUMS),
+}
+QUICK = ("fp8", "hybrid", "residual", "eco")
+
+
+def case_of(precision: str, composition: Composition) -> Case:
+    """Return a composition as a case of its precision."""
+    grid = composition.case()
+    model = {**grid.overrides["model"], **WIDE}
+    if composition.model != "transformer":
+        model |= WIDE_DEEPSEEK | ({"q_rank": 16} if "q_rank" in model else {})
+    optimizer = composition.optimizers()["adamw"]
+    overrides = {**grid.overrides, "model": model, "optimizer": optimizer}
+    table, _ = PRECISIONS[precision]
+    return Case("precision", topology=grid.topology, overrides=overrides, name=composition.id, **table)
+
+
+def covering(precision: str) -> list[Composition]:
+    """Return few compositions in which every choice of every axis is made, others for each precision."""
+    order = list(everything())
+    Random(precision).shuffle(order)
+    choices = {found: set(attrs.asdict(found).items()) for found in order}
+    missing, chosen = set().union(*choices.values()), []
+    while missing:
+        best = max(order, key=lambda found: len(choices[found] & missing))
+        chosen.append(best)
+        missing -= choices[best]
+    return chosen
+
+
+@cache
+def alone(precision: str, like: Composition) -> Trace:
+    """Train in one process."""
+    (trace,) = run_ranks(train, 1, case_of(precision, like).alone(), {})
+    return trace
+
+
+def in_one_process(precision: str, composition: Composition) -> Trace:
+    """Return what it must be near to: the same model, and microbatches as large."""
+    fields = ("model", "layers", "tied", "microbatch")
+    same = (c for c in everything() if all(getattr(c, f) == getattr(composition, f) for f in fields))
+    return alone(precision, next(same))
+
+
+CASES = [
+    pytest.param(name, found, id=f"{name}-{found.id}", marks=[pytest.mark.full] * (name not in QUICK))
+    for name in PRECISIONS
+    for found in covering(name)
+]
+
+
+@pytest.mark.parametrize(("precision", "composition"), CASES)
+def test_it_trains_nearly_as_in_one_process(precision, composition):
+    one, (_, bounds) = in_one_process(precision, composition), PRECISIONS[precision]
+    ranks = run_ranks(train, composition.ranks, case_of(precision, composition), {})
+    found, wanted = whole([t.gradients for t in ranks], atol=1e-3), whole([one.gradients])
+    assert found.keys() == wanted.keys()
+    error = sum(((found[n] - wanted[n]).double() ** 2).sum() for n in wanted).sqrt()
+    error /= sum((wanted[n].double() ** 2).sum() for n in wanted).sqrt()
+    norms = [abs(trace.reports[0].grad_norm / one.reports[0].grad_norm - 1) for trace in ranks]
+    losses = [
+        abs(a.loss / b.loss - 1) for trace in ranks for a, b in zip(trace.reports, one.reports, strict=True)
+    ]
+    print("FIG", precision, composition.id, float(error), max(norms), max(losses))
+    assert error < bounds.gradients
+    assert max(norms) < bounds.norm
+    assert max(losses) < bounds.loss
