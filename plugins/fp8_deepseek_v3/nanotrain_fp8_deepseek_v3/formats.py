@@ -18,6 +18,7 @@ Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Micikevicius et al., arXi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import attrs
@@ -154,10 +155,36 @@ def quantise(
     for dim, count in ((-4, rows // high), (-2, columns // wide)):
         if count > 1:
             of_pieces = of_pieces.repeat_interleave(count, dim).narrow(dim, 0, amax.shape[dim])
-    own = consume or pieces.dtype != torch.float32 or whole is not x
-    wanted = pieces.float()
-    quotients = wanted.div_(of_pieces) if own else wanted.div(of_pieces)
-    return Tiled(quotients, scales, of_pieces, (R, C), format_)
+    own = consume or whole is not x
+    return Tiled(_divided(pieces, of_pieces, own=own), scales, of_pieces, (R, C), format_)
+
+
+def quantise_groups(
+    x_RC: torch.Tensor, groups: Sequence[int], format_: Format = E4M3, *, power_of_two: bool = False
+) -> Tiled:
+    """Scale ``x`` [R, C], all rows of a group with one scale; those of the result are of rows, [R, 1, 1, 1].
+
+    Args:
+        x_RC: of any floating-point dtype.
+        groups: rows of each, R together; a group may have none.
+        format_: what to round to.
+        power_of_two: have scales that are powers of two.
+    """
+    R, C = x_RC.shape
+    rows = x_RC.contiguous().view(R, 1, 1, C)
+    counts = torch.tensor(groups, device=x_RC.device)
+    whose_R = torch.arange(len(groups), device=x_RC.device).repeat_interleave(counts, output_size=R)
+    amax = largest_of(rows).view(R)
+    amax = amax.new_zeros(len(groups)).scatter_reduce_(0, whose_R, amax, "amax")
+    scales = scale_of(amax, format_, power_of_two=power_of_two)[whose_R].view(R, 1, 1, 1)
+    return Tiled(_divided(rows, scales, own=False), scales, scales, (R, C), format_)
+
+
+def _divided(pieces: torch.Tensor, scales: torch.Tensor, *, own: bool) -> torch.Tensor:
+    """Return the quotients in float32; ``own``: nobody else reads ``pieces``."""
+    if own or pieces.dtype != torch.float32:
+        return pieces.float().div_(scales)
+    return pieces.div(scales)
 
 
 def _cut(length: int, tile: int) -> tuple[int, int]:

@@ -113,7 +113,8 @@ class FP8DeepSeekV3(ByModule):
 class FP8Hybrid(ByModule):
     """One scale for a whole tensor: E4M3 for inputs and weights, E5M2, of wider range, for gradients.
 
-    Scales are of the tensor itself: none of a step before, which a spike would overflow.
+    Scales are of the tensor itself: none of a step before, which a spike would overflow. Each expert has its
+    own, of its weight and of its rows, and each rank those of the part that it holds.
 
     Source: Micikevicius et al., arXiv 2209.05433, section 3.
     """

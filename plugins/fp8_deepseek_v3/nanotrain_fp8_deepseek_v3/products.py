@@ -26,7 +26,7 @@ import torch
 
 from nanotrain_core.builtin.linear import matmul
 from nanotrain_core.products import Kept
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise, quantise_groups
 from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
 
 P = TypeVar("P", bound="Float32Products")
@@ -116,7 +116,7 @@ class Recipe:
     """How the operands of one layer are rounded."""
 
     tile: int = TILE
-    """Elements along a tile; 0: one scale for a whole tensor."""
+    """Elements along a tile; 0: one scale for a whole tensor, of experts for the rows of each."""
     gradients: Format = E4M3
     """Of dy; x and the weight are E4M3."""
     input_power_of_two: bool = False
@@ -163,17 +163,26 @@ class EmulatedFP8(Narrowed, Float32Products):
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
-        return _inputs.get(x_MK, self.recipe, lambda: self._round_input(x_MK))
+        how = self.recipe, None if self.recipe.tile else self.groups
+        return _inputs.get(x_MK, how, lambda: self._round_input(x_MK))
 
     def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-        tiled = quantise(x_MK, self.along_row, power_of_two=self.recipe.input_power_of_two)
-        scales = tiled.scales.flatten(1) if self.recipe.tile else tiled.scales.sum().view(1, 1)
+        tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
+        alone = not self.recipe.tile and self.groups is None
+        scales = tiled.scales.sum().view(1, 1) if alone else tiled.scales.flatten(1)
         kept = tiled.codes(), scales.expand(len(x_MK), -1)
         return tiled.values(), kept
 
+    def _rows(self, rows: torch.Tensor, format_: Format, *, power_of_two: bool) -> Tiled:
+        """Scale rows along themselves, or all that one weight is multiplied with together."""
+        if self.recipe.tile or self.groups is None:
+            return quantise(rows, self.along_row, format_, power_of_two=power_of_two)
+        return quantise_groups(rows, self.groups, format_, power_of_two=power_of_two)
+
     def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
         """Return x rounded once more, once for all layers that read it."""
-        return _turned.get(kept[0], self.recipe, lambda: super(EmulatedFP8, self).kept_by_group(kept))
+        how = self.recipe, self.groups
+        return _turned.get(kept[0], how, lambda: super(EmulatedFP8, self).kept_by_group(kept))
 
     def of_kept(self, kept: Kept) -> torch.Tensor:
         """Return x rounded once more, along its columns."""
@@ -185,7 +194,8 @@ class EmulatedFP8(Narrowed, Float32Products):
         return quantise(values, self.along_column, power_of_two=power_of_two, consume=True).values()
 
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
-        """Return dy rounded along what is summed over: its rows, or its columns."""
-        tile = self.along_column if for_weight else self.along_row
-        power_of_two = self.recipe.gradient_power_of_two
-        return quantise(d_y_MN, tile, self.recipe.gradients, power_of_two=power_of_two).values()
+        """Return dy rounded along what is summed over: its rows, or its columns, which are of one weight."""
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        if not for_weight:
+            return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
+        return quantise(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
