@@ -1,27 +1,39 @@
 """A plugin: FP8 as it is, and everything around it in float64, so that one process and many can be compared.
 
 In bfloat16 sums in another order move a number now and then to another code, and after that all numbers.
-Here operands are rounded to the same E4M3 tiles, but multiplied and added up in float64.
+Here operands are rounded to the same tiles or tensors, but multiplied and added up in float64.
 """
 
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config
+import attrs
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, FP8HybridConfig
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 
 
+@attrs.define(frozen=True, kw_only=True)
+class HybridConfig(FP8HybridConfig):
+    """``[precision] use = "exact_hybrid"``."""
+
+    parts: int = 1
+    """Round in one process what so many tensor-parallel ranks would, each the part that it has."""
+
+
 @hookimpl
 def nanotrain_register_precision(register):
-    factory = f"{__name__}:build"
-    register(
-        Component(name="exact_fp8", config=FP8DeepSeekV3Config, factory=factory, summary="FP8 in float64")
-    )
+    for name, config in (("exact_fp8", FP8DeepSeekV3Config), ("exact_hybrid", HybridConfig)):
+        register(Component(name=name, config=config, factory=f"{__name__}:build", summary="FP8 in float64"))
 
 
 def build(config):
     import torch
-    from nanotrain_fp8_deepseek_v3.precision import FP8DeepSeekV3
+    from nanotrain_fp8_deepseek_v3.formats import quantise
+    from nanotrain_fp8_deepseek_v3.precision import FP8DeepSeekV3, FP8Hybrid
     from nanotrain_fp8_deepseek_v3.products import EmulatedFP8
+
+    from nanotrain_core.roles import Role
+
+    parts = getattr(config, "parts", 1)
 
     class Wide(EmulatedFP8):
         """Emulated products whose operands are float64 numbers of FP8."""
@@ -39,12 +51,38 @@ def build(config):
         def of_gradient(self, d_y, *, for_weight):
             return super().of_gradient(d_y, for_weight=for_weight).double()
 
-    class Exact(FP8DeepSeekV3):
+    class Column(Wide):
+        """What a rank has of a layer cut by its outputs: some of the weight's rows and of dy's columns."""
+
+        def of_weight(self, weight):
+            return quantise(weight.detach(), (len(weight) // parts, 0)).values().double()
+
+        def of_gradient(self, d_y, *, for_weight):
+            return in_columns(d_y, self.recipe.gradients)
+
+    class Row(Wide):
+        """What a rank has of a layer cut by its inputs: some of the weight's columns and of x's."""
+
+        def of_weight(self, weight):
+            return in_columns(weight.detach())
+
+        def of_input(self, x):
+            values = in_columns(x)
+            return values, (values,)
+
+        def of_kept(self, kept):
+            return kept[0]
+
+    def in_columns(x, *form):
+        return quantise(x, (0, x.shape[1] // parts), *form).values().double()
+
+    class Exact(FP8Hybrid if isinstance(config, FP8HybridConfig) else FP8DeepSeekV3):
         def __init__(self, config):
             super().__init__(config)
             self.parameter_dtype = self.gradient_dtype = torch.float64
 
         def _products(self, name, module, tag, make):
-            return super()._products(name, module, tag, Wide)
+            cut = {Role.COLUMN: Column, Role.ROW: Row} if parts > 1 else {}
+            return super()._products(name, module, tag, cut.get(tag.role, Wide))
 
     return Exact(config)
