@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 
 import attrs
 import torch
@@ -15,6 +17,8 @@ from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 HOPPER = (9, 0)
 #: The first with FP8 at all.
 ADA = (8, 9)
+#: The first Transformer Engine that scales blocks.
+TE_NEEDED = "2.3"
 
 
 @attrs.define(frozen=True)
@@ -58,13 +62,31 @@ def _needs_triton(device: torch.device, recipe: Recipe) -> str:
 
 
 def _disagreement(device: torch.device) -> str:
+    """Say what Triton's kernels do otherwise than elsewhere."""
     from nanotrain_fp8_deepseek_v3.first_use import disagreement
 
-    return disagreement(device)
+    try:
+        return disagreement(device)
+    except Exception as error:  # a compiler raises what it likes
+        return f"its kernels fail on {device}: {error}"
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
-    return _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
+    """Say what is missing for Transformer Engine's products."""
+    if not recipe.tile:
+        return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
+    refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
+    return refusal or _unfit_te()
+
+
+def _unfit_te() -> str:
+    """Say why the Transformer Engine that is installed cannot be used."""
+    try:
+        import_module("nanotrain_fp8_deepseek_v3.te")
+    except Exception as error:  # one that was built for another torch raises what it likes
+        version = getattr(sys.modules.get("transformer_engine"), "__version__", "the one installed")
+        return f"it needs Transformer Engine {TE_NEEDED} or later, and {version} cannot be used: {error}"
+    return ""
 
 
 def _missing(module: str, package: str) -> str:
@@ -112,9 +134,9 @@ def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
     refusal = BACKENDS[name].refusal(device, recipe)
     if refusal:
         chosen = f"'{name}', which auto chooses on {device.type}," if wanted == "auto" else f"'{name}'"
-        instead = "'torch' can, and " if name != "torch" and not _needs_torch(device, recipe) else ""
         raise NanotrainError(
-            f"precision.backend: {chosen} cannot run: {refusal}; {instead}'emulated' runs everywhere, slowly"
+            f"precision.backend: {chosen} cannot run: {refusal}; {_others(name, device, recipe)}"
+            "'emulated' runs everywhere, slowly"
         )
     return BACKENDS[name]
 
@@ -124,3 +146,13 @@ def automatic(device: torch.device, recipe: Recipe) -> str:
     if device.type == "cpu":
         return "emulated"
     return "triton" if recipe.tile else "torch"
+
+
+def _others(name: str, device: torch.device, recipe: Recipe) -> str:
+    """Name the backends beside ``name`` and the emulation that can run on a device."""
+    found = [
+        f"'{other.name}'"
+        for other in BACKENDS.values()
+        if other.name not in (name, "emulated") and not other.refusal(device, recipe)
+    ]
+    return f"{' and '.join(found)} can, " if found else ""

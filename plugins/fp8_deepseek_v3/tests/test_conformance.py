@@ -1,7 +1,7 @@
 """Both precisions pass the harness, alone and where ranks must agree on an overflow.
 
-Eight-bit products move single losses of its tiny model by up to 7%, as often up as down. It is the format, not
-something rounded that DeepSeek-V3 leaves wide: weights rounded alone move a loss by 2.4%, inputs alone by
+Eight-bit products move single losses of its tiny model by up to 7%, as often up as down. It is the format,
+and nothing rounded that DeepSeek-V3 leaves wide: weights rounded alone move a loss by 2.4%, inputs alone by
 2.3%, gradients alone by 1.1%, all three by 3.3%, and with the inputs of SwiGLU kept in eight bits too it is
 6.6%. Nor are tiles too long: at a width of 32 they are shorter than DeepSeek-V3's.
 """

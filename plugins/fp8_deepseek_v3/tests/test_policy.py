@@ -1,6 +1,7 @@
 """Which module gets what, who makes its products, and what is refused."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -129,9 +130,61 @@ def test_a_package_that_is_not_installed_is_named(wanted, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    instead = "'torch' can, and 'emulated' runs everywhere, slowly"
-    with pytest.raises(NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; {instead}")):
+    with pytest.raises(
+        NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; 'torch' can, 'emulated' runs")
+    ):
         choose(wanted, torch.device("cuda"), Recipe())
+
+
+OF_ANOTHER_VERSION = {
+    "tensor/__init__.py": "",
+    "constants.py": "TE_DType = {}",
+    "cpp_extensions.py": "def general_gemm(): ...",
+}
+WITHOUT_BLOCKS = (
+    "2.1.0 cannot be used: No module named 'transformer_engine.pytorch.tensor.float8_blockwise_tensor'"
+)
+RENAMED = "2.1.0 cannot be used: cannot import name 'Float8BlockQuantizer'"
+OTHER_TORCH = "2.1.0 cannot be used: undefined symbol"
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, WITHOUT_BLOCKS),
+        ({"tensor/float8_blockwise_tensor.py": ""}, RENAMED),
+        ({"constants.py": "raise OSError('undefined symbol')"}, OTHER_TORCH),
+    ],
+    ids=["without blocks", "renamed", "another torch"],
+)
+def test_a_version_of_transformer_engine_that_cannot_be_used_is_refused(changed, text, tmp_path, monkeypatch):
+    """A stand-in of files: it is found, and does not have what is imported from it."""
+    folder = tmp_path / "transformer_engine"
+    files = {f"pytorch/{name}": content for name, content in (OF_ANOTHER_VERSION | changed).items()}
+    for name, content in {"__init__.py": "__version__ = '2.1.0'", "pytorch/__init__.py": "", **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    monkeypatch.delitem(sys.modules, "nanotrain_fp8_deepseek_v3.te", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(backends, "_disagreement", lambda device: "")
+    refusal = f"'te' cannot run: it needs Transformer Engine 2.3 or later, and {text}"
+    try:
+        with pytest.raises(NanotrainError, match=re.escape(refusal) + ".*; 'torch'.* can, 'emulated' runs"):
+            choose("te", torch.device("cuda"), Recipe())
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("wanted", ["te", "triton"])
+def test_one_scale_for_a_tensor_is_refused_by_what_rounds_tiles(wanted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(
+        NanotrainError, match="'torch' has one scale for a whole tensor; 'torch' can, 'emulated'"
+    ):
+        choose(wanted, torch.device("cuda"), Recipe(tile=0))
 
 
 def test_kernels_that_do_otherwise_on_a_device_are_refused(monkeypatch):

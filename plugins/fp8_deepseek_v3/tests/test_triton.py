@@ -148,7 +148,8 @@ def stack_of(binary, folder):
 # --- refusals ---------------------------------------------------------------------------------
 
 
-def test_one_scale_for_a_whole_tensor_is_refused():
+def test_one_scale_for_a_whole_tensor_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(NanotrainError, match="'triton' cannot run: its kernels round tiles of 128"):
         choose("triton", torch.device("cuda"), Recipe(tile=0, gradients=E5M2))
 
