@@ -8,7 +8,8 @@ A block's scale can be told from what was rounded: its largest magnitude is alwa
 number. So codes and scales can be made of the numbers again, nothing but the weights needs to be saved, and
 rounding what was rounded changes nothing. NVFP4 has no scale for blocks 28672 times smaller than the largest
 of the tensor (or of the range that a rank holds of it): they become 0, as do blocks without a weight above
-3.6e-7. Weights beyond 672 are 672.
+3.6e-7. It has none for blocks with a weight above 696 either, which is what still rounds to 672, the largest
+there is: such a block becomes NaN, as one with a NaN or an infinity does, in either format.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Format(Protocol):
 
     block: int
     codec: Any
-    """The module with its codes, and the bytes of its scales."""
+    """The module with its codes, the bytes of its scales, and its largest weight."""
     fits: tuple[float, float]
     """Between which a block's largest weight over its scale may lie before the scale is chosen anew."""
 
@@ -34,7 +35,9 @@ class Format(Protocol):
         ...
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """Return the scale [N, 1] of each block, rounded up or down by ``noise`` [N, 1]."""
+        """Return the scale [N, 1] of each block, rounded up or down by ``noise`` [N, 1]; NaN if it has
+        none.
+        """
         ...
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
@@ -82,13 +85,16 @@ class NVFP4Blocks:
         return NVFP4Blocks(self.block, power_of_two(largest / nvfp4.LARGEST))
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """Round a sixth of the largest weight to a normal E4M3 number, under the tensor's scale, or to 0."""
+        """Round a sixth of the largest weight to a normal E4M3 number, under the tensor's scale, or to 0.
+
+        At random it may be rounded up beyond the largest there is; to nearest only where there is none.
+        """
         assert self.tensor_scale is not None
         sixth = blocks.abs().amax(dim=1, keepdim=True) / nvfp4.LARGEST
         low, high = (limit * self.tensor_scale for limit in nvfp4.SCALES)
         rounded = four_bits(sixth, noise)
         rounded = torch.where(rounded < low, 0.0, rounded.clamp(max=high))
-        return torch.where(sixth.isfinite(), rounded, torch.nan)
+        return torch.where(four_bits(sixth, None) <= high, rounded, torch.nan)
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
         """Return a sixth of the largest weight."""
@@ -101,12 +107,14 @@ class NVFP4Blocks:
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """Return the scale of a tensor: the least power of two by which ``largest``, of the block scales, is in
-    E4M3.
+    """Return the scale of a tensor: the least power of two of which ``largest``, of the block scales, is
+    less than 448 times as much.
 
-    It is rounded to nearest first, so that the scale of what was rounded is the same again.
+    It is rounded to nearest first, so that the scale of what was rounded is the same again. Of what is not
+    finite frexp has no exponent that it promises: that is as large as can be.
     """
-    _, exponent = torch.frexp(four_bits(largest, None) / nvfp4.SCALES[1])
+    finite = largest.nan_to_num(torch.finfo(torch.float32).max)
+    _, exponent = torch.frexp(four_bits(finite, None) / nvfp4.SCALES[1])
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(*nvfp4.POWERS))
 
 

@@ -3,7 +3,8 @@
 The levels are asymmetric, seven below zero and eight above it, so that 0 and both ends are exact.
 A block's scale is its largest magnitude.
 
-Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3 and appendix E.
+Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3 and appendix E. Other than there scales are
+bfloat16 numbers, in place of float32 ones that are rounded to eight bits together, and so are weights.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from functools import cache
 
 import torch
 
-from nanotrain_fp4_master.pack import pack, unpack
-
 BLOCK = 64
 LARGEST = 1.0
+#: Largest bfloat16 number.
+LARGEST_WEIGHT = (2 - 2.0**-7) * 2.0**127
 #: The published table: quantiles of a normal distribution, divided by the outermost, in float32.
 LEVELS = (
     -1.0,
@@ -94,22 +95,3 @@ def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def half_gap(x: torch.Tensor) -> torch.Tensor:
     """Return half of the wider gap beside each level."""
     return tables(x.device)[2][nearest_codes(x)]
-
-
-def quantise(x: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed codes, uint8, and float32 scales, one for each block of ``x`` flattened.
-
-    A ragged last block is filled with zeros. A block of zeros has the scale 0, one with a NaN the scale
-    NaN, and one with an infinity the scale infinity, from which no number comes back.
-    """
-    flat = x.float().flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
-    scales = blocks.abs().amax(dim=1)
-    ratio = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
-    return pack(to_codes(ratio.nan_to_num(0.0))), scales
-
-
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, length: int, block: int = BLOCK) -> torch.Tensor:
-    """Return ``length`` weights in float32."""
-    numbers = from_codes(unpack(codes)).view(-1, block)
-    return (numbers * scales.unsqueeze(1)).flatten()[:length]

@@ -1,11 +1,12 @@
-"""NVFP4: sixteen E2M1 numbers with an E4M3 scale, and a float32 scale for the whole tensor: 4.5 bits a
-weight.
+"""NVFP4: sixteen E2M1 numbers with an E4M3 scale, and a scale for the whole tensor: 4.5 bits a weight.
 
 E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, rounded to nearest with ties to the even code. A
-block's scale is its largest magnitude over 6, over the tensor's scale, as a normal E4M3 number (2^-6 to
-448).
+block's scale is its largest magnitude over 6, over the tensor's scale, as an E4M3 number.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B. Other than there
+the tensor's scale is a power of two (:data:`POWERS`) in place of a float32 number, and a block's is a normal
+E4M3 number (2^-6 to 448) or 0, never a subnormal one. Both then fit one byte, and weights are bfloat16
+numbers.
 """
 
 from __future__ import annotations
@@ -14,24 +15,11 @@ from functools import cache
 
 import torch
 
-from nanotrain_fp4_master.pack import pack, unpack
-
 BLOCK = 16
 #: Largest E2M1 magnitude.
 LARGEST = 6.0
 #: Smallest normal and largest E4M3 number.
 SCALES = (2.0**-6, 448.0)
-
-
-def tensor_scale(largest: torch.Tensor) -> torch.Tensor:
-    """Return the usual scale of a tensor whose largest magnitude, above 0, is given: float32."""
-    return largest.float() / (LARGEST * SCALES[1])
-
-
-def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the E4M3 scale of each of ``blocks`` [N, 16], [N, 1], under a tensor's ``scale``."""
-    largest = blocks.abs().amax(dim=1, keepdim=True)
-    return (largest / LARGEST / scale).clamp(*SCALES).to(torch.float8_e4m3fn)
 
 
 def step(magnitude: torch.Tensor) -> torch.Tensor:
@@ -94,18 +82,21 @@ SCALE_BYTES = 1
 BIAS, NAN = 25, 1
 #: The least and the largest power of two that a tensor's scale may be, so that all block scales have a byte.
 POWERS = (-18, -2)
+#: Largest scale of a block, and largest weight.
+LARGEST_SCALE = SCALES[1] * 2.0 ** POWERS[1]
+LARGEST_WEIGHT = LARGEST * LARGEST_SCALE
 
 
 def to_bytes(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [N, 1], an E4M3 number times a power of two in :data:`POWERS`, as bytes [N, 1].
 
-    A scale has no sign. So its byte has five bits of exponent and three of mantissa, for 2^-24 to 120: what
-    takes an E4M3 number and the tensor's scale elsewhere.
+    A scale has no sign. So its byte has five bits of exponent and three of mantissa, for 2^-24 to 112: what
+    takes an E4M3 number and the tensor's scale elsewhere. One beyond is as one that is not a number.
     """
     bits = scales.float().contiguous().view(torch.int32)
     code = (((bits >> 23) - 127 + BIAS) << 3) | ((bits >> 20) & 7)
     code = torch.where(scales == 0, 0, code)
-    return torch.where(scales.isfinite(), code, NAN).to(torch.uint8)
+    return torch.where(scales <= LARGEST_SCALE, code, NAN).to(torch.uint8)
 
 
 def from_bytes(stored: torch.Tensor) -> torch.Tensor:
@@ -120,26 +111,3 @@ def every_scale(device: torch.device) -> torch.Tensor:
     scales = ((((code >> 3) - BIAS + 127) << 23) | ((code & 7) << 20)).view(torch.float32).clone()
     scales[0], scales[NAN] = 0.0, torch.nan
     return scales
-
-
-def quantise(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed codes, uint8 [N * 8], and block scales, E4M3 [N], of ``x`` flattened.
-
-    A ragged last block is filled with zeros. A block with a NaN gets the scale NaN, and infinity the largest
-    number there is.
-
-    Args:
-        x: float32 or narrower.
-        scale: of the tensor, float32, above 0: see :func:`tensor_scale`.
-    """
-    flat = x.float().flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = block_scales(blocks, scale)
-    numbers = nearest(blocks / (scale * scales.float()))
-    return pack(to_codes(numbers.nan_to_num(0.0))), scales.flatten()
-
-
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, length: int) -> torch.Tensor:
-    """Return ``length`` weights in float32."""
-    numbers = from_codes(unpack(codes)).view(-1, BLOCK)
-    return (numbers * (scale * scales.float().unsqueeze(1))).flatten()[:length]

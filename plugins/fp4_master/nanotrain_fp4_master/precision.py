@@ -17,12 +17,12 @@ from nanotrain_core.dtypes import cast
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.initialise import hold
 from nanotrain_core.mesh import Mesh
-from nanotrain_core.packed import PackedWeight
+from nanotrain_core.packed import PackedWeight, first_numbers_of
 from nanotrain_core.placement import RANGE, Piece, Placement
 from nanotrain_core.products import give_products, multiplied
 from nanotrain_core.roles import tagged
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
+from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
 from nanotrain_fp4_master.packing import FourBits
 
@@ -145,7 +145,7 @@ class FP4Master:
         """Return the master of a weight, which is rounded to the format.
 
         Raises:
-            NanotrainError: a block would lie on two ranks.
+            NanotrainError: a block would lie on two ranks, or a weight is beyond the largest of the format.
         """
         if weight.dtype != self.parameter_dtype:  # a module keeps it in a dtype of its own
             return LiveMaster(weight)
@@ -156,7 +156,9 @@ class FP4Master:
             return of_bfloat16(self.config.variant, weight, noise)
         if cut_blocks(piece, self.config.block):
             raise NanotrainError(straddling(piece, self.config))
-        return LOW_BIT[self.config.variant](weight, self._four_bits().form, noise)
+        form = self._four_bits().form
+        check_largest(piece, first_numbers_of(weight), form)
+        return LOW_BIT[self.config.variant](weight, form, noise)
 
     def _four_bits(self) -> FourBits:
         return FourBits(FORMATS[self.config.form](self.config.block))
@@ -197,6 +199,21 @@ def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeigh
     if variant == "eco":
         return bfloat16.Eco(weight, noise)
     return BFLOAT16[variant](weight)
+
+
+def check_largest(piece: Piece, numbers: torch.Tensor, form: Format) -> None:
+    """Refuse weights, before they are rounded, that their format has no scale for. Waits for the device.
+
+    Raises:
+        NanotrainError: names the parameter, and the weight.
+    """
+    low, high = numbers.aminmax()
+    largest = torch.maximum(-low, high).float()
+    if form.fit(largest).scales(largest.view(1, 1), None).isnan():
+        raise NanotrainError(
+            f"{piece.name}: its largest weight is {largest.item():g}, and the largest that its format has is "
+            f'{form.codec.LARGEST_WEIGHT:g}: to keep it as it is, precision.keep = ["{piece.placement.name}"]'
+        )
 
 
 def straddling(piece: Piece, config: FP4MasterConfig) -> str:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from nanotrain_fp4_master import nf4, nvfp4
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, power_of_two, to_nearest
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, to_nearest
 from nanotrain_fp4_master.lowbit import PARTS, REACH
+from nanotrain_fp4_master.packing import FourBits
 from pieces import BFLOAT16, FOUR_BIT, master_of, numbers
 
 from nanotrain_core.builtin.precisions import Float32Master
@@ -104,24 +104,15 @@ def test_the_parameter_holds_numbers_of_the_format_and_nothing_else(form, varian
         assert torch.equal(master.weight.float(), rounded(master.weight, form))
 
 
-@pytest.mark.parametrize("variant", ["residual", "eco", "naive"])
-def test_a_parameter_is_its_nvfp4_codes_and_scales_without_loss(variant):
+@pytest.mark.parametrize(("form", "variant"), FOUR_BIT)
+def test_a_parameter_is_its_codes_and_scales_without_loss(form, variant):
     """So packed codes beside it would hold nothing new."""
-    precision, master = master_of(numbers(*SHAPE), "nvfp4", variant)
+    precision, master = master_of(numbers(*SHAPE), form, variant)
     train(precision, master, 10)
-    scale = power_of_two(master.weight.float().abs().max() / 6)
-    packed, scales = nvfp4.quantise(master.weight, scale)
-    again = nvfp4.dequantise(packed, scales, scale, master.weight.numel())
-    assert torch.equal(again.view(SHAPE), master.weight.float())
-    assert (packed.nbytes + scales.nbytes) * 8 == 4.5 * master.weight.numel()
-
-
-def test_a_parameter_is_its_nf4_codes_and_scales_rounded_to_bfloat16():
-    precision, master = master_of(numbers(*SHAPE), "nf4", "naive")
-    train(precision, master, 10)
-    packed, scales = nf4.quantise(master.weight)
-    again = nf4.dequantise(packed, scales, master.weight.numel())
-    assert torch.equal(again.view(SHAPE).bfloat16(), master.weight)
+    packing = FourBits(BLOCKS[form])
+    rows = packing.pack(master.weight.flatten())
+    assert torch.equal(packing.unpack(rows).view(SHAPE), master.weight)
+    assert rows.nbytes * 8 == {"nvfp4": 4.5, "nf4": 4.25}[form] * master.weight.numel()
 
 
 @pytest.mark.parametrize(("form", "variant"), [*FOUR_BIT, *BFLOAT16])

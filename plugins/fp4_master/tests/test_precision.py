@@ -10,7 +10,7 @@ from nanotrain_fp4_master.precision import FP4Master
 from nanotrain_core.errors import CheckpointError, NanotrainError, RecipeError
 from nanotrain_core.packed import PackedWeight, storage_of
 from nanotrain_core.testing import Case
-from nanotrain_core.testing.probe import make_run, push
+from nanotrain_core.testing.probe import make_engine, make_run, push
 
 ADAMW = {"use": "adamw", "lr": 0.01}
 
@@ -149,6 +149,19 @@ def test_layers_that_share_a_weight_share_the_packed_one():
     part, _ = packed_after(tie)
     assert isinstance(part.layers["0"].ffn.up.weight, PackedWeight)
     assert part.layers["1"].ffn.up.weight is part.layers["0"].ffn.up.weight
+
+
+def test_a_step_after_a_weight_grew_beyond_the_largest_is_not_taken():
+    """It is told by a gradient that is not finite; nothing goes on with another weight in its place."""
+    engine = make_engine(case(), {"run": {"steps": 2}})
+    slot = next(
+        slot for slot in engine.run.optimizer.slots if slot.placement.name == "layers.1.ffn.up.weight"
+    )
+    value = slot.master.load()
+    value[0, 0] = 3000.0
+    slot.master.store(value)
+    engine.fit()
+    assert engine.skipped_in_a_row == 2
 
 
 # --- what a recipe may ask for ----------------------------------------------------------------------
