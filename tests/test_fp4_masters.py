@@ -14,7 +14,7 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.packed import form_of, storage_of
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
-from nanotrain_core.testing.probe import make_engine, train
+from nanotrain_core.testing.probe import make_engine, push, train
 
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 0.5}
 ZERO = {**ADAMW, "use": "zero12", "stage": 2, "bucket_mb": 0.02}
@@ -193,27 +193,64 @@ def test_a_layout_that_cuts_blocks_of_64_is_refused_before_training(layout, chan
         assert nearest in text
 
 
-def bytes_of_rank(case):
-    """Return the model's parameters, and this rank's bytes of weights, and of masters and moments."""
-    run = make_engine(case, {}).run
-    weights = sum(storage_of(placed.parameter).nbytes for placed in run.placed)
-    state = sum(b.tensor.nbytes for b in run.optimizer.blocks() if b.global_shape)
-    return sum(placed.parameter.numel() for placed in run.placed), weights, state
+README = (Path(__file__).parents[1] / "plugins/fp4_master/README.md").read_text(encoding="utf-8")
+#: Variant and format of each row of the README's table, and bytes of every parameter and of a rank's share.
+ROWS = {
+    (cells[0], cells[1]): tuple(float(part.removesuffix("/N")) for part in cells[-1].split(" + "))
+    for cells in ([cell.strip(" ()`") for cell in line.split("|")[1:-1]] for line in README.splitlines())
+    if cells and cells[-1].endswith("/N")
+}
+#: What the README says of `nf4` below it.
+ROWS |= {(row[0], "nf4"): (ROWS[row][0] - 0.03125, ROWS[row][1]) for row in [*ROWS] if row[1] == "nvfp4"}
 
 
-@pytest.mark.parametrize(("variant", "each"), [("residual", 1 + 2.125), ("eco", 3.0625)])
-def test_masters_and_moments_of_a_rank_are_its_share_of_the_bytes_of_the_table(variant, each):
-    """A wide model, so that what is kept as a remainder is little."""
-    case = on("int8", variant)
-    case = attrs.evolve(case, overrides={**case.overrides, "model": {"width": 128, "ffn": 512, "vocab": 64}})
-    found = run_ranks(bytes_of_rank, 2, case)
-    kept = 2 * 64 * 128 + 5 * 128  # embedding, head, norms
-    parameters = found[0][0]
-    wanted = each * (parameters - kept) + (2 + 2.125) * kept
-    assert sum(state for _, _, state in found) == pytest.approx(wanted, rel=0.02)
-    for _, weights, state in found:
-        assert weights == pytest.approx(0.5625 * (parameters - kept) + 2 * kept, rel=0.02)
-        assert state == pytest.approx(wanted / 2, rel=0.02)
+def sharded_case(row):
+    """Return a case with few weights that are kept as a remainder, as embedding, head and norms are."""
+    variant, form = row
+    case = on("int8", variant, form) if form else attrs.evolve(on("int8", variant), use="bf16", config={})
+    return attrs.evolve(case, overrides={**case.overrides, "model": {"width": 64, "ffn": 1024, "layers": 1}})
+
+
+def bytes_of(tensors):
+    """Return the bytes of the storages of ``tensors``, each once and whole."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def bytes_of_rank(rows):
+    """Return low and other parameters of each row's model, and this rank's bytes, after two steps.
+
+    Of weights, of masters and moments, and of its share of the gradients.
+    """
+    found = []
+    for row in rows:
+        run = make_engine(sharded_case(row), {}).run
+        for step in range(2):
+            push(run, step, 1.0)
+            run.optimizer.step()
+            run.gradients.zero()
+        slots, state = run.optimizer.slots, run.optimizer.inner.state
+        beside = [t for slot in slots for t in slot.master.state().values()]
+        moments = [t for slot in slots for t in state[slot.weight].values() if t.shape]
+        low = [p for p in run.placed if p.parameter.dim() > 1 and p.placement.name.startswith("layers.")]
+        sizes = [sum(p.parameter.numel() for p in each) for each in (low, run.placed)]
+        weights = bytes_of(storage_of(placed.parameter) for placed in run.placed)
+        shares = bytes_of(run.gradients.gradient_of(slot.piece) for slot in slots)
+        found.append((sizes[0], sizes[1] - sizes[0], weights, bytes_of([*beside, *moments]), shares))
+    return found
+
+
+def test_a_rank_holds_the_bytes_of_the_table():
+    """All weights, and its share of masters, moments and gradients: each row, within two percent."""
+    assert len(ROWS) == 11
+    for number, found in enumerate(run_ranks(bytes_of_rank, 2, [*ROWS])):
+        for row, (low, kept, weights, state, shares) in zip(ROWS, found, strict=True):
+            what = f"rank {number}, {row}"
+            assert low > 20 * kept
+            (every, share), others = ROWS[row], ROWS["remainder", "bf16"] if row[1] else ROWS[row]
+            assert weights == pytest.approx(every * low + others[0] * kept, rel=0.02), what
+            assert state == pytest.approx((share * low + others[1] * kept) / 2, rel=0.02), what
+            assert shares == pytest.approx(4 * (low + kept) / 2, rel=0.02), what
 
 
 def losses_and_forms(packed):
