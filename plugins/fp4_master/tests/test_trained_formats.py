@@ -11,7 +11,7 @@ import published
 import pytest
 import torch
 from nanotrain_fp4_master import FP4MasterConfig
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, to_nearest
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, at_random, to_nearest
 from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp4_master.precision import FP4Master
 from pieces import LAYOUT
@@ -187,6 +187,24 @@ def test_what_is_written_to_a_packed_weight_is_rounded_so_unless_it_is_of_the_fo
     blocks = blocks_of(x, size)
     found = FourBits(OF[form](size)).rounded(torch.tensor(x))
     assert_bits(found.float(), np.where(holds(blocks, form, size), blocks, expected(x, form, size)))
+
+
+@pytest.mark.parametrize(("form", "size"), FORMATS)
+@pytest.mark.parametrize("name", CORPUS)
+def test_what_is_rounded_at_random_is_of_the_format_too_and_is_packed_without_loss(name, form, size):
+    """What has no place is NaN, whichever way the rest falls."""
+    with np.errstate(over="ignore"):
+        x = CORPUS[name].astype(ml_dtypes.bfloat16).astype(np.float32)
+    blocks, packing = torch.tensor(blocks_of(x, size)), FourBits(OF[form](size))
+    wanted = np.isnan(expected(x, form, size))
+    for turn in range(5):
+        noise = torch.rand(len(blocks), size + 1, generator=torch.Generator().manual_seed(turn))
+        noise = noise.mul(2**16).floor().div(2**16)
+        form_of_all = packing.form.fit(blocks.abs().max())
+        found = at_random(blocks, form_of_all, noise[:, 1:], noise[:, :1])
+        np.testing.assert_array_equal(found.isnan().numpy(), wanted)
+        assert (holds(found.numpy(), form, size) | wanted.any(axis=1, keepdims=True)).all()
+        assert_bits(packing.unpack(packing.pack(found.flatten()))[: found.numel()].float(), found)
 
 
 # --- as a run holds it --------------------------------------------------------------------------------
