@@ -36,9 +36,9 @@ class Bounds:
 
 
 #: bfloat16's sums in another order, and what they tip over in routers.
-SUMS = Bounds(gradients=0.1, norm=0.1, loss=0.03)
+SUMS = Bounds(gradients=0.25, norm=0.05, loss=0.03)
 #: Tiles that tp cuts, and those of the rows that experts are sent: see ``test_precision_composition.py``.
-TILES = Bounds(gradients=0.6, norm=0.25, loss=0.08)
+TILES = Bounds(gradients=0.6, norm=0.1, loss=0.08)
 PRECISIONS = {
     "fp8": ({"use": "fp8_deepseek_v3"}, TILES),
     "hybrid": ({"use": "fp8_hybrid"}, TILES),
@@ -48,7 +48,7 @@ PRECISIONS = {
     "bf16": ({"use": "bf16"}, SUMS),
     "fp16": ({"use": "fp16"}, SUMS),
 }
-QUICK = ("fp8", "hybrid", "residual", "eco")
+QUICK = ("fp8", "residual")
 
 
 def case_of(precision: str, composition: Composition) -> Case:
@@ -58,6 +58,8 @@ def case_of(precision: str, composition: Composition) -> Case:
     if composition.model != "transformer":
         model |= WIDE_DEEPSEEK | ({"q_rank": 16} if "q_rank" in model else {})
     optimizer = composition.optimizers()["adamw"]
+    if composition.zero:
+        optimizer = {**optimizer, "bucket_mb": 0.05}  # ends within tensors of this width
     overrides = {**grid.overrides, "model": model, "optimizer": optimizer}
     table, _ = PRECISIONS[precision]
     return Case("precision", topology=grid.topology, overrides=overrides, name=composition.id, **table)
@@ -109,7 +111,6 @@ def test_it_trains_nearly_as_in_one_process(precision, composition):
     losses = [
         abs(a.loss / b.loss - 1) for trace in ranks for a, b in zip(trace.reports, one.reports, strict=True)
     ]
-    print("FIG", precision, composition.id, float(error), max(norms), max(losses))
     assert error < bounds.gradients
     assert max(norms) < bounds.norm
     assert max(losses) < bounds.loss
