@@ -65,9 +65,12 @@ def case_of(precision: str, composition: Composition) -> Case:
     return Case("precision", topology=grid.topology, overrides=overrides, name=composition.id, **table)
 
 
-def covering(precision: str) -> list[Composition]:
-    """Return few compositions in which every choice of every axis is made, others for each precision."""
-    order = list(everything())
+def covering(precision: str, most: int) -> list[Composition]:
+    """Return few compositions of up to ``most`` ranks that make every choice of every axis.
+
+    Others for each precision.
+    """
+    order = [found for found in everything() if found.ranks <= most]
     Random(precision).shuffle(order)
     choices = {found: set(attrs.asdict(found).items()) for found in order}
     missing, chosen = set().union(*choices.values()), []
@@ -92,10 +95,11 @@ def in_one_process(precision: str, composition: Composition) -> Trace:
     return alone(precision, next(same))
 
 
-CASES = [
-    pytest.param(name, found, id=f"{name}-{found.id}", marks=[pytest.mark.full] * (name not in QUICK))
+CASES = [pytest.param(name, found, id=f"{name}-{found.id}") for name in QUICK for found in covering(name, 4)]
+CASES += [
+    pytest.param(name, found, id=f"{name}-{found.id}", marks=pytest.mark.full)
     for name in PRECISIONS
-    for found in covering(name)
+    for found in covering(name, 8)
 ]
 
 
