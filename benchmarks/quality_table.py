@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -139,7 +138,7 @@ def _row(runs: Runs, layout: str, precision: str) -> list[str]:
 
 def _by_fifths(runs: Runs, layout: str, precision: str) -> list[float]:
     """Return the mean gap of each fifth of the steps: whether it grows."""
-    of = (gap(runs, layout, precision, partial(_fifth, number=number)) for number in range(5))
+    of = (gap(runs, layout, precision, lambda run, n=n: _fifth(run.training, n)) for n in range(5))
     return [found.mean for found in of if found.each]
 
 
@@ -160,25 +159,20 @@ def _judged(found: Gap) -> str:
     return f"{100 * low:+.2f} to {100 * high:+.2f}: {word}{more}"
 
 
-def _fifth(run: Trained, number: int) -> float:
-    """Return the mean training loss of a fifth of the steps, counted from 0."""
-    points = len(run.training)
-    first = points * number // 5
-    return mean(run.training[first : max(first + 1, points * (number + 1) // 5)])
+def _fifth(curve: Sequence[float], number: int) -> float:
+    """Return the mean of a fifth of the steps, counted from 0."""
+    first = len(curve) * number // 5
+    return mean(curve[first : max(first + 1, len(curve) * (number + 1) // 5)])
 
 
 def last_fifth(run: Trained) -> float:
     """Return the mean training loss of the last fifth of the steps."""
-    return _end(run.training)
-
-
-def _end(curve: Sequence[float]) -> float:
-    return mean(curve[-max(1, len(curve) // 5) :])
+    return _fifth(run.training, 4)
 
 
 MEASURES: tuple[Callable[[Trained], float], ...] = (
     last_fifth,
-    lambda run: _end(run.next_token),
+    lambda run: _fifth(run.next_token, 4),
     lambda run: run.held_out,
 )
 

@@ -39,6 +39,7 @@ class LocalGradients:
 
     Autograd adds gradients in the parameter's dtype. Adding many bfloat16 microbatches that way loses
     the small ones, so each microbatch's gradient is moved into a wider sum as soon as it is complete.
+    A layer may return one that is wider than its parameter: it is not rounded on its way.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,8 @@ class LocalGradients:
         for placed in parameters:
             if placed.parameter.requires_grad:
                 watch(placed.parameter, self)
+                if dtype is not None and placed.parameter.dtype != dtype:
+                    placed.parameter.grad_dtype = None  # or autograd rounds what layers return
 
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up."""

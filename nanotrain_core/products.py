@@ -44,7 +44,10 @@ class LinearProducts(Protocol):
         ...
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the gradient of the weight [N, K]."""
+        """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
+
+        A run that adds gradients up in float32 adds it as it is; elsewhere autograd rounds it.
+        """
         ...
 
     def grouped(self, counts_E: torch.Tensor) -> LinearProducts:

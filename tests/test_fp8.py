@@ -1,11 +1,14 @@
 """FP8 products under every kind of parallelism: near bfloat16's losses, and near those of one process."""
 
+import re
 from functools import cache
 
 import pytest
+import torch
 
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.compare import whole
 
 #: Its layers split into whole tiles of 128, so that layouts round the same numbers together.
 MODEL = {
@@ -31,6 +34,8 @@ MODEL = {
     "mtp": 1,
     "init_std": 0.05,
 }
+#: Weights that FP8 multiplies.
+MULTIPLIED = re.compile(r"\.(q_a|q_b|kv_a|kv_b|o|gate|up|down)(\.weight)?$")
 DDP, EP = {"use": "ddp"}, {"use": "ep_deepseek"}
 ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", "lr": 3e-3}}
 
@@ -70,3 +75,21 @@ def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_pr
     assert found == pytest.approx(wide, rel=0.01)
     assert found != wide
     assert found[-1] < found[0] - 1
+
+
+def share_of_short(gradient):
+    """Return the share of the numbers above 0 whose last 12 bits are 0: of float32's 23, bfloat16 has 7."""
+    bits = gradient[gradient != 0].view(torch.int32)
+    return ((bits & 0xFFF) == 0).float().mean().item()
+
+
+@pytest.mark.parametrize("layout", [None, *MARKED])
+def test_no_gradient_of_a_weight_that_fp8_multiplies_is_rounded_to_bfloat16(layout):
+    """Between the product of a microbatch, here each rank's only one, and the sum over ranks."""
+    topology, around, _ = LAYOUTS.get(layout, ({}, {}, 0))
+    case = Case("precision", use="fp8_deepseek_v3", topology=topology, overrides={**around, "model": MODEL})
+    batch = {"sequences": 2 * topology.get("dp", 1), "microbatch": 2, "length": 32}
+    found = whole([t.gradients for t in traces(case, run={"steps": 1}, batch=batch)], atol=1e-3)
+    layers = {name: share_of_short(found[name]) for name in found if MULTIPLIED.search(name)}
+    assert len(layers) == 3 * 5 + 3 + 2 * 6  # attention of three blocks, one dense MLP, two with experts
+    assert max(layers.values()) < 0.05, layers

@@ -29,7 +29,10 @@ class GradientSync(Protocol):
     """
 
     def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
-        """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own)."""
+        """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
+
+        Layers may return gradients in ``dtype``: autograd rounds them unless ``grad_dtype`` is set to None.
+        """
         ...
 
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:

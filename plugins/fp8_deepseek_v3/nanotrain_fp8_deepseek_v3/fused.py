@@ -78,12 +78,12 @@ class TritonFP8(Rounded):
         return multiply(tiles(self._gradient(d_y_MN)), right, shape, d_y_MN.dtype)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x."""
+        """Return the transposed dy times x, in float32."""
         shape = d_y_MN.shape[1], kept[0].shape[1]
         if not len(d_y_MN):
-            return d_y_MN.new_zeros(shape)
+            return d_y_MN.new_zeros(shape, dtype=torch.float32)
         left, right = self._turned(d_y_MN, kept, None)
-        return multiply(tiles(left), tiles(right), shape, d_y_MN.dtype)
+        return multiply(tiles(left), tiles(right), shape, torch.float32)
 
 
 class TritonExperts(Rounded):
@@ -115,9 +115,9 @@ class TritonExperts(Rounded):
         return multiply_rows(self._gradient(d_y_MN), right, self.groups(d_y_MN.device), shape, d_y_MN.dtype)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x, of each weight."""
+        """Return the transposed dy times x, of each weight, in float32."""
         groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
-        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape, d_y_MN.dtype)
+        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape, torch.float32)
 
 
 def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:

@@ -87,15 +87,16 @@ class Float32Products:
         return self._rows_times(d_y, self.read_weight(weight_NK)).to(d_y_MN.dtype)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x."""
+        """Return the transposed dy times x, in float32."""
         if self.groups is None:
             (x,) = self.kept_by_group(kept)
-            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, x).to(d_y_MN.dtype)
-        total = d_y_MN.new_zeros(len(self.groups), d_y_MN.shape[1], kept[0].shape[1])
+            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, x)
+        shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
+        total = d_y_MN.new_zeros(shape, dtype=torch.float32)
         by_group = zip(total, torch.split(d_y_MN, self.groups), self.kept_by_group(kept), strict=True)
         for d_w_NK, d_y, x in by_group:
             if len(d_y):
-                d_w_NK.copy_(matmul(self.of_gradient(d_y, for_weight=True).T, x))
+                matmul(self.of_gradient(d_y, for_weight=True).T, x, d_w_NK)
         return total
 
     def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

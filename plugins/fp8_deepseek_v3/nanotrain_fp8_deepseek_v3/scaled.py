@@ -118,7 +118,7 @@ class ScaledFP8(Narrowed):
         return torch.cat([multiply(of(d_y), b, (len(d_y), K), d_y.dtype) for d_y, (_, b) in pieces])
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x."""
+        """Return the transposed dy times x, in float32."""
         pieces = zip(self._split(d_y_MN), kept[::2], kept[1::2], strict=True)
         found = [self._weight_gradient(d_y, codes, scales) for d_y, codes, scales in pieces]
         return found[0] if self.groups is None else torch.stack(found)
@@ -129,12 +129,12 @@ class ScaledFP8(Narrowed):
         """Turn both operands: tiles now lie along M."""
         N, K = d_y_MN.shape[1], codes_MK.shape[1]
         if not len(codes_MK):
-            return d_y_MN.new_zeros(N, K)
+            return d_y_MN.new_zeros(N, K, dtype=torch.float32)
         if self.recipe.tile:
             right = self._of_input(dequantise(codes_MK, scales, E4M3).T)
         else:
             right = Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
-        return multiply(self._of_gradient(d_y_MN.T), right, (N, K), d_y_MN.dtype)
+        return multiply(self._of_gradient(d_y_MN.T), right, (N, K), torch.float32)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (rows,) if self.groups is None else torch.split(rows, self.groups)

@@ -93,7 +93,7 @@ class TransformerEngineFP8(Narrowed):
         return torch.cat(found)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x."""
+        """Return the transposed dy times x, in float32."""
         found = []
         for d_y, x in zip(self._split(d_y_MN), kept, strict=True):
             q = self._of_gradient(d_y, rows=False) if len(d_y) else d_y
@@ -116,16 +116,20 @@ def quantiser_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> 
 
 
 def product(a: Any, b: Any, layout: str, like: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the product of two rounded operands in the dtype of ``like``; zeros where that has no rows."""
+    """Return the product of two rounded operands; zeros where ``like`` has no rows.
+
+    It has the dtype of ``like``, and the gradient of a weight has float32.
+    """
+    dtype = torch.float32 if layout == "NT" else like.dtype
     if not len(like):
-        return like.new_zeros(shape)
+        return like.new_zeros(shape, dtype=dtype)
     extra: dict[str, Any] = {}
     if "workspace" in inspect.signature(general_gemm).parameters:  # until some 2.9
         from transformer_engine.pytorch.module.base import get_workspace
 
         extra = {"workspace": get_workspace()}
     y, *_ = general_gemm(
-        a, b, out_dtype=like.dtype, layout=layout, use_split_accumulator=True, grad=layout != "TN", **extra
+        a, b, out_dtype=dtype, layout=layout, use_split_accumulator=True, grad=layout != "TN", **extra
     )
     found: torch.Tensor = y[: shape[0]]
     return found
