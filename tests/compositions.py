@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -182,12 +181,11 @@ def pairwise() -> list[Composition]:
     return chosen
 
 
-def everything() -> Iterator[Composition]:
-    """Yield every composition there is."""
-    for row in product(*AXES.values()):
-        found = Composition(**dict(zip(AXES, row, strict=True)))
-        if found.valid():
-            yield found
+@cache
+def everything() -> tuple[Composition, ...]:
+    """Return every composition there is."""
+    rows = (Composition(**dict(zip(AXES, row, strict=True))) for row in product(*AXES.values()))
+    return tuple(found for found in rows if found.valid())
 
 
 def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:

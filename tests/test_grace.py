@@ -55,7 +55,7 @@ def wait_until_asleep(process):
     assert any(line == "asleep\n" for line in process.stdout)
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_ranks_of_nanotrain_are_ended_and_the_last_checkpoint_is_there(here, ranks):
     process = start(*WORDS, "--nproc", ranks, cwd=here)
     wait_until_asleep(process)

@@ -98,7 +98,7 @@ def nanotrain_register_monitor(register):
 """
 
 
-@pytest.mark.parametrize(("at", "again", "ranks"), [pytest.param(1, 3, 1, marks=pytest.mark.full), (4, 6, 2)])
+@pytest.mark.parametrize(("at", "again", "ranks"), [(1, 3, 1), pytest.param(4, 6, 2, marks=pytest.mark.full)])
 def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_path, at, again, ranks):
     """A run that goes on from another one's checkpoint must not begin anew because it died early."""
     (tmp_path / "small.toml").write_text(SMALL)
@@ -117,7 +117,7 @@ def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_p
     assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [3, again]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_that_torchrun_starts_again_without_counting_go_on_in_their_folder(tmp_path, ranks):
     """A host that joins or comes back makes it start all ranks again, and that is no restart to it."""
     (tmp_path / "small.toml").write_text(SMALL)
