@@ -117,7 +117,7 @@ class TritonExperts(Rounded):
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, of each weight, in float32."""
         groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
-        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape, torch.float32)
+        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape)
 
 
 def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:

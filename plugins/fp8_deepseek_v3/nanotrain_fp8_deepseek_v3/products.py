@@ -88,13 +88,12 @@ class Float32Products:
 
     def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
+        inputs = self.kept_by_group(kept)
         if self.groups is None:
-            (x,) = self.kept_by_group(kept)
-            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, x)
+            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
         shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
-        total = d_y_MN.new_zeros(shape, dtype=torch.float32)
-        by_group = zip(total, torch.split(d_y_MN, self.groups), self.kept_by_group(kept), strict=True)
-        for d_w_NK, d_y, x in by_group:
+        total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
+        for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
             if len(d_y):
                 matmul(self.of_gradient(d_y, for_weight=True).T, x, d_w_NK)
         return total

@@ -206,7 +206,11 @@ def test_a_layer_of_any_class_uses_what_it_was_given(bias):
     (y,), kept = products.forward(rows, layer.weight)
     assert torch.equal(layer(x).flatten(0, 1), y + layer.bias if bias else y)
     assert torch.equal(x.grad.flatten(0, 1), products.input_gradient(d_y.flatten(0, 1), layer.weight))
-    assert torch.equal(layer.weight.grad, products.weight_gradient(d_y.flatten(0, 1), kept))
+    d_w = products.weight_gradient(d_y.flatten(0, 1), kept)
+    assert torch.equal(layer.weight.grad, d_w.bfloat16())
+    layer.weight.grad, layer.weight.grad_dtype = None, None  # as where gradients are summed in float32
+    layer(x).backward(d_y)
+    assert torch.equal(layer.weight.grad, d_w)
 
 
 def test_gradients_of_float32_products_are_autograds():

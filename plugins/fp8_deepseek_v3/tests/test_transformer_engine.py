@@ -109,7 +109,7 @@ def test_products_are_the_emulations(backend, recipe, counts, K, N):
     d_w = ours.weight_gradient(d_y, kept)
     assert torch.equal(d_w, ours.weight_gradient(d_y, ours.keep(x)))
     exact = once_rounded(x, d_y, counts or [M], recipe)
-    torch.testing.assert_close(d_w, exact.view_as(d_w), rtol=2.0**-7, atol=1e-3)
+    torch.testing.assert_close(d_w, exact.view_as(d_w), rtol=1e-5, atol=1e-5)
 
 
 def test_a_width_that_it_cannot_multiply_is_refused(backend):
@@ -123,5 +123,5 @@ def once_rounded(x, d_y, counts, recipe):
     for own_x, own_d_y in zip(x.split(counts), d_y.split(counts), strict=True):
         a = quantise(own_d_y, (128, 1), power_of_two=recipe.gradient_power_of_two).values()
         b = quantise(own_x, (128, 1), power_of_two=recipe.input_power_of_two).values()
-        found.append((a.T @ b).bfloat16())
+        found.append(a.T @ b)
     return torch.stack(found)

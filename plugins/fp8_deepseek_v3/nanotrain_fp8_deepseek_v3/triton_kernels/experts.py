@@ -130,7 +130,7 @@ def columns_times_columns(  # type: ignore[no-untyped-def]
         of_a_ptrs += of_a_tile
         of_b_ptrs += of_b_tile
     y_ptrs = y_ptr + (e * N + n[:, None]) * K + k[None, :]
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(n[:, None] < N) & (k[None, :] < K))
+    tl.store(y_ptrs, total, mask=(n[:, None] < N) & (k[None, :] < K))
 
 
 def multiply_columns(
@@ -138,19 +138,17 @@ def multiply_columns(
     right: tuple[torch.Tensor, torch.Tensor],
     groups: Groups,
     shape: tuple[int, int],
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return dW [E, N, K]: of each group, the sum over its rows; zeros where it has none.
+    """Return dW [E, N, K] in float32: of each group, the sum over its rows; zeros where it has none.
 
     Args:
         left: codes [N', P] by rows, scales [N', P / 128] of dy, turned.
         right: codes [K', P] by rows, scales [K', P / 128] of x, turned.
         groups: whose tiles those of P are.
         shape: (N, K).
-        dtype: of dW.
     """
     (a, of_a), (b, of_b), (N, K) = left, right, shape
-    y = of_a.new_empty(len(groups), N, K, dtype=dtype)
+    y = of_a.new_empty(len(groups), N, K, dtype=torch.float32)
     if y.numel():
         columns_times_columns[(len(groups) * triton.cdiv(N, TILE) * triton.cdiv(K, TILE),)](
             a, of_a, b, of_b, y, groups.tiles, N, K, a.stride(0), of_a.stride(1), b.stride(0), of_b.stride(1),

@@ -54,7 +54,7 @@ def test_the_gradient_of_each_weight_is_of_its_own_rows(counts, K, N):
     groups = Groups.of(torch.tensor(counts), x.device)
     left, right = quantise_turned(d_y, groups), quantise_turned(x, groups)
     left[0].view(torch.uint8)[:, groups.tiles[-1] * TILE :] = 0x7F  # NaN where nothing was written
-    found = multiply_columns(left, right, groups, (N, K), torch.float32)
+    found = multiply_columns(left, right, groups, (N, K))
     assert found.shape == (E, N, K)
     for d_w, own, rows in zip(found, d_y.split(counts), x.split(counts), strict=True):
         a, b = (quantise(each, (TILE, 1)).values().double() for each in (own, rows))
