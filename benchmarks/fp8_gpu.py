@@ -111,6 +111,7 @@ def layer(name: str, shape: tuple[int, int, int], rounds: int, bar: float) -> La
     M, K, N = shape
     wide = nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16)
     narrow = tag(nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16), Role.COLUMN)
+    narrow.weight.grad_dtype = torch.float32  # as a run has it: dW is not rounded
     give_products(narrow, {"weight": BACKENDS[name].make(Recipe())})
     x, d_y = normal(M, K).requires_grad_(), normal(M, N)
 
@@ -168,7 +169,7 @@ def agreement(name: str) -> Iterator[Agreement]:
         found, expected = (three(each, *operands) for each in (ours, theirs))
         sizes = three(theirs, *(each.abs() for each in operands))  # rounded alike: only signs are gone
         for product, a, b, size in zip(("y", "dx", "dW"), found, expected, sizes, strict=True):
-            bound = size.float() * 2.0**-12 + b.float().abs() * 2.0**-7
+            bound = size.float() * 2.0**-12 + b.float().abs() * torch.finfo(b.dtype).eps
             share = ((a.float() - b.float()).abs() / bound.clamp_min_(1e-30)).max().item()
             yield Agreement(f"{name}, {words}, {product}", share)
 

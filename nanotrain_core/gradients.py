@@ -35,15 +35,14 @@ def watch(parameter: nn.Parameter, gradients: LocalGradients) -> None:
 
 
 class LocalGradients:
-    """Accumulates gradients over microbatches, in ``dtype`` where that is wider than the parameter's.
+    """Accumulates gradients over uses and microbatches, in the run's ``dtype`` if it has one.
 
-    Autograd adds gradients in the parameter's dtype. Adding many bfloat16 microbatches that way loses
-    the small ones, so each microbatch's gradient is moved into a wider sum as soon as it is complete.
-    A layer may return one that is wider than its parameter: it is not rounded on its way.
+    Left alone, autograd adds gradients in the parameter's dtype. Adding many in bfloat16 loses the small
+    ones, so it is told another one: it then widens each gradient before it adds it, and a layer may
+    return one that was never rounded to the parameter's dtype.
     """
 
     def __init__(self) -> None:
-        self._wide: dict[nn.Parameter, torch.Tensor] = {}
         self.placed: Sequence[PlacedParameter] = ()
         self._completing: set[nn.Parameter] = set()
 
@@ -54,9 +53,9 @@ class LocalGradients:
         self.check(mesh)
         for placed in parameters:
             if placed.parameter.requires_grad:
+                placed.parameter.grad = None  # it may be of another dtype
+                placed.parameter.grad_dtype = dtype or placed.parameter.dtype
                 watch(placed.parameter, self)
-                if dtype is not None and placed.parameter.dtype != dtype:
-                    placed.parameter.grad_dtype = None  # or autograd rounds what layers return
 
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up."""
@@ -71,18 +70,8 @@ class LocalGradients:
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Take a microbatch's gradient, and say so if it completes the sum."""
         assert isinstance(parameter, nn.Parameter)
-        if self.dtype is not None and parameter.dtype != self.dtype and parameter.grad is not None:
-            self._widen(parameter, parameter.grad)
         if parameter in self._completing and not is_pending(parameter):
             self.completed(parameter)
-
-    def _widen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        wide = self._wide.get(parameter)
-        if wide is None:
-            self._wide[parameter] = gradient.to(self.dtype)
-        else:
-            wide.add_(gradient)
-        parameter.grad = None
 
     def completed(self, parameter: nn.Parameter) -> None:
         """React to the last microbatch's gradient of ``parameter``; nothing to do without other ranks."""
@@ -103,10 +92,9 @@ class LocalGradients:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the complete gradient."""
-        local = self._wide.get(parameter, parameter.grad)
-        if local is None:  # zeros_like would unpack a packed one first
+        if parameter.grad is None:  # zeros_like would unpack a packed one first
             return torch.zeros(parameter.shape, dtype=self.dtype or parameter.dtype, device=parameter.device)
-        return local
+        return parameter.grad
 
     def pieces(self) -> Sequence[Piece]:
         """Return every parameter that is trained, whole."""
@@ -118,7 +106,6 @@ class LocalGradients:
 
     def drop(self, parameter: nn.Parameter) -> None:
         """Free the gradient this rank accumulated for ``parameter``."""
-        self._wide.pop(parameter, None)
         parameter.grad = None
 
     def zero(self) -> None:

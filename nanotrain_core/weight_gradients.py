@@ -131,8 +131,9 @@ def sum_of(weight: torch.Tensor) -> torch.Tensor | None:
     """
     may = _adding[0] and weight.is_leaf and not weight._backward_hooks and not is_postponing(weight)
     total = weight.grad if may else None
-    fits = total is not None and total.layout == torch.strided and total.is_contiguous()
-    return total if fits else None
+    if total is None or total.dtype != weight.dtype or total.layout != torch.strided:
+        return None
+    return total if total.is_contiguous() else None
 
 
 # --- a later place in the same backward pass ----------------------------------------------------

@@ -65,7 +65,7 @@ def train(make, config, steps, lrs=None):
         for group in optimizer.inner.param_groups:
             group["lr"] = lrs[step] if lrs else config.lr
         for parameter, gradient in zip(model.parameters(), gradients_of(model, step), strict=True):
-            gradients._wide[parameter] = gradient.clone()
+            parameter.grad = gradient.clone()
         optimizer.step()
         gradients.zero()
     return model, optimizer
@@ -135,7 +135,7 @@ def test_updates_below_the_rounding_add_up_when_they_are_carried():
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(200):
         for parameter in model.parameters():
-            gradients._wide[parameter] = torch.ones_like(parameter)
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         gradients.zero()
     for old, new in zip(before, model.parameters(), strict=True):
@@ -184,7 +184,7 @@ def test_weights_are_loaded_in_waves_that_change_nothing(limit, expected, monkey
 
 def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
     """An optimizer of torch's need not skip those without a gradient."""
-    _, gradients, optimizer = set_up(AdamW, AdamWConfig(), Coarse())
+    _, _, optimizer = set_up(AdamW, AdamWConfig(), Coarse())
     monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
     seen, step = [], optimizer.inner.step
 
@@ -194,6 +194,6 @@ def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
 
     optimizer.inner.step = look
     for parameter in (slot.parameter for slot in optimizer.slots):
-        gradients._wide[parameter] = torch.ones_like(parameter)
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert seen == [[35, 7], [14, 7, 7, 2]]

@@ -41,12 +41,13 @@ ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", 
 
 #: Topology, what stands around it, and how far losses may be from those of one process in FP8. Under tp, pp
 #: and ep gradients in bfloat16 are added up in another order, and in FP8 a different number may be rounded to
-#: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3.
+#: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3. On data ranks only float32 sums over
+#: microbatches are: 4e-4 after six steps.
 LAYOUTS = {
     "tp2": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP]}, 0.01),
     "ep2": ({"dp": 2, "ep": 2}, {"parallel": [EP, DDP]}, 0.01),
     "pp2-zb_h1": ({"pp": 2}, {"schedule": {"use": "zb_h1"}, "parallel": [DDP]}, 0.01),
-    "dp2-zero2": ({"dp": 2}, ZERO2, 1e-6),
+    "dp2-zero2": ({"dp": 2}, ZERO2, 2e-3),
     "ep2-etp2": ({"dp": 4, "ep": 2, "etp": 2}, {"parallel": [EP, DDP]}, 0.01),
 }
 
@@ -78,18 +79,29 @@ def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_pr
 
 
 def share_of_short(gradient):
-    """Return the share of the numbers above 0 whose last 12 bits are 0: of float32's 23, bfloat16 has 7."""
-    bits = gradient[gradient != 0].view(torch.int32)
-    return ((bits & 0xFFF) == 0).float().mean().item()
+    """Return the share of the numbers whose last 12 bits are 0: of float32's 23, bfloat16 has 7."""
+    return ((gradient.view(torch.int32) & 0xFFF) == 0).float().mean().item()
 
 
-@pytest.mark.parametrize("layout", [None, *MARKED])
-def test_no_gradient_of_a_weight_that_fp8_multiplies_is_rounded_to_bfloat16(layout):
-    """Between the product of a microbatch, here each rank's only one, and the sum over ranks."""
-    topology, around, _ = LAYOUTS.get(layout, ({}, {}, 0))
-    case = Case("precision", use="fp8_deepseek_v3", topology=topology, overrides={**around, "model": MODEL})
-    batch = {"sequences": 2 * topology.get("dp", 1), "microbatch": 2, "length": 32}
+ROUNDING = {
+    **LAYOUTS,
+    "alone": ({}, {}),
+    "alone-recompute": ({}, {"parallel": [{"use": "recompute"}]}),
+    "dp2-zero1": ({"dp": 2}, {"optimizer": {"use": "zero12", "stage": 1, "lr": 3e-3}}),
+    "tp2-sockets": ({"tp": 2}, {"parallel": [{"use": "tp", "shared_memory": False}, DDP]}),
+}
+QUICK = ("alone", "tp2-sockets", "ep2", "pp2-zb_h1", "dp2-zero2")
+ROUNDED = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in ROUNDING]
+
+
+@pytest.mark.parametrize("layout", ROUNDED)
+@pytest.mark.parametrize("precision", ["fp8_deepseek_v3", pytest.param("fp8_hybrid", marks=pytest.mark.full)])
+def test_no_gradient_of_a_weight_that_fp8_multiplies_is_rounded_to_bfloat16(precision, layout):
+    """Between the products of two microbatches and the sum over ranks: of rounded ones 0.9 would be short."""
+    topology, around, *_ = ROUNDING[layout]
+    case = Case("precision", use=precision, topology=topology, overrides={**around, "model": MODEL})
+    batch = {"sequences": 4 * topology.get("dp", 1), "microbatch": 2, "length": 32}
     found = whole([t.gradients for t in traces(case, run={"steps": 1}, batch=batch)], atol=1e-3)
     layers = {name: share_of_short(found[name]) for name in found if MULTIPLIED.search(name)}
     assert len(layers) == 3 * 5 + 3 + 2 * 6  # attention of three blocks, one dense MLP, two with experts
-    assert max(layers.values()) < 0.05, layers
+    assert all(share < 0.05 for share in layers.values()), layers

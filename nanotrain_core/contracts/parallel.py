@@ -31,7 +31,8 @@ class GradientSync(Protocol):
     def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
         """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
-        Layers may return gradients in ``dtype``: autograd rounds them unless ``grad_dtype`` is set to None.
+        Layers may return gradients in ``dtype``. Autograd rounds them unless that is the parameter's
+        ``grad_dtype``.
         """
         ...
 

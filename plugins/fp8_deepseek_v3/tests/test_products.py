@@ -208,7 +208,7 @@ def test_a_layer_of_any_class_uses_what_it_was_given(bias):
     assert torch.equal(x.grad.flatten(0, 1), products.input_gradient(d_y.flatten(0, 1), layer.weight))
     d_w = products.weight_gradient(d_y.flatten(0, 1), kept)
     assert torch.equal(layer.weight.grad, d_w.bfloat16())
-    layer.weight.grad, layer.weight.grad_dtype = None, None  # as where gradients are summed in float32
+    layer.weight.grad, layer.weight.grad_dtype = None, torch.float32  # as a run has it
     layer(x).backward(d_y)
     assert torch.equal(layer.weight.grad, d_w)
 
@@ -345,8 +345,15 @@ def test_what_tensor_cores_are_given_is_what_torch_asks_for_and_means_the_same(
     x, d_y = normal(M, K), normal(M, N, seed=2)
     found = products_of_one(ours, x, weight, d_y)
     for mine, other in zip(found, products_of_one(theirs, x, weight, d_y), strict=True):
-        assert mine.shape == other.shape
-        torch.testing.assert_close(mine, other, rtol=2.0**-7, atol=1e-3)
+        assert_near(mine, other)
+
+
+def assert_near(found, expected):
+    """Compare two products that are alike but for the order of sums, and for how bfloat16 rounds them."""
+    if expected.dtype == torch.float32:  # of a weight: outliers cancel in some
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    else:
+        torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-3)
 
 
 def products_of_one(products, x, weight, d_y):

@@ -125,11 +125,6 @@ class ShardedGradients(LocalGradients):
             self._completing.add(parameter)
         super().accumulated(parameter)
 
-    def _widen(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add up in the wider dtype, unless the gradient leaves before another one is added to it."""
-        if self.config.stage == 1 or in_use() or parameter in self.late.by_parameter:
-            super()._widen(parameter, gradient)
-
     def completed(self, parameter: nn.Parameter) -> None:
         """Send every bucket whose turn has come."""
         line = self.line_of[parameter]
@@ -170,11 +165,10 @@ class ShardedGradients(LocalGradients):
 
     def _write(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         for fill in bucket.fills:
-            local = self._wide.get(fill.parameter, fill.parameter.grad)
-            if local is None:
+            if fill.parameter.grad is None:
                 buffer[fill.target] = 0
             else:
-                buffer[fill.target].copy_(local.reshape(-1)[fill.source])
+                buffer[fill.target].copy_(fill.parameter.grad.reshape(-1)[fill.source])
 
     def finish(self) -> None:
         """Send what nobody announced to be complete, then what several stages add to, and wait."""

@@ -12,7 +12,7 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, m
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned
-from test_products import checked_product, layer_of, normal, outliers, products_of_one
+from test_products import assert_near, checked_product, layer_of, normal, outliers, products_of_one
 
 COUNTS = pytest.mark.parametrize(
     "counts", [[40, 0, 130, 1, 29], [0, 0, 3], [128, 256], [0, 0], [1] * 5], ids=str
@@ -83,7 +83,7 @@ def test_products_of_experts_are_the_emulations(counts, K, N, recipe):
     )
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3)
+        assert_near(ours, theirs)
 
 
 @SIZES
@@ -95,7 +95,7 @@ def test_products_of_one_weight_are_the_emulations(M, K, N, recipe, monkeypatch)
     found, expected = (products_of_one(products(recipe), x, w, d_y) for products in (TritonFP8, EmulatedFP8))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3)
+        assert_near(ours, theirs)
 
 
 def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
@@ -107,7 +107,7 @@ def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
         y.backward(normal(2, 65, 72, seed=2))
         results.append((y.detach(), x.grad, layer.weight.grad, layer.bias.grad))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-3)
+        assert_near(ours, theirs)
 
 
 def test_what_is_kept_means_what_the_emulation_keeps():
