@@ -13,7 +13,7 @@ from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import Measured, markdown, write_json, write_markdown
-from nanotrain_core.environment import loopback
+from nanotrain_core.launch.environment import loopback
 
 CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *ALONE))
 NAMES = (*CASE_NAMES, *originals.NAMES, "moe", "fp8", "fp4", "bubble", "startup", "mesh")

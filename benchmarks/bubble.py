@@ -19,12 +19,12 @@ import attrs
 
 from benchmarks.cases import RECIPE
 from benchmarks.report import verdict
-from nanotrain_core.actions import Action
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.simulator import Durations, simulate
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import run_ranks
-from nanotrain_core.timeline import Durations, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v")
 MICROBATCHES = 8
@@ -93,7 +93,7 @@ class Stopwatch:
     """Times the actions of an executor, and its steps."""
 
     def __init__(self, executor: Any) -> None:
-        self.handover = executor.handover
+        self.p2p = executor.handover
         self.steps: Steps = []
         self._execute, self._run = executor._execute, executor.run
         executor._execute, executor.run = self.execute, self.run
@@ -107,7 +107,7 @@ class Stopwatch:
         """Run one step."""
         self.steps.append(Step())
         began = time.perf_counter()
-        self._before = began - self.handover.waited
+        self._before = began - self.p2p.waited
         losses = self._run(*arguments)
         last = next(reversed(self.steps[-1].actions))
         self.steps[-1].actions[last] += self._lap()
@@ -116,7 +116,7 @@ class Stopwatch:
 
     def _lap(self) -> float:
         """Return the seconds since this was last called in which the host did not wait."""
-        before, self._before = self._before, time.perf_counter() - self.handover.waited
+        before, self._before = self._before, time.perf_counter() - self.p2p.waited
         return self._before - before
 
 

@@ -32,14 +32,14 @@ from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name, write
 from nanotrain_sharded_ckpt_v2.plan import Holding, make_plan
 
-from nanotrain_core.actions import Part
-from nanotrain_core.boxes import boxes
+from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import load_recipe
-from nanotrain_core.registry import load_plugins
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.registry.registry import load_plugins
 
 PP, DP, EP = 16, 128, 64
 STATE = ("master", "exp_avg", "exp_avg_sq")

@@ -15,8 +15,8 @@ from torch import nn
 
 from benchmarks.gpu import Call, Compared, turns
 from benchmarks.report import verdict
-from nanotrain_core.products import give_products, steady_weights
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.precision.gemm import give_products, steady_weights
 
 #: Tokens, inputs and outputs of DeepSeek-V3's gate of an expert, output of attention, and dense gate.
 SHAPES = ((4096, 7168, 2048), (4096, 16384, 7168), (4096, 7168, 18432))

@@ -21,13 +21,13 @@ import torch
 
 from benchmarks.gap import Gap, LastLoss
 from benchmarks.report import write_markdown
-from nanotrain_core import log
-from nanotrain_core.builtin import moments
-from nanotrain_core.builtin.optimizers import AdamW
 from nanotrain_core.compose import Run
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.packed import storage_of
+from nanotrain_core.optim import moments
+from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.precision.quantized_storage import storage_of
 from nanotrain_core.recipe import load_recipe
+from nanotrain_core.run import log
 
 RECIPE = Path(__file__).with_name("masters.toml")
 

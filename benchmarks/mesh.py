@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from benchmarks.startup import Wait
 from nanotrain_core.builtin.configs import GridConfig
-from nanotrain_core.builtin.grid import Grid
-from nanotrain_core.layout import Span
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.grid import Grid
+from nanotrain_core.layout.layout import Span
+from nanotrain_core.layout.mesh import Mesh
 
 RANKS = 16_384
 DEGREES = GridConfig(pp=16, tp=8, ep=64)

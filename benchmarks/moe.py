@@ -15,7 +15,7 @@ from nanotrain_deepseek.moe import MixtureOfExperts, Tally
 from torch import nn
 
 from benchmarks.report import spread, verdict
-from nanotrain_core.memory import keep_freed_memory
+from nanotrain_core.run.memory import keep_freed_memory
 
 #: Forward and backward of a layer of experts may take so many times as long.
 LIMIT = 1.3

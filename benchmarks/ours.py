@@ -9,7 +9,7 @@ import torch
 from nanotrain_core.batch import Shard
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 Microbatches = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.peers import Llama, Loop, training
-from nanotrain_core.actions import Part, parts_between
+from nanotrain_core.pipeline.actions import Part, parts_between
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 
 class TensorLoop(Loop):

@@ -28,13 +28,13 @@ import torch
 from benchmarks.gap import LastLoss
 from benchmarks.quality_table import AGAIN, Plan, Trained, read, tables
 from benchmarks.report import write_markdown
-from nanotrain_core import log
-from nanotrain_core.builtin.optimizers import MasterOptimizer
 from nanotrain_core.contracts import RunInfo, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import DataError
+from nanotrain_core.optim.adamw import MasterOptimizer
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.run import log
 from nanotrain_core.testing.pool import run_ranks
 
 RECIPE = Path(__file__).with_name("quality.toml")

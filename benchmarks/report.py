@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from nanotrain_core.files import write_text_atomically
+from nanotrain_core.run.files import write_text_atomically
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 

@@ -15,7 +15,7 @@ from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you
 
 if TYPE_CHECKING:
     from nanotrain_core.errors import Problem
-    from nanotrain_core.layout import Layout
+    from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
 #: The kinds of components, in the order a run builds them.
@@ -89,8 +89,8 @@ class Component:
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
 
-    foreign: str | None = None
-    """``"module:attribute"`` of a model's :class:`~nanotrain_core.foreign.ForeignModel`: what its parameters
+    hf: str | None = None
+    """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: what its parameters
     are called in Hugging Face checkpoints. Must not import torch."""
     weights: str | None = None
     """``"module:attribute"`` of a callable that opens a checkpoint of this component for its weights alone:
@@ -98,7 +98,7 @@ class Component:
     of another format. For ``--weights`` and ``nanotrain convert``."""
     catalogue: str | None = None
     """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
-    folder, the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.saved.SavedCheckpoint`,
+    folder, the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`,
     oldest first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
@@ -112,7 +112,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["foreign", "weights", "catalogue"]) -> Any:
+    def load_optional(self, field: Literal["hf", "weights", "catalogue"]) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.actions import Action, Costs, Part, describe_stages
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import (
     Checkpoint,
@@ -28,18 +27,19 @@ from nanotrain_core.contracts import (
     Topology,
 )
 from nanotrain_core.errors import DataError, PluginError
-from nanotrain_core.feed import OWN_KEYS, DataFeed, Feed
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.initialise import materialise
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.model_table import model_table, training_keys
-from nanotrain_core.packed import settle
-from nanotrain_core.placement import PlacedParameter, Placement, Placements, place, placed_parameters
+from nanotrain_core.hf.open_weights import load_weights
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
+from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.moe.routing import counting_routers
+from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
+from nanotrain_core.precision.quantized_storage import settle
+from nanotrain_core.recipe.model_table import model_table, training_keys
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
-from nanotrain_core.registry import Registry
-from nanotrain_core.roles import Role, shared_tokens, tagged
-from nanotrain_core.routing import counting_routers
-from nanotrain_core.weights.open_weights import load_weights
+from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.feed import OWN_KEYS, DataFeed, Feed
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)

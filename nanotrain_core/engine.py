@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from nanotrain_core import log, random_state
+from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
@@ -24,26 +24,26 @@ from nanotrain_core.contracts import (
     TrainState,
 )
 from nanotrain_core.errors import CheckpointError, Diverged, PluginError
-from nanotrain_core.events import Events
-from nanotrain_core.executor import Executor, Losses
-from nanotrain_core.fences import fence
-from nanotrain_core.lr_schedule import lr_scheduler
-from nanotrain_core.measure import agree_now, bubble, expert_load, sum_over_data
-from nanotrain_core.memory import keep_freed_memory
-from nanotrain_core.pace import Pace
-from nanotrain_core.packed import numbers_of, take_in
-from nanotrain_core.random_state import stream_seed
+from nanotrain_core.layout.parameters_in_flight import fence
+from nanotrain_core.moe.routing import balance, counting_routers
+from nanotrain_core.optim.lr_schedule import lr_scheduler
+from nanotrain_core.pipeline.executor import Executor, Losses
+from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.rollback import become, roll_back
-from nanotrain_core.routing import balance, counting_routers
-from nanotrain_core.run_info import run_info
-from nanotrain_core.saves import Saves
-from nanotrain_core.stop import StopRequest
+from nanotrain_core.run import log, random_state
+from nanotrain_core.run.events import Events
+from nanotrain_core.run.global_metrics import agree_now, bubble, expert_load, sum_over_data
+from nanotrain_core.run.memory import keep_freed_memory
+from nanotrain_core.run.random_state import stream_seed
+from nanotrain_core.run.rollback import become, roll_back
+from nanotrain_core.run.run_info import run_info
+from nanotrain_core.run.stop import StopRequest
+from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
-    from nanotrain_core.registry import Registry
+    from nanotrain_core.registry.registry import Registry
     from nanotrain_core.script import Loader, ScriptConfig
 
 
@@ -96,7 +96,7 @@ class RuntimeEngine:
                 or the beginning if there is none.
         """
         from nanotrain_core.recipe import load_recipe
-        from nanotrain_core.registry import load_plugins
+        from nanotrain_core.registry.registry import load_plugins
 
         if isinstance(recipe, str | Path):
             recipe = load_recipe(recipe)
@@ -122,7 +122,7 @@ class RuntimeEngine:
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
-        self.pace = Pace()
+        self.pace = Throughput()
         self.progress = Progress()
 
     # --- the story ----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class RuntimeEngine:
             router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
         checkpoint = self.run.checkpoint if self.folder else None
-        self.saves = Saves(checkpoint, self.events.checkpoint, self.events.save_failed)
+        self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
         self._restore()
         self._first = self.step
         self.pace.restart(self.step)
@@ -326,7 +326,7 @@ class RuntimeEngine:
         if saved is None:
             return False
         for placed, block in zip(run.placed, state.blocks, strict=False):
-            take_in(placed.parameter, block.tensor)
+            quantize_into(placed.parameter, block.tensor)
         become(self, saved.meta)  # whatever the checkpoint has called
         self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
         run.optimizer.load_meta(saved.meta["optimizer"])
@@ -338,7 +338,7 @@ class RuntimeEngine:
     def _state(self) -> TrainState:
         run = self.run
         self.weights_ready()
-        weights = [Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed]
+        weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
         meta = {
             "step": self.step,
             "owes_evaluation": self.owes_evaluation,

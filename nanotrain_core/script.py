@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.builtin.configs import AccumulateConfig
-from nanotrain_core.builtin.precisions import NoLossScale
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import (
     Block,
@@ -26,10 +24,12 @@ from nanotrain_core.contracts import (
     Precision,
     StepStats,
 )
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.precision.uniform import NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -8,9 +8,10 @@ import attrs
 from broken_twins import twin
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin import configs, simple_checkpoint
-from nanotrain_core.builtin.simple_catalogue import catalogue
-from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
+from nanotrain_core.builtin import configs
+from nanotrain_core.checkpoint import simple as simple_checkpoint
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint
+from nanotrain_core.checkpoint.simple_listing import catalogue
 from nanotrain_core.errors import CheckpointError
 
 

@@ -5,12 +5,12 @@ from broken_twins import twin
 from torch import nn
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin.precisions import Float32Master, NoLossScale, Uniform
-from nanotrain_core.builtin.row_products import RowProducts
-from nanotrain_core.packed import PackedWeight
-from nanotrain_core.placement import RANGE
-from nanotrain_core.products import give_products, multiplied
-from nanotrain_core.roles import tagged
+from nanotrain_core.layout.placement import RANGE
+from nanotrain_core.layout.roles import tagged
+from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
+from nanotrain_core.precision.gemm import give_products, multiplied
+from nanotrain_core.precision.quantized_storage import PackedWeight
+from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
 
 
 class ForgetfulMaster(Float32Master):
@@ -29,7 +29,7 @@ class ForgetsToWriteThrough(Uniform):
 
 
 class ForgetsItsMasters(Uniform):
-    """Saves weights in bfloat16 and nothing else."""
+    """CheckpointSaver weights in bfloat16 and nothing else."""
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
@@ -40,7 +40,7 @@ class ForgetsItsMasters(Uniform):
         return master
 
 
-class NoWeightGradient(RowProducts):
+class NoWeightGradient(DequantizingGEMM):
     def weight_gradient(self, d_y_MN, kept):
         return torch.zeros_like(super().weight_gradient(d_y_MN, kept))
 
@@ -80,7 +80,7 @@ class LosesTheLastRow(Uniform):
 
     def convert(self, part):
         for _, module, _ in tagged(part):
-            give_products(module, dict.fromkeys(multiplied(module), RowProducts()))
+            give_products(module, dict.fromkeys(multiplied(module), DequantizingGEMM()))
         return super().convert(part)
 
     def pack(self, parts):

@@ -13,19 +13,19 @@ import attrs
 import torch
 
 from nanotrain_core import hookimpl
-from nanotrain_core.actions import Action, Costs
 from nanotrain_core.batch import Shard
 from nanotrain_core.builtin import configs
-from nanotrain_core.builtin.accumulate import Accumulate
-from nanotrain_core.builtin.grid import Grid
-from nanotrain_core.builtin.optimizers import SGD, AdamW
-from nanotrain_core.builtin.synthetic import Synthetic
-from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, PartOutput
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.roles import Role, tagged
-from nanotrain_core.routing import runs_again
+from nanotrain_core.data.synthetic import Synthetic
+from nanotrain_core.layout.grid import Grid
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.moe.routing import runs_again
+from nanotrain_core.optim.adamw import SGD, AdamW
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.actions import Action, Costs
 from nanotrain_core.testing.routed import RoutedConfig
 from nanotrain_core.testing.routed_model import Routed
 from nanotrain_core.testing.summed_gradients import SummedGradients

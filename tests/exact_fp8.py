@@ -31,7 +31,7 @@ def build(config):
     from nanotrain_fp8_deepseek_v3.precision import FP8DeepSeekV3, FP8Hybrid
     from nanotrain_fp8_deepseek_v3.products import EmulatedFP8
 
-    from nanotrain_core.roles import Role
+    from nanotrain_core.layout.roles import Role
 
     parts = getattr(config, "parts", 1)
 

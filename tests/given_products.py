@@ -14,9 +14,9 @@ def nanotrain_register_precision(register):
 def build(config):
     import torch
 
-    from nanotrain_core.builtin.precisions import NoLossScale, Uniform
-    from nanotrain_core.products import give_products, multiplied, steady
-    from nanotrain_core.roles import tagged
+    from nanotrain_core.layout.roles import tagged
+    from nanotrain_core.precision.gemm import give_products, multiplied, steady
+    from nanotrain_core.precision.uniform import NoLossScale, Uniform
 
     class Exact:
         """Keeps of an input its half, as if in another format; counts what it makes of weights."""

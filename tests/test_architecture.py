@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign layout actions batch log dtypes memory roles pace random_state "
-        "foreign_rope stop timeline saved boxes cover extents plain_json watch watch.* weights "
+        "foreign_rope stop timeline saved boxes cover divisibility plain_json watch watch.* weights "
         "weights.shards weights.block_scaled",
     ),
     (

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.builtin.attention import BLOCK, SHORT, causal_attention
+from nanotrain_core.models.attention import BLOCK, SHORT, causal_attention
 
 
 def draw(length, heads, kv_heads, size, value_size, dtype):

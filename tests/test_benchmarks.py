@@ -21,11 +21,11 @@ from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
 from benchmarks.race import Result
 from benchmarks.report import BEGIN, END, write_markdown
-from nanotrain_core.actions import Action
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.simulator import simulate
 from nanotrain_core.recipe import load_recipe
-from nanotrain_core.timeline import simulate
 
 CASE = Case(name="small", peer="PyTorch loop")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from recipe_files import SMALL, write
 
-from nanotrain_core.actions import Action
-from nanotrain_core.builtin.accumulate import Accumulate
 from nanotrain_core.cli import main
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit
-from nanotrain_core.timeline import simulate
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.simulator import simulate
 
 DOC = (Path(__file__).parents[1] / "docs/schedules.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```\n\$ nanotrain (schedule .*)\n((?s:.*?))```", DOC, re.MULTILINE)

@@ -40,7 +40,7 @@ FAULTS = [
     (Case("model", use="mixes_heads", config=MODEL, plugins=TWINS), {"roles_are_true"}),
     (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
     (Case("model", use="numbers_experts", plugins=TWINS), {"experts_may_be_anywhere"}),
-    (Case("model", use="hides_experts", plugins=TWINS), {"every_layer_has_a_role", "extents_are_true"}),
+    (Case("model", use="hides_experts", plugins=TWINS), {"every_layer_has_a_role", "divisibility_is_true"}),
     (Case("model", use="counts_twice", plugins=TWINS), {"layers_may_be_run_again"}),
     (Case("parallel", use="summed", topology={"dp": 2}), set()),
     (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),

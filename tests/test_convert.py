@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from foreign_models import gpt2, llama, logits, our_logits, our_tensors
+from hf_models import gpt2, llama, logits, our_logits, our_tensors
 from safetensors.torch import load_file
 
 from nanotrain_core.cli import main
-from nanotrain_core.registry import load_plugins
-from nanotrain_core.weights.convert import convert
+from nanotrain_core.hf.convert import convert
+from nanotrain_core.registry.registry import load_plugins
 
 #: Llama 3.1's, for an original length at which some of 8 pairs keep their frequency and some are slowed down.
 SCALED = {

@@ -5,20 +5,20 @@ from functools import partial
 
 import pytest
 import torch
-from foreign_models import gpt2, llama
+from hf_models import gpt2, llama
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import Exit, NanotrainError, PluginError
-from nanotrain_core.foreign import Counterpart, Foreign
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.hf.convert import convert
+from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.hf.weights import Atlas
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.case import HARNESS
 from nanotrain_core.testing.disaster import end_of_child, kill_at
 from nanotrain_core.testing.probe import make_engine
-from nanotrain_core.weights.convert import convert
-from nanotrain_core.weights.foreign_weights import Atlas
-from nanotrain_core.weights.open_weights import open_weights
 
 SAVED = "model.safetensors"
 
@@ -97,7 +97,7 @@ def test_a_gpt2_that_cannot_be_read(changes, text, tmp_path):
 def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
     gpt2().save_pretrained(tmp_path)
     change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}))
-    assert open_weights(tmp_path, load_plugins()).foreign
+    assert open_weights(tmp_path, load_plugins()).hf
     change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.scale": torch.ones(1)}))
     assert "it has a tensor transformer.h.0.attn.scale" in refusal(tmp_path)
 
@@ -173,7 +173,7 @@ def test_a_model_that_names_no_counterpart_is_written_under_its_own_names(tmp_pa
     words += [word for path in HARNESS for word in ("--plugin", path)]
     assert main(words) == Exit.USER
     told = capsys.readouterr().err
-    assert told.startswith("nanotrain: model 'routed' has no counterpart in transformers; models that have: ")
+    assert told.startswith("nanotrain: model 'routed' has no mapping in transformers; models that have: ")
     assert told.endswith("transformer. Under its own names it can be written: --to nanotrain\n")
     assert not (tmp_path / "out").exists()
     assert main([*words, "--to", "nanotrain"]) == Exit.DONE
@@ -205,7 +205,7 @@ def test_nothing_is_overwritten_and_nothing_half_done_is_left(tmp_path, capsys, 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nanotrain_core.files.os.replace", full)
+    monkeypatch.setattr("nanotrain_core.run.files.os.replace", full)
     assert main([*words[:2], str(tmp_path / "ours")]) == Exit.USER
     assert "ours cannot be written: No space left on device" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -255,22 +255,25 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("counterparts", "text"),
+    ("mappings", "text"),
     [
         ([], "a: it is left out"),
         (
-            [Counterpart("a", Foreign("x")), Counterpart("b", Foreign("y"))],
+            [ParameterMapping("a", HFTensor("x")), ParameterMapping("b", HFTensor("y"))],
             "b: the model has no such parameter",
         ),
-        ([Counterpart("a", (Foreign("x"), Foreign("y")))], "foreign names of a: 2 tensors for 4 on axis 0"),
-        ([Counterpart("a", Foreign("x", rows=range(3)))], "foreign names of a: 3 rows for 4"),
-        ([Counterpart("a", Foreign("x", rows=range(1, 5)))], "the rows of x are not each used once"),
         (
-            [Counterpart("a", Foreign("x", columns=(0, 1, 1)))],
+            [ParameterMapping("a", (HFTensor("x"), HFTensor("y")))],
+            "foreign names of a: 2 tensors for 4 on axis 0",
+        ),
+        ([ParameterMapping("a", HFTensor("x", rows=range(3)))], "foreign names of a: 3 rows for 4"),
+        ([ParameterMapping("a", HFTensor("x", rows=range(1, 5)))], "the rows of x are not each used once"),
+        (
+            [ParameterMapping("a", HFTensor("x", columns=(0, 1, 1)))],
             "foreign names of a: columns are no permutation",
         ),
     ],
 )
-def test_a_plugin_whose_names_are_wrong_is_told_which(counterparts, text):
+def test_a_plugin_whose_names_are_wrong_is_told_which(mappings, text):
     with pytest.raises(PluginError, match=text):
-        Atlas(counterparts, {"a": (4, 3)})
+        Atlas(mappings, {"a": (4, 3)})

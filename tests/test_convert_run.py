@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from command import nanotrain
-from foreign_models import VOCAB, llama, logits, our_tensors
+from hf_models import VOCAB, llama, logits, our_tensors
 from safetensors.torch import load_file
 
 from nanotrain_core.cli import main
@@ -74,7 +74,7 @@ def first_loss(folder):
 
     from nanotrain_core.batch import Shard
     from nanotrain_core.recipe import load_recipe
-    from nanotrain_core.registry import load_plugins
+    from nanotrain_core.registry.registry import load_plugins
 
     recipe = load_recipe(folder / "recipe.toml")
     data = load_plugins().build(recipe.data)
@@ -122,11 +122,11 @@ def split_blocks(path, rank_count):
     import torch.distributed as dist
     from torch import nn
 
-    from nanotrain_core.layout import Layout, View
-    from nanotrain_core.mesh import Mesh
-    from nanotrain_core.placement import PlacedParameter, Placement
-    from nanotrain_core.registry import load_plugins
-    from nanotrain_core.weights.open_weights import load_weights, open_weights
+    from nanotrain_core.hf.open_weights import load_weights, open_weights
+    from nanotrain_core.layout.layout import Layout, View
+    from nanotrain_core.layout.mesh import Mesh
+    from nanotrain_core.layout.placement import PlacedParameter, Placement
+    from nanotrain_core.registry.registry import load_plugins
 
     rank = dist.get_rank()
     layout = Layout({"dense": View(("dp", "tp"), (1, rank_count))})
@@ -144,7 +144,7 @@ def split_blocks(path, rank_count):
 
 
 def test_each_rank_reads_its_own_block_of_a_fused_and_transposed_matrix(tmp_path):
-    from foreign_models import gpt2
+    from hf_models import gpt2
 
     model = gpt2()
     model.save_pretrained(tmp_path)
@@ -163,10 +163,10 @@ def load_from_own_disk(path):
     """Load the weights of this rank's own folder, and return the error."""
     import torch.distributed as dist
 
-    from nanotrain_core.layout import Layout, View
-    from nanotrain_core.mesh import Mesh
-    from nanotrain_core.registry import load_plugins
-    from nanotrain_core.weights.open_weights import load_weights, open_weights
+    from nanotrain_core.hf.open_weights import load_weights, open_weights
+    from nanotrain_core.layout.layout import Layout, View
+    from nanotrain_core.layout.mesh import Mesh
+    from nanotrain_core.registry.registry import load_plugins
 
     rank = dist.get_rank()
     path, registry = path / str(rank), load_plugins()

@@ -7,7 +7,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import SyntheticConfig
-from nanotrain_core.builtin.synthetic import MarkovChain, Synthetic
+from nanotrain_core.data.synthetic import MarkovChain, Synthetic
 from nanotrain_core.errors import DataError
 
 WHOLE = Shard()

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
-from nanotrain_core.builtin.text import Text, split
+from nanotrain_core.data.text import Text, split
 from nanotrain_core.errors import DataError
 
 WHOLE = Shard()
@@ -269,7 +269,7 @@ def test_bytes_per_token_are_measured_on_the_held_out_text(words, sentences):
 
 def test_tokens_come_from_the_cache_the_second_time(words, sentences, monkeypatch):
     first = opened(sentences, length=16, tokenizer=str(words))
-    monkeypatch.setattr("nanotrain_core.builtin.tokenizers.TokenizerFile._pieces", None)
+    monkeypatch.setattr("nanotrain_core.data.tokenizers.TokenizerFile._pieces", None)
     second = opened(sentences, length=16, tokenizer=str(words))
     assert second.tokens.tolist() == first.tokens.tolist()
 

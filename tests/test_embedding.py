@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.builtin.embedding import Embedding
+from nanotrain_core.models.embedding import Embedding
 
 
 def tables():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanotrain_core.environment import Ranks, rendezvous_address
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.launch.environment import Ranks, rendezvous_address
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {

@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.compose import equalise
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, Placement
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placement
 from nanotrain_core.testing.pool import run_ranks
 
 

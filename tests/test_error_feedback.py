@@ -4,15 +4,15 @@ import pytest
 import torch
 from test_optimizers import gradients_of, make_model
 
-from nanotrain_core.builtin import optimizers
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
-from nanotrain_core.builtin.optimizers import SGD, AdamW, waves
-from nanotrain_core.builtin.precisions import fp32
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import place, placed_parameters
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.optim import adamw as optimizers
+from nanotrain_core.optim.adamw import SGD, AdamW, waves
+from nanotrain_core.precision.uniform import fp32
 
 STEP = 0.25
 

@@ -6,8 +6,8 @@ import torch
 
 from nanotrain_core.contracts import EndReport, EvaluationReport, Monitor
 from nanotrain_core.errors import Diverged
-from nanotrain_core.events import Events
-from nanotrain_core.stop import Rollback, StopRequest
+from nanotrain_core.run.events import Events
+from nanotrain_core.run.stop import Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 

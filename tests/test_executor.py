@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from nanotrain_core import weight_gradients
-from nanotrain_core.actions import Action, Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.builtin.transformer import Transformer
-from nanotrain_core.executor import Executor
-from nanotrain_core.gradients import LocalGradients, watch
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.gradients import LocalGradients, watch
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline import weight_gradients
+from nanotrain_core.pipeline.actions import Action, Part
+from nanotrain_core.pipeline.executor import Executor
 
 CONFIG = TransformerConfig(layers=2, width=16, heads=2, vocab=32)
 

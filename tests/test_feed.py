@@ -8,8 +8,8 @@ from test_run import metrics
 
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.errors import PluginError
-from nanotrain_core.feed import DataFeed
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
+from nanotrain_core.run.feed import DataFeed
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
-from nanotrain_core.folder import RunFolder
+from nanotrain_core.run.folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_a_second_run_in_a_folder_is_told_who_owns_it():
 
 def test_the_lock_of_a_killed_run_is_free_again(tmp_path):
     code = (
-        "import os, signal; from nanotrain_core.folder import RunFolder; "
+        "import os, signal; from nanotrain_core.run.folder import RunFolder; "
         "claim = RunFolder.claim('a', folder='here'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)

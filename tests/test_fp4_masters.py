@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.packed import form_of, storage_of
+from nanotrain_core.precision.quantized_storage import form_of, storage_of
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, push, train

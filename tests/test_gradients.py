@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import place, placed_parameters
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import place, placed_parameters
 
 
 class Times(torch.autograd.Function):

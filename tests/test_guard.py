@@ -9,11 +9,11 @@ import torch
 from test_run import metrics
 
 from nanotrain_core.builtin.configs import GuardConfig
-from nanotrain_core.builtin.guard import Guard
 from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
-from nanotrain_core.stop import Rollback, StopRequest
+from nanotrain_core.monitors.guard import Guard
+from nanotrain_core.run.stop import Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 

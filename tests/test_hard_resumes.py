@@ -18,7 +18,7 @@ from test_run import metrics
 
 from nanotrain_core import compose
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.random_state import seed_all
+from nanotrain_core.run.random_state import seed_all
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole

@@ -12,7 +12,7 @@ from test_run import SMALL, metrics
 from torch.distributed import TCPStore
 
 from nanotrain_core.errors import Exit
-from nanotrain_core.folder import RunFolder
+from nanotrain_core.run.folder import RunFolder
 
 
 def free_port():

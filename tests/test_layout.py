@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain_core.builtin.configs import GridConfig
-from nanotrain_core.builtin.grid import Grid
-from nanotrain_core.layout import Layout, View
+from nanotrain_core.layout.grid import Grid
+from nanotrain_core.layout.layout import Layout, View
 
 degrees = st.fixed_dictionaries(
     {name: st.sampled_from([1, 2, 3, 4]) for name in ("pp", "cp", "tp", "ep", "etp")}

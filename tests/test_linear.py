@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.builtin import linear
-from nanotrain_core.builtin.linear import Linear, matmul
+from nanotrain_core.models import linear
+from nanotrain_core.models.linear import Linear, matmul
 
 
 @pytest.fixture(params=["onednn", "torch"])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanotrain_core.lr_schedule import factor, lr_scheduler
+from nanotrain_core.optim.lr_schedule import factor, lr_scheduler
 from nanotrain_core.recipe.tree import ScheduleConfig
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.transformer import Transformer, TransformerPart
 from nanotrain_core.contracts import PartOutput
 from nanotrain_core.errors import PluginError
-from nanotrain_core.roles import tag
+from nanotrain_core.layout.roles import tag
+from nanotrain_core.models.transformer import Transformer, TransformerPart
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import train
 from nanotrain_core.testing.routed_model import Router

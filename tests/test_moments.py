@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanotrain_core.builtin import moments
-from nanotrain_core.builtin.moments import FIRST, GROUP, SECOND, NarrowMoments
+from nanotrain_core.optim import moments
+from nanotrain_core.optim.moments import FIRST, GROUP, SECOND, NarrowMoments
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.probe import make_run, push, train

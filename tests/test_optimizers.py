@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
-from nanotrain_core.builtin.optimizers import SGD, AdamW, MasterOptimizer
-from nanotrain_core.builtin.precisions import bf16, fp32, fp64
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import place, placed_parameters
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.optim.adamw import SGD, AdamW, MasterOptimizer
+from nanotrain_core.precision.uniform import bf16, fp32, fp64
 from nanotrain_core.recipe.tree import OptimizerConfig
 
 STEPS = 4

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from compositions import Composition
 
 from nanotrain_core.batch import IGNORE, Shard
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.hf.convert import convert
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
 from nanotrain_core.testing.probe import make_run, train
-from nanotrain_core.weights.convert import convert
 
 UNEVEN = str(Path(__file__).with_name("uneven.py"))
 

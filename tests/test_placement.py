@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nanotrain_core.layout import Layout, Span, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Placement, global_norm, place, placed_parameters
+from nanotrain_core.layout.layout import Layout, Span, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Placement, global_norm, place, placed_parameters
 
 LAYOUT = Layout(
     {

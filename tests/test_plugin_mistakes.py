@@ -6,15 +6,15 @@ from unittest import mock
 import pytest
 from recipe_files import SMALL, write
 
-from nanotrain_core.actions import Costs
-from nanotrain_core.builtin.synthetic import Synthetic
-from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.cli import main
 from nanotrain_core.contracts import TrainState
-from nanotrain_core.discovery import PluginArguments, discover
+from nanotrain_core.data.synthetic import Synthetic
 from nanotrain_core.errors import DataError, Exit, PluginError
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Selection
-from nanotrain_core.registry import Registry
+from nanotrain_core.registry.discovery import PluginArguments, discover
+from nanotrain_core.registry.registry import Registry
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 

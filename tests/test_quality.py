@@ -11,7 +11,7 @@ from benchmarks.quality import RECIPE, main, recipe_of, train, twentieths
 from benchmarks.quality_table import AGAIN, Plan, Trained, read, tables
 from nanotrain_core.errors import DataError
 from nanotrain_core.recipe import check_combination
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 SMALL = (
     "batch.length=32",

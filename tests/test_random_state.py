@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotrain_core.random_state import capture, restore, seed_all
+from nanotrain_core.run.random_state import capture, restore, seed_all
 
 CPU = torch.device("cpu")
 DRAWS = {

@@ -4,13 +4,13 @@ import attrs
 import pytest
 from recipe_files import SMALL, write
 
-from nanotrain_core.actions import Action, Part
-from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import PluginError, RecipeError
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
+from nanotrain_core.pipeline.actions import Action, Part
 from nanotrain_core.recipe import check_combination, load_recipe, resolve_recipe
 from nanotrain_core.recipe.passes import expect_one_step
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import load_plugins
 
 DDP = '[[parallel]]\nuse = "ddp"\n'
 
@@ -192,7 +192,7 @@ def test_layers_that_cannot_be_split_into_stages_are_refused(tmp_path):
 SCHEDULE = """
 import attrs
 from nanotrain_core import hookimpl
-from nanotrain_core.actions import Action, parts_between
+from nanotrain_core.pipeline.actions import Action, parts_between
 from nanotrain_core.component import Component
 
 @attrs.define(frozen=True)

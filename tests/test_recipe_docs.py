@@ -7,10 +7,10 @@ import attrs
 import pytest
 from recipe_files import write
 
-from nanotrain_core.builtin.console import step_fields
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.contracts import StepReport
 from nanotrain_core.errors import Exit
+from nanotrain_core.monitors.console import step_fields
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import DEFAULT_USE, BatchConfig, EvaluationConfig, RunConfig
 

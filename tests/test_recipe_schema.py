@@ -10,7 +10,7 @@ from recipe_files import SMALL
 from nanotrain_core.builtin.configs import AdamWConfig
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
 from nanotrain_core.recipe.types import check_config_types, type_schema
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 SHIPPED = sorted(Path(__file__).parents[1].glob("recipes/*.toml"))
 

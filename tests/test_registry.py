@@ -4,9 +4,9 @@ import sys
 import pytest
 from fake_distribution import PLUGIN, install
 
-from nanotrain_core.discovery import PluginArguments, discover
 from nanotrain_core.errors import PluginError, Preempted
-from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.registry.discovery import PluginArguments, discover
+from nanotrain_core.registry.registry import Registry, load_plugins
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_broken_plugin_keeps_its_error_and_harms_no_other(site, source, reason):
 
 
 def test_a_signal_while_a_plugin_is_imported_is_no_fault_of_the_plugin(site):
-    source = "import signal\nfrom nanotrain_core.stop import end_on_sigterm\nend_on_sigterm()\n"
+    source = "import signal\nfrom nanotrain_core.run.stop import end_on_sigterm\nend_on_sigterm()\n"
     install(site, "struck", source + "signal.raise_signal(signal.SIGTERM)\n")
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -4,7 +4,7 @@ import attrs
 import pytest
 import torch
 
-from nanotrain_core.builtin.replicas import CHUNK, hash_bits, name_the_wrong
+from nanotrain_core.monitors.replicas import CHUNK, hash_bits, name_the_wrong
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.flipped import Flip, train_flipped
 from nanotrain_core.testing.probe import train

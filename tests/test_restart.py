@@ -253,7 +253,7 @@ from nanotrain_core.builtin.configs import SyntheticConfig
 from nanotrain_core.component import Component
 
 def build(config):
-    from nanotrain_core.builtin.synthetic import Synthetic
+    from nanotrain_core.data.synthetic import Synthetic
 
     class Own(Synthetic):
         def meta(self):

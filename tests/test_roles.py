@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanotrain_core.roles import Role, replace, tag, tag_of, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, replace, tag, tag_of, take_over, taken_over_by
 
 
 def test_a_replacement_has_the_tag_and_runs_the_hooks_of_both_in_order():

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.builtin import simple_checkpoint
 from nanotrain_core.builtin.configs import GridConfig, SimpleCheckpointConfig
-from nanotrain_core.builtin.grid import Grid
-from nanotrain_core.builtin.simple_checkpoint import SimpleCheckpoint
+from nanotrain_core.checkpoint import simple as simple_checkpoint
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, PluginError
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.grid import Grid
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.testing import run_ranks
 
 

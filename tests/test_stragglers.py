@@ -5,7 +5,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from nanotrain_core.builtin.stragglers import slowest
+from nanotrain_core.monitors.stragglers import slowest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.actions import Part
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin import cross_entropy
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.builtin.cross_entropy import linear_cross_entropy
-from nanotrain_core.builtin.rms_norm import RMSNorm
-from nanotrain_core.builtin.rope import frequencies, rotate, rotation
-from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.contracts import Initializer
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.models import cross_entropy
+from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.rope import frequencies, rotate, rotation
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline.actions import Part
 
 GPT2 = {
     "positions": "learned",

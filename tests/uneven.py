@@ -15,7 +15,7 @@ def nanotrain_register_data(register):
 
 def build(config):
     from nanotrain_core.batch import IGNORE
-    from nanotrain_core.builtin.synthetic import Synthetic
+    from nanotrain_core.data.synthetic import Synthetic
 
     class Uneven(Synthetic):
         def train_batch(self, sequences, shard):

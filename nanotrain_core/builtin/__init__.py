@@ -8,8 +8,6 @@ from nanotrain_core.builtin import configs
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 
-_HERE = "nanotrain_core.builtin"
-
 
 @hookimpl
 def nanotrain_register_topology(register: Register) -> None:
@@ -18,7 +16,7 @@ def nanotrain_register_topology(register: Register) -> None:
         Component(
             name="grid",
             config=configs.GridConfig,
-            factory=f"{_HERE}.grid:Grid",
+            factory="nanotrain_core.layout.grid:Grid",
             summary="pp x dp x cp x tp, with experts folded over the same ranks; dp is what remains",
         )
     )
@@ -31,10 +29,10 @@ def nanotrain_register_model(register: Register) -> None:
         Component(
             name="transformer",
             config=configs.TransformerConfig,
-            factory=f"{_HERE}.transformer:Transformer",
+            factory="nanotrain_core.models.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
             check=configs.check_transformer,
-            foreign=f"{_HERE}.transformer_names:names",
+            hf="nanotrain_core.hf.transformer:names",
         )
     )
 
@@ -46,7 +44,7 @@ def nanotrain_register_parallel(register: Register) -> None:
         Component(
             name="recompute",
             config=configs.RecomputeConfig,
-            factory=f"{_HERE}.recompute:Recompute",
+            factory="nanotrain_core.models.activation_checkpointing:Recompute",
             summary="layers run again in backward: memory of one at a time, for a third more computing",
         )
     )
@@ -59,7 +57,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
         Component(
             name="adamw",
             config=configs.AdamWConfig,
-            factory=f"{_HERE}.optimizers:AdamW",
+            factory="nanotrain_core.optim.adamw:AdamW",
             summary="AdamW, fused, decay on matrices only",
         )
     )
@@ -67,7 +65,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
         Component(
             name="sgd",
             config=configs.SGDConfig,
-            factory=f"{_HERE}.optimizers:SGD",
+            factory="nanotrain_core.optim.adamw:SGD",
             summary="plain gradient descent with optional momentum",
         )
     )
@@ -85,7 +83,7 @@ def nanotrain_register_precision(register: Register) -> None:
             Component(
                 name=name,
                 config=configs.PrecisionConfig,
-                factory=f"{_HERE}.precisions:{name}",
+                factory=f"nanotrain_core.precision.uniform:{name}",
                 summary=summary,
             )
         )
@@ -93,7 +91,7 @@ def nanotrain_register_precision(register: Register) -> None:
         Component(
             name="fp16",
             config=configs.FP16Config,
-            factory=f"{_HERE}.precisions:fp16",
+            factory="nanotrain_core.precision.uniform:fp16",
             summary="as bf16 with float16 and a dynamic loss scale",
         )
     )
@@ -106,7 +104,7 @@ def nanotrain_register_schedule(register: Register) -> None:
         Component(
             name="accumulate",
             config=configs.AccumulateConfig,
-            factory=f"{_HERE}.accumulate:Accumulate",
+            factory="nanotrain_core.pipeline.accumulate:Accumulate",
             summary="one stage: each microbatch forward, then backward",
         )
     )
@@ -119,10 +117,10 @@ def nanotrain_register_checkpoint(register: Register) -> None:
         Component(
             name="simple",
             config=configs.SimpleCheckpointConfig,
-            factory=f"{_HERE}.simple_checkpoint:SimpleCheckpoint",
+            factory="nanotrain_core.checkpoint.simple:SimpleCheckpoint",
             summary="the whole run in one safetensors file",
-            weights=f"{_HERE}.simple_checkpoint:open_weights",
-            catalogue=f"{_HERE}.simple_catalogue:catalogue",
+            weights="nanotrain_core.checkpoint.simple:open_weights",
+            catalogue="nanotrain_core.checkpoint.simple_listing:catalogue",
         )
     )
 
@@ -134,7 +132,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="console",
             config=configs.ConsoleConfig,
-            factory=f"{_HERE}.console:Console",
+            factory="nanotrain_core.monitors.console:Console",
             summary="a live line on a terminal, key=value lines elsewhere, or a table",
         )
     )
@@ -142,7 +140,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="jsonl",
             config=configs.JsonlConfig,
-            factory=f"{_HERE}.jsonl:Jsonl",
+            factory="nanotrain_core.monitors.jsonl:Jsonl",
             summary="metrics.jsonl in the run folder",
         )
     )
@@ -150,7 +148,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="sample",
             config=configs.SampleConfig,
-            factory=f"{_HERE}.sample:Sample",
+            factory="nanotrain_core.monitors.sample:Sample",
             summary="text the model writes, during and after the run",
             check=configs.check_sample,
         )
@@ -159,7 +157,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="guard",
             config=configs.GuardConfig,
-            factory=f"{_HERE}.guard:Guard",
+            factory="nanotrain_core.monitors.guard:Guard",
             summary="notices loss spikes and NaN, and goes back to a checkpoint from before them",
         )
     )
@@ -167,7 +165,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="stragglers",
             config=configs.StragglersConfig,
-            factory=f"{_HERE}.stragglers:Stragglers",
+            factory="nanotrain_core.monitors.stragglers:Stragglers",
             summary="names a rank whose data or monitors make the others wait",
         )
     )
@@ -175,7 +173,7 @@ def nanotrain_register_monitor(register: Register) -> None:
         Component(
             name="replicas",
             config=configs.ReplicasConfig,
-            factory=f"{_HERE}.replicas:Replicas",
+            factory="nanotrain_core.monitors.replicas:Replicas",
             summary="every bit of the weights that ranks hold alike, and memory of every rank",
         )
     )
@@ -188,7 +186,7 @@ def nanotrain_register_data(register: Register) -> None:
         Component(
             name="text",
             config=configs.TextConfig,
-            factory=f"{_HERE}.text:Text",
+            factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
         )
     )
@@ -196,7 +194,7 @@ def nanotrain_register_data(register: Register) -> None:
         Component(
             name="synthetic",
             config=configs.SyntheticConfig,
-            factory=f"{_HERE}.synthetic:Synthetic",
+            factory="nanotrain_core.data.synthetic:Synthetic",
             summary="a seeded Markov chain whose entropy is known",
         )
     )

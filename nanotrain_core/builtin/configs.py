@@ -9,12 +9,12 @@ import attrs
 from attrs.validators import and_, ge, gt, le, lt
 
 from nanotrain_core.errors import Problem
-from nanotrain_core.extents import Extent
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
-from nanotrain_core.roles import Role
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout import Layout
+    from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
 _degree = ge(1)
@@ -99,14 +99,16 @@ class TransformerConfig:
     init_std: float = attrs.field(default=0.02, validator=gt(0.0), metadata={TRAINING: True})
     """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
 
-    def extents(self) -> Iterator[Extent]:
+    def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
-        yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Extent((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+        yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
+        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
         if self.kv_heads:
-            yield Extent((Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True)
+            yield Divisible(
+                (Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True
+            )
         ffn = self.ffn or 4 * self.width
-        yield Extent((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
+        yield Divisible((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:

@@ -10,13 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.catalogues import listed
+from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.listing import listed
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
-from nanotrain_core.registry import Registry, load_plugins
-from nanotrain_core.saved import SavedCheckpoint
+from nanotrain_core.registry.registry import Registry, load_plugins
 
-Found = tuple[str, SavedCheckpoint]
+Found = tuple[str, CheckpointInfo]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +124,7 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
 
 def convert(args: argparse.Namespace, registry: Registry) -> int:
     """Write a checkpoint as another kind."""
-    from nanotrain_core.reformat import reformat
+    from nanotrain_core.checkpoint.convert import reformat
 
     if args.to in ("huggingface", "nanotrain"):
         instead = f"`nanotrain convert {args.path} {args.out} --to {args.to}`"

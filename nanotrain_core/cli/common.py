@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
+from nanotrain_core.registry.discovery import PluginArguments
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.errors import Exit
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from nanotrain_core.weights.convert import convert
+    from nanotrain_core.hf.convert import convert
 
     written = convert(
         Path(args.source),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 
-from nanotrain_core.actions import Action
-from nanotrain_core.timeline import Slot, Timeline
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.simulator import Slot, Timeline
 
 HEADER = "rank   idle  held  "
 

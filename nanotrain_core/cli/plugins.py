@@ -9,10 +9,10 @@ from typing import Any
 
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.component import Component
-from nanotrain_core.discovery import PluginInfo
 from nanotrain_core.errors import Exit
 from nanotrain_core.hookspecs import HOOKSPEC_VERSION
-from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.registry.discovery import PluginInfo
+from nanotrain_core.registry.registry import Registry, load_plugins
 
 #: Columns of the table when no terminal limits it.
 PIPED_WIDTH = 1000

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanotrain_core.cli.ckpt import find
 from nanotrain_core.errors import CheckpointError, Exit
-from nanotrain_core.registry import Registry
+from nanotrain_core.registry.registry import Registry
 
 
 def replay(args: argparse.Namespace, registry: Registry) -> int:

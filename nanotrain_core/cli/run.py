@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
-from nanotrain_core.environment import Ranks
 from nanotrain_core.errors import NanotrainError, nearby
+from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.recipe import Recipe, load_recipe
-from nanotrain_core.stop import end_on_sigterm
+from nanotrain_core.run.stop import end_on_sigterm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

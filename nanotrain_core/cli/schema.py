@@ -8,7 +8,7 @@ import json
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.errors import Exit
 from nanotrain_core.recipe.schema import recipe_schema
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.reports import CheckpointReport
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Shape
-from nanotrain_core.plain_json import remembered
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Shape
+from nanotrain_core.run.plain_json import remembered
 
 
 @attrs.define(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class TrainState:
 
 
 class Checkpoint(Protocol):
-    """Saves and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
+    """CheckpointSaver and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
 
     A save has parts, so that files can be written while training goes on: :meth:`save` begins it,
     :meth:`settle` returns when ``state`` may change again, and :meth:`advance` tells, at a later step

@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.actions import Costs, Part
 from nanotrain_core.batch import Batch
+from nanotrain_core.pipeline.actions import Costs, Part
 
 
 @attrs.define(frozen=True, eq=False)

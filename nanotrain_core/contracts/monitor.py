@@ -18,9 +18,9 @@ from nanotrain_core.contracts.reports import (
     RollbackReport,
     StepReport,
 )
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter
-from nanotrain_core.stop import Rollback
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.run.stop import Rollback
 from nanotrain_core.watch.progress import Progress
 
 

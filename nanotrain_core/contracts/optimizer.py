@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from nanotrain_core.boxes import boxes
+from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.contracts.precision import Precision
 from nanotrain_core.errors import PluginError
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Piece, PlacedParameter, Placement, Shape
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter, Placement, Shape
 
 
 @attrs.define(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Optimizer(Protocol):
         ...
 
     # An optimizer may also have ``wait(parameters)``: its step then returns while updated weights travel,
-    # and the core waits for those of a module before that is called: see nanotrain_core.fences.
+    # and the core waits for those of a module before that is called: see nanotrain_core.layout.parameters_in_flight.
 
     def blocks(self) -> Iterable[Block]:
         """Yield every state tensor, masters included."""

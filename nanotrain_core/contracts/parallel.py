@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Piece, PlacedParameter, Placements
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter, Placements
 
 
 class Parallel(Protocol):
@@ -25,7 +25,7 @@ class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
-    :class:`~nanotrain_core.gradients.LocalGradients` serves, on a layout that needs no sums.
+    :class:`~nanotrain_core.layout.gradients.LocalGradients` serves, on a layout that needs no sums.
     """
 
     def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from nanotrain_core.placement import Piece
+from nanotrain_core.layout.placement import Piece
 
 
 class MasterWeight(Protocol):
@@ -71,7 +71,7 @@ class Precision(Protocol):
     * ``settle(parts, mesh)``, once on every rank when all parts are converted. It may talk to other ranks,
       to learn whether a pattern of the recipe matches any module of the whole model.
     * ``pack(parts)``, once on every rank when weights are initialised, loaded and equal on all replicas:
-      it may replace parameters by :class:`~nanotrain_core.packed.PackedWeight` ones of the same names and
+      it may replace parameters by :class:`~nanotrain_core.precision.quantized_storage.PackedWeight` ones of the same names and
       shapes, which take less memory. Give their layers products that unpack them, in ``convert``.
     * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
     """
@@ -99,6 +99,6 @@ class Precision(Protocol):
             weight: initialised; the master's ``store`` writes through to it. The weight of ``piece``, or a
                 copy of it on another device.
             piece: its name, and where it sits in the whole model. A range begins and ends at a multiple of
-                :data:`~nanotrain_core.placement.RANGE` elements of its block, or at the block's end.
+                :data:`~nanotrain_core.layout.placement.RANGE` elements of its block, or at the block's end.
         """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanotrain_core.actions import Action, Costs, Part
+from nanotrain_core.pipeline.actions import Action, Costs, Part
 
 
 class Schedule(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
 
 
 class Topology(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.files import read_each
+from nanotrain_core.run.files import read_each
 
 
 @attrs.define(frozen=True)

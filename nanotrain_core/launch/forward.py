@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanotrain_core.stop import EXITS, SIGNALS, is_again
+from nanotrain_core.run.stop import EXITS, SIGNALS, is_again
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1

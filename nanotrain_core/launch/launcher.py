@@ -33,14 +33,14 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.environment import Ranks, loopback
 from nanotrain_core.errors import Exit, LaunchError
-from nanotrain_core.folder import RunFolder
 from nanotrain_core.launch.cause import Cause, first_cause
+from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
-from nanotrain_core.stop import EXITS, SIGNALS
+from nanotrain_core.run.folder import RunFolder
+from nanotrain_core.run.stop import EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
 
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}

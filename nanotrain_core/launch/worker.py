@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core import log
-from nanotrain_core.catalogues import expect_own_kind
-from nanotrain_core.discovery import PluginArguments
-from nanotrain_core.environment import Ranks, rendezvous_address
+from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
-from nanotrain_core.files import write_text_atomically
-from nanotrain_core.folder import RunFolder
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
+from nanotrain_core.launch.environment import Ranks, rendezvous_address
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
-from nanotrain_core.registry import Registry, load_plugins
-from nanotrain_core.stop import end_on_sigterm
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry, load_plugins
+from nanotrain_core.run import log
+from nanotrain_core.run.files import write_text_atomically
+from nanotrain_core.run.folder import RunFolder
+from nanotrain_core.run.stop import end_on_sigterm
 from nanotrain_core.watch.hang import is_alive
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
@@ -136,8 +136,8 @@ def train(job: Job, ranks: Ranks) -> str:
 
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.launch.watchers import AtStart, Mark
-    from nanotrain_core.random_state import seed_all
-    from nanotrain_core.show import show_placements
+    from nanotrain_core.run.random_state import seed_all
+    from nanotrain_core.run.show import show_placements
 
     gc.freeze()  # what is imported stays: no collection, which all ranks wait for, need look at it
     if "OMP_NUM_THREADS" not in os.environ:
@@ -237,7 +237,7 @@ def start_from(
     ``mark`` says. From then on there must be one: if rank 0 is on a host that sees none, nothing begins anew.
 
     Raises:
-        CheckpointError: see :func:`~nanotrain_core.catalogues.expect_own_kind`.
+        CheckpointError: see :func:`~nanotrain_core.checkpoint.listing.expect_own_kind`.
     """
     if mark is not None and not past.began:
         mark.unlink(missing_ok=True)  # of an earlier launch

@@ -10,12 +10,12 @@ import attrs
 
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
-from nanotrain_core.extents import either, multiples_near
-from nanotrain_core.hints import for_idle_ranks
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
+from nanotrain_core.recipe.divisibility import either, multiples_near
 from nanotrain_core.recipe.passes import expect_one_step
+from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
-from nanotrain_core.registry import Registry
+from nanotrain_core.registry.registry import Registry
 
 
 @attrs.define(frozen=True)

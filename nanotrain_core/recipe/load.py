@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import PluginError, Problem, RecipeError
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.combine import find_problems
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.resolve import Resolver
@@ -21,7 +20,8 @@ from nanotrain_core.recipe.source import (
     override_source,
 )
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry, load_plugins
 
 
 @attrs.define(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from nanotrain_core.actions import Action, Costs, parts_between
-from nanotrain_core.timeline import simulate
+from nanotrain_core.pipeline.actions import Action, Costs, parts_between
+from nanotrain_core.pipeline.simulator import simulate
 
 
 def expect_one_step(schedule: Any, *, layers: int | None, pp: int, microbatches: int) -> None:

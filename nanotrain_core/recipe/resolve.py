@@ -12,14 +12,14 @@ from packaging.utils import canonicalize_name
 
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.errors import PluginError, Problem, did_you_mean
-from nanotrain_core.hints import with_section
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.structure import absolute_paths, structure
+from nanotrain_core.recipe.suggestions import with_section
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, Recipe, RunConfig, Selection
 from nanotrain_core.recipe.types import found
-from nanotrain_core.registry import Registry
+from nanotrain_core.registry.registry import Registry
 
 _TABLES = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 

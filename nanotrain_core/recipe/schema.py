@@ -14,7 +14,7 @@ import attrs
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, members, type_schema
-from nanotrain_core.registry import Registry
+from nanotrain_core.registry.registry import Registry
 
 Schema = dict[str, Any]
 

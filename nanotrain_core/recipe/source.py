@@ -13,8 +13,8 @@ import tomli_w
 
 from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.errors import RecipeError, did_you_mean
-from nanotrain_core.hints import as_written
 from nanotrain_core.recipe.locate import key_lines
+from nanotrain_core.recipe.suggestions import as_written
 from nanotrain_core.recipe.tree import DEFAULT_USE
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nanotrain_core import compose
-from nanotrain_core.builtin.precisions import Uniform
 from nanotrain_core.contracts import Initializer
-from nanotrain_core.roles import Role, replace, tagged
+from nanotrain_core.layout.roles import Role, replace, tagged
+from nanotrain_core.precision.uniform import Uniform
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import Trace, train
 

@@ -12,12 +12,12 @@ import attrs
 import tomli_w
 
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
-from nanotrain_core.discovery import PluginArguments
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Recipe, Selection
-from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry, load_plugins
 
 Tables = dict[str, Any]
 

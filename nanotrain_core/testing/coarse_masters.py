@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from nanotrain_core.builtin.precisions import NoLossScale, Uniform
 from nanotrain_core.contracts import MasterWeight
-from nanotrain_core.placement import Piece
+from nanotrain_core.layout.placement import Piece
+from nanotrain_core.precision.uniform import NoLossScale, Uniform
 
 
 class CoarseMaster:

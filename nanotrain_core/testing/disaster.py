@@ -22,8 +22,8 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.testing.case import Case
 
 #: Names of functions, in Python's library or a package's C code, that change what is on the disk.

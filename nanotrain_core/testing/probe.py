@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from structlog.testing import capture_logs
 
-from nanotrain_core import log, random_state
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import Block, EvaluationReport, Monitor, StepReport, StepStats
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.initialise import initial_block
-from nanotrain_core.packed import numbers_of
-from nanotrain_core.placement import Placement
-from nanotrain_core.random_state import stream_seed
+from nanotrain_core.layout.initialisation import initial_block
+from nanotrain_core.layout.placement import Placement
+from nanotrain_core.precision.quantized_storage import dequantize
+from nanotrain_core.run import log, random_state
+from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.collectives import CollectiveLog, Entry
 
@@ -185,7 +185,7 @@ def weights(run: Run) -> list[Block]:
     """Return copies of this rank's parameters, once they have all arrived."""
     if hasattr(run.optimizer, "wait"):
         run.optimizer.wait([p.parameter for p in run.placed])
-    return copies(Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed)
+    return copies(Block.of("", dequantize(p.parameter), p.placement) for p in run.placed)
 
 
 def gradients(run: Run) -> list[Block]:

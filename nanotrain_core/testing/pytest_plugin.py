@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nanotrain_core.environment import Ranks
+from nanotrain_core.launch.environment import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

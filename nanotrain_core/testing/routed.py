@@ -12,9 +12,9 @@ import attrs
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
-from nanotrain_core.extents import Extent
 from nanotrain_core.hookspecs import Register
-from nanotrain_core.roles import Role
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import Divisible
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class RoutedConfig:
     favoured: int = 0
     """If not 0, all tokens choose among the first so many experts."""
 
-    def extents(self) -> Iterator[Extent]:
+    def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
-        yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Extent(split, "model.heads", self.heads, "heads")
-        yield Extent(split, "model.ffn", self.ffn, "columns of the shared expert")
-        yield Extent((Role.EXPERTS,), "model.experts", self.experts, "experts")
-        yield Extent((Role.EXPERTS,), "model.ffn", self.ffn, "columns of an expert", width=True)
+        yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
+        yield Divisible(split, "model.heads", self.heads, "heads")
+        yield Divisible(split, "model.ffn", self.ffn, "columns of the shared expert")
+        yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
+        yield Divisible((Role.EXPERTS,), "model.ffn", self.ffn, "columns of an expert", width=True)
 
 
 @hookimpl

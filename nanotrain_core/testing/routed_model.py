@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.actions import Costs, Part
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.attention import causal_attention
-from nanotrain_core.builtin.head import Head
-from nanotrain_core.builtin.rms_norm import RMSNorm
 from nanotrain_core.contracts import Initializer, PartOutput
-from nanotrain_core.dtypes import keep_dtype
-from nanotrain_core.roles import Role, tag
-from nanotrain_core.routing import Routing, run_locally, runs_again
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.attention import causal_attention
+from nanotrain_core.models.head import Head
+from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.moe.routing import Routing, run_locally, runs_again
+from nanotrain_core.pipeline.actions import Costs, Part
+from nanotrain_core.precision.dtypes import keep_dtype
 
 
 def linear(inputs: int, outputs: int, role: Role, *, unit: int = 1, bias: bool = False) -> nn.Linear:

@@ -12,10 +12,10 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core import random_state
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.packed import numbers_of
+from nanotrain_core.precision.quantized_storage import dequantize
+from nanotrain_core.run import random_state
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import make_run, rank
 
@@ -38,7 +38,7 @@ def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[
     run = make_run(case, {"optimizer": ADAMW})
     assert run.checkpoint is not None
     run.checkpoint.open(folder, run.mesh)
-    blocks = [Block.of("", numbers_of(p.parameter), p.placement) for p in run.placed]
+    blocks = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
     blocks += run.optimizer.blocks()
     if fill is not None:
         for block in blocks:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Placements
-from nanotrain_core.roles import Role, share_tokens, tagged
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Placements
+from nanotrain_core.layout.roles import Role, share_tokens, tagged
 
 #: The axis along which parameters of a role are split.
 AXES = {Role.COLUMN: {"weight": 0, "bias": 0}, Role.ROW: {"weight": 1}}

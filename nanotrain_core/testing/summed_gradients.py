@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import PlacedParameter, Placements
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placements
 
 
 class SummedGradients(LocalGradients):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import attrs
 
-from nanotrain_core.files import read_each
+from nanotrain_core.run.files import read_each
 
 #: How many times longer the start, the first step and a checkpoint may take than other steps.
 PATIENCE = 5

@@ -16,13 +16,13 @@ from typing import Any
 import attrs
 
 from nanotrain_core.batch import Shard
-from nanotrain_core.catalogues import listed
+from nanotrain_core.checkpoint.listing import listed
 from nanotrain_core.errors import LaunchError, NanotrainError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry import Registry, load_plugins
+from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.testing.chaos import inject
 from nanotrain_core.testing.chaos.inject import VARIABLE, Order, read_ledger
 from nanotrain_core.testing.chaos.marks import row_marks
@@ -116,7 +116,7 @@ class Bench:
         ]
 
     def _plugins(self) -> Any:
-        from nanotrain_core.discovery import PluginArguments
+        from nanotrain_core.registry.discovery import PluginArguments
 
         return PluginArguments(local=(inject.__file__, *self.settings.plugins))
 

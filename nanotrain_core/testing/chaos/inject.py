@@ -163,7 +163,7 @@ def build(config: ChaosConfig) -> Any:
         def do_flip(self) -> None:
             """Flip one bit, ``amount`` of the way through the weights that other ranks hold, too."""
             layout = self.run.mesh.layout
-            from nanotrain_core.packed import storage_of
+            from nanotrain_core.precision.quantized_storage import storage_of
 
             shared = [storage_of(p.parameter) for p in self.run.placed if p.placement.replica_span(layout)]
             parts = [weight.view(-1).view(torch.uint8) for weight in shared]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nanotrain_core.packed import storage_of
-from nanotrain_core.placement import PlacedParameter
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.precision.quantized_storage import storage_of
 
 
 def row_marks(tokens: Any) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import Data
 from nanotrain_core.errors import DataError
-from nanotrain_core.feed import OWN_KEYS
+from nanotrain_core.run.feed import OWN_KEYS
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 

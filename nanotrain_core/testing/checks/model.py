@@ -8,17 +8,17 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.actions import parts_between
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin.recompute import run_again
 from nanotrain_core.contracts import Initializer, Model, PartOutput
-from nanotrain_core.extents import extents_of
-from nanotrain_core.fences import fence
-from nanotrain_core.initialise import materialise
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import place
-from nanotrain_core.roles import Role, Tag, tag_of, tagged
-from nanotrain_core.routing import counting_routers
+from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.parameters_in_flight import fence
+from nanotrain_core.layout.placement import place
+from nanotrain_core.layout.roles import Role, Tag, tag_of, tagged
+from nanotrain_core.models.activation_checkpointing import run_again
+from nanotrain_core.moe.routing import counting_routers
+from nanotrain_core.pipeline.actions import parts_between
+from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
@@ -152,17 +152,17 @@ def every_layer_has_a_role(case: Case) -> None:
 
 
 @check("model", since="0.1")
-def extents_are_true(case: Case) -> None:
+def divisibility_is_true(case: Case) -> None:
     """What the config says of how finely the model splits is true of what is built, and is all there is."""
-    said = extents_of(case.recipe().model.config)
+    said = divisibility_of(case.recipe().model.config)
     if said is None:
         return
     (part,) = on_meta(case)
     built = {found for _, module, tag in tagged(part) for found in _units(module, tag)}
     told = {(role, extent.width, extent.units) for extent in said for role in extent.roles}
-    assert built <= told, f"not said by extents(): {built - told}"
+    assert built <= told, f"not said by divisibility(): {built - told}"
     false = [extent for extent in said if not built & {(r, extent.width, extent.units) for r in extent.roles}]
-    assert not false, f"said by extents(), but nothing that is built has it: {false}"
+    assert not false, f"said by divisibility(), but nothing that is built has it: {false}"
 
 
 def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:

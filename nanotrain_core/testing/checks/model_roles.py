@@ -10,9 +10,9 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.extents import divisors_near
-from nanotrain_core.roles import Role, Tag, tagged
-from nanotrain_core.routing import Routing, run_locally, sort_by_expert
+from nanotrain_core.layout.roles import Role, Tag, tagged
+from nanotrain_core.moe.routing import Routing, run_locally, sort_by_expert
+from nanotrain_core.recipe.divisibility import divisors_near
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.model import batch_of, on_meta, parts_of, run_parts

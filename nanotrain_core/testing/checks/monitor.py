@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain_core.contracts import Monitor
-from nanotrain_core.events import Events
-from nanotrain_core.stop import StopRequest
+from nanotrain_core.run.events import Events
+from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.parallel import assert_same_reports

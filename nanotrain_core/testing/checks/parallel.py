@@ -90,7 +90,9 @@ def a_precision_may_replace_modules(case: Case) -> None:
     try:
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
     except AssertionError as error:
-        hint = "what `apply` changes of a tagged module must be a hook: see nanotrain_core.roles.replace"
+        hint = (
+            "what `apply` changes of a tagged module must be a hook: see nanotrain_core.layout.roles.replace"
+        )
         raise AssertionError(f"{error}; {hint}") from None
 
 

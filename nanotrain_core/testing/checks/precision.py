@@ -11,8 +11,8 @@ import attrs
 import torch
 
 from nanotrain_core.contracts import MasterWeight, Precision
-from nanotrain_core.packed import PackedWeight, Packing, form_of, numbers_of
-from nanotrain_core.placement import RANGE, Piece
+from nanotrain_core.layout.placement import RANGE, Piece
+from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize, form_of
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.optimizer import whole_of
@@ -62,7 +62,7 @@ class Mastered:
         if isinstance(self.weight, PackedWeight):  # a master may go by how its weight is held
             copy = PackedWeight.of(copy, self.weight.packing)
         self.precision.master(copy, self.piece)
-        return numbers_of(copy)
+        return dequantize(copy)
 
 
 def masters_of(case: Case) -> list[Mastered]:

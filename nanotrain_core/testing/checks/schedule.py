@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from nanotrain_core.actions import Action, Costs, Part
 from nanotrain_core.contracts import Schedule
+from nanotrain_core.pipeline.actions import Action, Costs, Part
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.parallel import assert_same_reports, traces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.pool import run_ranks
@@ -75,7 +75,7 @@ def sums_along_dimensions(case: Case) -> tuple[Table, dict[str, float]]:
     """Run on every rank: its table, and the sum of rank numbers along each dimension."""
     import torch
 
-    from nanotrain_core.mesh import Mesh
+    from nanotrain_core.layout.mesh import Mesh
     from nanotrain_core.testing.probe import rank
 
     layout = layout_of(case, case.world_size)
@@ -105,7 +105,7 @@ def groups_in_a_fake_world(case: Case, world_size: int, ranks: list[int]) -> lis
     """Run in one process: for each of ``ranks``, the members of the groups it makes."""
     import torch.distributed as dist
 
-    from nanotrain_core.mesh import Mesh
+    from nanotrain_core.layout.mesh import Mesh
 
     layout, found = layout_of(case, world_size), []
     for rank in ranks:

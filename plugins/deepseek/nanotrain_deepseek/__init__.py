@@ -21,6 +21,6 @@ def nanotrain_register_model(register: Register) -> None:
             factory="nanotrain_deepseek.model:DeepSeek",
             summary="DeepSeek-V3 or V2: latent attention, mixture of experts, multi-token prediction",
             check=check_deepseek,
-            foreign="nanotrain_deepseek.hf_config:names",
+            hf="nanotrain_deepseek.hf_config:names",
         )
     )

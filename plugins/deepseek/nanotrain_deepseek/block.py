@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.rms_norm import RMSNorm
-from nanotrain_core.builtin.rope import Rotation
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.rope import Rotation
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.ffn import SwiGLU
 from nanotrain_deepseek.mla import LatentAttention

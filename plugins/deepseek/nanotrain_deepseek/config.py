@@ -9,12 +9,12 @@ import attrs
 from attrs.validators import ge, gt
 
 from nanotrain_core.errors import Problem
-from nanotrain_core.extents import Extent
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.tree import TRAINING
-from nanotrain_core.roles import Role
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout import Layout
+    from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
 
@@ -134,20 +134,22 @@ class DeepSeekConfig:
         """Groups that one token's experts come from, at most."""
         return self.group_limit or self.groups
 
-    def extents(self) -> Iterator[Extent]:
+    def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
-        yield Extent((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Extent(split, "model.heads", self.heads, "heads")
+        yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
+        yield Divisible(split, "model.heads", self.heads, "heads")
         if self.dense_layers:
-            yield Extent(split, "model.ffn", self.ffn, "columns of the dense feed-forward layers")
+            yield Divisible(split, "model.ffn", self.ffn, "columns of the dense feed-forward layers")
         if not self.moe_layers:
             return
-        yield Extent((Role.EXPERTS,), "model.experts", self.experts, "experts")
-        yield Extent((Role.EXPERTS,), "model.expert_ffn", self.expert_ffn, "columns of an expert", width=True)
+        yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
+        yield Divisible(
+            (Role.EXPERTS,), "model.expert_ffn", self.expert_ffn, "columns of an expert", width=True
+        )
         if self.shared_experts:
             shared = self.shared_experts * self.expert_ffn
-            yield Extent(split, "model.expert_ffn", shared, "columns of the shared experts")
+            yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts")
 
 
 def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.builtin.expert_products import Products, choose_products
-from nanotrain_core.products import products_of
-from nanotrain_core.roles import Role, tag
-from nanotrain_core.routing import Routing, run_locally
-from nanotrain_core.weight_gradients import is_postponing, sum_of, weight_gradient
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.moe.grouped_mm import Products, choose_products
+from nanotrain_core.moe.routing import Routing, run_locally
+from nanotrain_core.pipeline.weight_gradients import is_postponing, sum_of, weight_gradient
+from nanotrain_core.precision.gemm import products_of
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.given_products import given_swiglu
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.linear import Linear
-from nanotrain_core.builtin.swiglu import swiglu
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.linear import Linear
+from nanotrain_core.models.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):

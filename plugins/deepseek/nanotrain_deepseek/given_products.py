@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.products import Kept, LinearProducts
-from nanotrain_core.weight_gradients import weight_gradient
+from nanotrain_core.pipeline.weight_gradients import weight_gradient
+from nanotrain_core.precision.gemm import GEMMBackend, Kept
 
 
 def given_swiglu(
-    rows_ND: torch.Tensor, counts_E: torch.Tensor, experts: nn.Module, given: Mapping[str, LinearProducts]
+    rows_ND: torch.Tensor, counts_E: torch.Tensor, experts: nn.Module, given: Mapping[str, GEMMBackend]
 ) -> torch.Tensor:
     """Return the outputs [N, D] of ``experts``, which have stacked weights gate, up and down.
 
@@ -49,7 +49,7 @@ class _GivenSwiGLU(torch.autograd.Function):
         gate_EFD: torch.Tensor,
         up_EFD: torch.Tensor,
         down_EDF: torch.Tensor,
-        products: tuple[LinearProducts, LinearProducts, LinearProducts],
+        products: tuple[GEMMBackend, GEMMBackend, GEMMBackend],
     ) -> torch.Tensor:
         of_gate, of_up, of_down = products
         if of_gate is of_up:  # then they read one form of x
@@ -90,7 +90,7 @@ class _GivenSwiGLU(torch.autograd.Function):
         return d_x_ND, *(weight_gradient(*each) if needed else None for each, needed in wanted), None
 
 
-def _narrow(products: LinearProducts, x_NF: torch.Tensor) -> Kept | None:
+def _narrow(products: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:
     """Return a narrow form of what an input is made of, if ``products`` have one."""
     kept: Kept | None = products.narrow(x_NF) if hasattr(products, "narrow") else None
     return kept

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.foreign import Counterpart, ForeignError, need, want
-from nanotrain_core.foreign_rope import read_rope, write_rope
+from nanotrain_core.hf.mapping import HFError, ParameterMapping, expect, expect_size
+from nanotrain_core.hf.rope import read_rope, write_rope
 from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
-from nanotrain_deepseek.hf_names import counterparts
+from nanotrain_deepseek.hf_names import mappings
 
 #: Our sizes and theirs, where both must be given.
 _SIZES = {
@@ -33,7 +33,7 @@ _V3, _V2 = "deepseek_v3", "deepseek_v2"
 
 
 class DeepSeekNames:
-    """See :class:`~nanotrain_core.foreign.ForeignModel`."""
+    """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
     model_types = (_V3, _V2)
     #: Modules for further tokens have copies of the embedding and the head.
@@ -42,11 +42,11 @@ class DeepSeekNames:
         r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
     )
 
-    def table(self, foreign: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """Return the ``[model]`` table. What balances experts in training is left at its defaults."""
-        f, v3 = foreign, foreign["model_type"] == _V3
+        f, v3 = hf, hf["model_type"] == _V3
         _check_fixed(f, v3=v3)
-        table: dict[str, Any] = {ours: need(f, theirs) for ours, theirs in _SIZES.items()}
+        table: dict[str, Any] = {ours: expect_size(f, theirs) for ours, theirs in _SIZES.items()}
         table |= {
             "dense_layers": f.get("first_k_dense_replace", 3 if v3 else 0),
             "q_rank": f.get("q_lora_rank", 1536) or 0,
@@ -97,37 +97,37 @@ class DeepSeekNames:
         length = c.max_length or (round(c.yarn.factor * c.yarn.original_length) if c.yarn else 0)
         return found | ({"max_position_embeddings": length} if length else {})
 
-    def counterparts(self, config: DeepSeekConfig) -> Iterator[Counterpart]:
+    def mappings(self, config: DeepSeekConfig) -> Iterator[ParameterMapping]:
         """Yield every parameter, layer by layer."""
-        return counterparts(config)
+        return mappings(config)
 
 
 def _check_fixed(f: Mapping[str, Any], *, v3: bool) -> None:
     """Refuse options that this model does not have."""
-    want(f, "hidden_act", "silu")
-    want(f, "attention_bias", False)
-    want(f, "mlp_bias", False)
-    want(f, "moe_layer_freq", 1)
-    want(f, "rope_interleave", True)
-    want(f, "num_key_value_heads", need(f, "num_attention_heads"), None)
-    want(f, "scoring_func", "sigmoid" if v3 else "softmax")
+    expect(f, "hidden_act", "silu")
+    expect(f, "attention_bias", False)
+    expect(f, "mlp_bias", False)
+    expect(f, "moe_layer_freq", 1)
+    expect(f, "rope_interleave", True)
+    expect(f, "num_key_value_heads", expect_size(f, "num_attention_heads"), None)
+    expect(f, "scoring_func", "sigmoid" if v3 else "softmax")
     if v3:
-        want(f, "topk_method", "noaux_tc")
+        expect(f, "topk_method", "noaux_tc")
     else:
-        want(f, "topk_method", "greedy", "group_limited_greedy")
-        want(f, "norm_topk_prob", False, None)
+        expect(f, "topk_method", "greedy", "group_limited_greedy")
+        expect(f, "norm_topk_prob", False, None)
 
 
 def _check_ours(c: DeepSeekConfig) -> None:
     """Refuse what Hugging Face's classes compute otherwise."""
     if not c.shared_experts:
-        raise ForeignError("its models have at least 1 shared expert; shared_experts = 0")
+        raise HFError("its models have at least 1 shared expert; shared_experts = 0")
     if c.score == "softmax" and c.normalise_weights:
-        raise ForeignError("its V2 does not divide weights by their sum; normalise_weights = true")
+        raise HFError("its V2 does not divide weights by their sum; normalise_weights = true")
     if c.score == "softmax" and c.width % c.heads:
-        raise ForeignError(f"its V2 wants heads that divide the width; {c.heads} do not divide {c.width}")
+        raise HFError(f"its V2 wants heads that divide the width; {c.heads} do not divide {c.width}")
     if c.score == "sigmoid" and c.experts // c.groups < 2:
-        raise ForeignError(f"its V3 wants groups of at least 2 experts; groups = {c.groups} of {c.experts}")
+        raise HFError(f"its V3 wants groups of at least 2 experts; groups = {c.groups} of {c.experts}")
 
 
 def _groups(f: Mapping[str, Any], *, v3: bool) -> dict[str, int]:
@@ -149,9 +149,7 @@ def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int
     promised = f.get("num_nextn_predict_layers", f.get("num_mtp_layers", 0)) or 0
     there = sum(f"model.layers.{layers + depth}.eh_proj.weight" in tensors for depth in range(promised))
     if there not in (0, promised):
-        raise ForeignError(
-            f"config.json: num_nextn_predict_layers is {promised}, but {there} of them are there"
-        )
+        raise HFError(f"config.json: num_nextn_predict_layers is {promised}, but {there} of them are there")
     return there
 
 
@@ -162,13 +160,13 @@ def _rope(f: Mapping[str, Any]) -> dict[str, Any]:
     theta, kind, options = read_rope(f, "yarn")
     if kind == "default":
         return {"rope_theta": theta}
-    want(options, "attention_factor", None)
-    want(options, "truncate", True)
-    length = need(options, "original_max_position_embeddings")
-    factor = options.get("factor") or need(f, "max_position_embeddings") / length
+    expect(options, "attention_factor", None)
+    expect(options, "truncate", True)
+    length = expect_size(options, "original_max_position_embeddings")
+    factor = options.get("factor") or expect_size(f, "max_position_embeddings") / length
     mscale, all_dim = options.get("mscale") or 1.0, options.get("mscale_all_dim") or 0.0
     if bool(options.get("mscale")) != bool(all_dim) and (all_dim or mscale != 1.0):
-        raise ForeignError("config.json: mscale and mscale_all_dim must be given both or neither")
+        raise HFError("config.json: mscale and mscale_all_dim must be given both or neither")
     yarn = {
         "factor": float(factor),
         "original_length": length,
@@ -195,7 +193,7 @@ def _yarn_parameters(yarn: YarnConfig) -> dict[str, Any]:
         return found | {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     if yarn.mscale == 1.0:
         return found
-    raise ForeignError(f"its YaRN has no mscale = {yarn.mscale} with mscale_all_dim = {yarn.mscale_all_dim}")
+    raise HFError(f"its YaRN has no mscale = {yarn.mscale} with mscale_all_dim = {yarn.mscale_all_dim}")
 
 
 names = DeepSeekNames()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanotrain_core.foreign import Counterpart, Foreign
+from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
 from nanotrain_deepseek.config import DeepSeekConfig
 
 #: Names inside a block, ours to theirs; those with a rotary part and the experts are told apart below.
@@ -22,67 +22,67 @@ _ATTENTION = {
 _PRODUCTS = ("gate", "up", "down")
 
 
-def counterparts(config: DeepSeekConfig) -> Iterator[Counterpart]:
+def mappings(config: DeepSeekConfig) -> Iterator[ParameterMapping]:
     """Yield every parameter of the whole model, layer by layer.
 
     Modules for further tokens follow the last layer there. Their copies of embedding and head are left out.
     """
-    yield Counterpart("embed.weight", Foreign("model.embed_tokens.weight"))
+    yield ParameterMapping("embed.weight", HFTensor("model.embed_tokens.weight"))
     for number in range(config.layers):
         dense = number < config.dense_layers
         yield from _block(config, f"layers.{number}.", f"model.layers.{number}.", dense=dense)
-    yield Counterpart("norm.weight", Foreign("model.norm.weight"))
+    yield ParameterMapping("norm.weight", HFTensor("model.norm.weight"))
     if not config.tied:
-        yield Counterpart("head.weight", Foreign("lm_head.weight"))
+        yield ParameterMapping("head.weight", HFTensor("lm_head.weight"))
     for depth in range(config.mtp):
         yield from _predictor(config, f"mtp.{depth}.", f"model.layers.{config.layers + depth}.")
 
 
-def _predictor(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
+def _predictor(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[ParameterMapping]:
     """The released weights join the embedding first, the paper the hidden state."""
     width = config.width
     swapped = [*range(width, 2 * width), *range(width)] if config.mtp_input == "hidden_first" else None
-    yield Counterpart(f"{ours}hidden_norm.weight", Foreign(f"{theirs}hnorm.weight"))
-    yield Counterpart(f"{ours}embed_norm.weight", Foreign(f"{theirs}enorm.weight"))
-    yield Counterpart(f"{ours}proj.weight", Foreign(f"{theirs}eh_proj.weight", columns=swapped))
+    yield ParameterMapping(f"{ours}hidden_norm.weight", HFTensor(f"{theirs}hnorm.weight"))
+    yield ParameterMapping(f"{ours}embed_norm.weight", HFTensor(f"{theirs}enorm.weight"))
+    yield ParameterMapping(f"{ours}proj.weight", HFTensor(f"{theirs}eh_proj.weight", columns=swapped))
     yield from _block(config, f"{ours}block.", theirs, dense=False)
-    yield Counterpart(f"{ours}norm.weight", Foreign(f"{theirs}shared_head.norm.weight"))
+    yield ParameterMapping(f"{ours}norm.weight", HFTensor(f"{theirs}shared_head.norm.weight"))
 
 
-def _block(config: DeepSeekConfig, ours: str, theirs: str, *, dense: bool) -> Iterator[Counterpart]:
+def _block(config: DeepSeekConfig, ours: str, theirs: str, *, dense: bool) -> Iterator[ParameterMapping]:
     for name, other in _ATTENTION.items():
-        yield Counterpart(ours + name, Foreign(theirs + other))
+        yield ParameterMapping(ours + name, HFTensor(theirs + other))
     yield from _rotary(config, ours, theirs)
     if dense:
         for name in _PRODUCTS:
-            yield Counterpart(f"{ours}ffn.{name}.weight", Foreign(f"{theirs}mlp.{name}_proj.weight"))
+            yield ParameterMapping(f"{ours}ffn.{name}.weight", HFTensor(f"{theirs}mlp.{name}_proj.weight"))
     else:
         yield from _experts(config, f"{ours}moe.", f"{theirs}mlp.")
 
 
-def _rotary(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
+def _rotary(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[ParameterMapping]:
     attn, self_attn = f"{ours}attn.", f"{theirs}self_attn."
     rows = _turned(config.heads, config.nope_size, config.rope_size)
     if config.q_rank:
-        yield Counterpart(f"{attn}q_a.weight", Foreign(f"{self_attn}q_a_proj.weight"))
-        yield Counterpart(f"{attn}q_a_norm.weight", Foreign(f"{self_attn}q_a_layernorm.weight"))
-        yield Counterpart(f"{attn}q_b.weight", Foreign(f"{self_attn}q_b_proj.weight", rows=rows))
+        yield ParameterMapping(f"{attn}q_a.weight", HFTensor(f"{self_attn}q_a_proj.weight"))
+        yield ParameterMapping(f"{attn}q_a_norm.weight", HFTensor(f"{self_attn}q_a_layernorm.weight"))
+        yield ParameterMapping(f"{attn}q_b.weight", HFTensor(f"{self_attn}q_b_proj.weight", rows=rows))
     else:
-        yield Counterpart(f"{attn}q.weight", Foreign(f"{self_attn}q_proj.weight", rows=rows))
+        yield ParameterMapping(f"{attn}q.weight", HFTensor(f"{self_attn}q_proj.weight", rows=rows))
     rows = _turned(1, config.kv_rank, config.rope_size)
-    yield Counterpart(f"{attn}kv_a.weight", Foreign(f"{self_attn}kv_a_proj_with_mqa.weight", rows=rows))
+    yield ParameterMapping(f"{attn}kv_a.weight", HFTensor(f"{self_attn}kv_a_proj_with_mqa.weight", rows=rows))
 
 
-def _experts(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[Counterpart]:
-    yield Counterpart(f"{ours}router.weight", Foreign(f"{theirs}gate.weight"))
+def _experts(config: DeepSeekConfig, ours: str, theirs: str) -> Iterator[ParameterMapping]:
+    yield ParameterMapping(f"{ours}router.weight", HFTensor(f"{theirs}gate.weight"))
     if config.score == "sigmoid":
-        yield Counterpart(f"{ours}router.bias", Foreign(f"{theirs}gate.e_score_correction_bias"))
+        yield ParameterMapping(f"{ours}router.bias", HFTensor(f"{theirs}gate.e_score_correction_bias"))
     for name in _PRODUCTS:
-        each = [Foreign(f"{theirs}experts.{number}.{name}_proj.weight") for number in range(config.experts)]
-        yield Counterpart(f"{ours}experts.{name}", tuple(each))
+        each = [HFTensor(f"{theirs}experts.{number}.{name}_proj.weight") for number in range(config.experts)]
+        yield ParameterMapping(f"{ours}experts.{name}", tuple(each))
         if config.shared_experts:
-            shared = Foreign(f"{theirs}shared_experts.{name}_proj.weight")
-            yield Counterpart(f"{ours}shared.{name}.weight", shared)
+            shared = HFTensor(f"{theirs}shared_experts.{name}_proj.weight")
+            yield ParameterMapping(f"{ours}shared.{name}.weight", shared)
 
 
 def _turned(heads: int, plain: int, rotary: int) -> tuple[int, ...]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.attention import causal_attention
-from nanotrain_core.builtin.linear import Linear
-from nanotrain_core.builtin.rms_norm import RMSNorm
-from nanotrain_core.builtin.rope import Rotation, rotate
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.attention import causal_attention
+from nanotrain_core.models.linear import Linear
+from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.rope import Rotation, rotate
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.yarn import softmax_scale
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.ffn import SwiGLU

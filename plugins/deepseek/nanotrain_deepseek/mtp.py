@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.builtin.linear import Linear
-from nanotrain_core.builtin.rope import Rotation
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.linear import Linear
+from nanotrain_core.models.rope import Rotation
 from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.moe import Tally

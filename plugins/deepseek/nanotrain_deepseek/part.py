@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.embedding import Embedding
-from nanotrain_core.builtin.head import Head
-from nanotrain_core.builtin.rope import Rotation
 from nanotrain_core.contracts import Initializer, PartOutput
-from nanotrain_core.roles import Role, tag
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.embedding import Embedding
+from nanotrain_core.models.head import Head
+from nanotrain_core.models.rope import Rotation
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.moe import Tally

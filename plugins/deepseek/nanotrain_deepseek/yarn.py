@@ -13,8 +13,8 @@ import math
 
 import torch
 
-from nanotrain_core.builtin import rope
-from nanotrain_core.builtin.rope import Rotation
+from nanotrain_core.models import rope
+from nanotrain_core.models.rope import Rotation
 from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
 
 

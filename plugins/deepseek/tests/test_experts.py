@@ -11,10 +11,10 @@ from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.samples import V3
 from torch import nn
 
-from nanotrain_core import weight_gradients
-from nanotrain_core.builtin.expert_products import Batched, Grouped, OneByOne, choose_products
-from nanotrain_core.routing import Routing
-from nanotrain_core.weight_gradients import Postponed
+from nanotrain_core.moe.grouped_mm import Batched, Grouped, OneByOne, choose_products
+from nanotrain_core.moe.routing import Routing
+from nanotrain_core.pipeline import weight_gradients
+from nanotrain_core.pipeline.weight_gradients import Postponed
 
 COUNTS = (5, 0, 17, 1, 0, 3, 40, 0)
 WEIGHTS = ("gate", "up", "down")

@@ -6,7 +6,7 @@ import pytest
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.model import DeepSeek
 
-from nanotrain_core.actions import Part
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe.source import find_recipe
 from nanotrain_core.recipe.structure import structure
 

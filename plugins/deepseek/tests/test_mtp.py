@@ -9,11 +9,11 @@ from nanotrain_deepseek.moe import Tally
 from nanotrain_deepseek.samples import V3
 from nanotrain_deepseek.yarn import rotation
 
-from nanotrain_core.actions import Part, parts_between
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.initialise import materialise
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import place
+from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import place
+from nanotrain_core.pipeline.actions import Part, parts_between
 
 CONFIG = DeepSeekConfig(**V3)
 ONE_RANK = Layout({"dense": View(("dp",), (1,))})

@@ -9,7 +9,7 @@ from nanotrain_deepseek.moe import MixtureOfExperts, Tally
 from nanotrain_deepseek.router import Router
 from nanotrain_deepseek.samples import V2, V3
 
-from nanotrain_core.dtypes import cast
+from nanotrain_core.precision.dtypes import cast
 
 LOSSES = {"seq_balance": 1.0}
 V3_CONFIG = DeepSeekConfig(**V3 | LOSSES)

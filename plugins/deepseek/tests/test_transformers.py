@@ -8,14 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanotrain_core.actions import Part
 from nanotrain_core.batch import Batch
 from nanotrain_core.cli import main
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.registry import load_plugins
-from nanotrain_core.weights.convert import convert
-from nanotrain_core.weights.foreign_weights import whole
-from nanotrain_core.weights.open_weights import open_weights
+from nanotrain_core.hf.convert import convert
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.hf.weights import whole
+from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.registry.registry import load_plugins
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -13,12 +13,12 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Problem
-from nanotrain_core.extents import extents_of, undivided
 from nanotrain_core.hookspecs import Register
-from nanotrain_core.roles import Role
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import divisibility_of, undivided
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout import Layout
+    from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
 __version__ = "0.1.0"
@@ -31,8 +31,8 @@ class ExpertParallelConfig:
 
 def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[Problem]:
     """Check that there are experts, and that they divide, as far as the recipe alone can tell."""
-    extents = extents_of(recipe.model.config)
-    none = extents is not None and not any(Role.EXPERTS in extent.roles for extent in extents)
+    divisibility = divisibility_of(recipe.model.config)
+    none = divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility)
     for dim in ("ep", "etp"):
         degree = layout.size(dim) if dim in layout.dims else 1
         if degree > 1 and none:

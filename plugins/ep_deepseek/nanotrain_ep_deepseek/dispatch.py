@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.expert_rows import combine, inverted, spread
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.routing import Compute, Routing, dispatch_codec, sort_by_expert
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.moe.permutation import combine, inverted, spread
+from nanotrain_core.moe.routing import Compute, Routing, dispatch_codec, sort_by_expert
 from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, from_experts, to_experts
 
 
 class Experts(Protocol):
-    """What a module of role EXPERTS has; see :class:`nanotrain_core.roles.Role`."""
+    """What a module of role EXPERTS has; see :class:`nanotrain_core.layout.roles.Role`."""
 
     compute: Compute
 

@@ -12,15 +12,15 @@ from nanotrain_ep_deepseek.exchange import Route, Sent
 from nanotrain_ep_deepseek.wrapper import ExpertParallel, check_view
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain_core.actions import Part
 from nanotrain_core.builtin.configs import GridConfig
-from nanotrain_core.builtin.grid import Grid
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import place
-from nanotrain_core.roles import Role, replace, tag
-from nanotrain_core.routing import Routing, rows_computed, use_dispatch_codec
+from nanotrain_core.layout.grid import Grid
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import place
+from nanotrain_core.layout.roles import Role, replace, tag
+from nanotrain_core.moe.routing import Routing, rows_computed, use_dispatch_codec
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.routed import RoutedConfig

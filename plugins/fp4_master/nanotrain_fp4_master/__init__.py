@@ -12,7 +12,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Problem
 from nanotrain_core.hookspecs import Register
-from nanotrain_core.layout import Layout
+from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.tree import Recipe
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.packed import first_numbers_of, read, write
+from nanotrain_core.precision.quantized_storage import read, unquantized, write
 from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
@@ -56,7 +56,7 @@ class Naive:
 
     def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
         self.weight, self.blocks = weight, Blocks(weight, form, noise)
-        self.store_nearest(first_numbers_of(weight))
+        self.store_nearest(unquantized(weight))
 
     def load(self) -> torch.Tensor:
         """Widen the parameter."""
@@ -107,7 +107,7 @@ class Residual(Naive):
     bytes_beside = 1.0
 
     def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
-        first = first_numbers_of(weight).clone()
+        first = unquantized(weight).clone()
         super().__init__(weight, form, noise)
         self.residual = torch.zeros_like(first, dtype=torch.int8)
         self.store(first)

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.placement import RANGE
+from nanotrain_core.layout.placement import RANGE
 from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -28,7 +28,7 @@ CODES = RANGE // 2
 
 
 class FourBits:
-    """Weights in blocks of a format. See :class:`~nanotrain_core.packed.Packing`."""
+    """Weights in blocks of a format. See :class:`~nanotrain_core.precision.quantized_storage.Packing`."""
 
     def __init__(self, form: Format) -> None:
         self.form, self.name = form, f"{form.codec.__name__} in blocks of {form.block}"

@@ -10,17 +10,17 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.precisions import LiveMaster
-from nanotrain_core.builtin.row_products import RowProducts
 from nanotrain_core.contracts import MasterWeight
-from nanotrain_core.dtypes import cast
 from nanotrain_core.errors import NanotrainError, did_you_mean
-from nanotrain_core.initialise import hold
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.packed import PackedWeight, first_numbers_of
-from nanotrain_core.placement import RANGE, Piece, Placement
-from nanotrain_core.products import give_products, multiplied
-from nanotrain_core.roles import tagged
+from nanotrain_core.layout.initialisation import hold
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import RANGE, Piece, Placement
+from nanotrain_core.layout.roles import tagged
+from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
+from nanotrain_core.precision.dtypes import cast
+from nanotrain_core.precision.gemm import give_products, multiplied
+from nanotrain_core.precision.quantized_storage import PackedWeight, unquantized
+from nanotrain_core.precision.uniform import LiveMaster
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
@@ -114,7 +114,7 @@ class FP4Master:
             names = {name: f"{prefix}.{name}" if prefix else name for name in multiplied(module)}
             low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}
             if low:
-                give_products(module, dict.fromkeys(names, RowProducts()))
+                give_products(module, dict.fromkeys(names, DequantizingGEMM()))
                 self.packed |= low
 
     def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:
@@ -157,7 +157,7 @@ class FP4Master:
         if cut_blocks(piece, self.config.block):
             raise NanotrainError(straddling(piece, self.config))
         form = self._four_bits().form
-        check_largest(piece, first_numbers_of(weight), form)
+        check_largest(piece, unquantized(weight), form)
         return LOW_BIT[self.config.variant](weight, form, noise)
 
     def _four_bits(self) -> FourBits:

@@ -5,8 +5,8 @@ from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 from torch import nn
 
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import Piece, Placement
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import Piece, Placement
 
 LAYOUT = Layout({"dense": View(("dp", "tp"), (2, 2))})
 

@@ -7,8 +7,8 @@ from nanotrain_fp4_master.lowbit import PARTS, REACH
 from nanotrain_fp4_master.packing import FourBits
 from pieces import BFLOAT16, FOUR_BIT, master_of, numbers
 
-from nanotrain_core.builtin.precisions import Float32Master
 from nanotrain_core.contracts import ErrorFeedback
+from nanotrain_core.precision.uniform import Float32Master
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 

@@ -9,7 +9,7 @@ from pieces import LAYOUT, master_of, numbers
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.placement import Piece, Placement
+from nanotrain_core.layout.placement import Piece, Placement
 
 SHAPE = (8, 6, 32)
 CPU = torch.device("cpu")

@@ -7,8 +7,16 @@ from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.packing import FourBits
 from torch import nn
 
-from nanotrain_core.builtin.row_products import RowProducts
-from nanotrain_core.packed import PackedWeight, memory_like, move, numbers_of, range_of, storage_of, take_in
+from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
+from nanotrain_core.precision.quantized_storage import (
+    PackedWeight,
+    dequantize,
+    memory_like,
+    move,
+    quantize_into,
+    range_of,
+    storage_of,
+)
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.compare import assert_bitwise
 from nanotrain_core.testing.probe import train
@@ -104,13 +112,13 @@ def test_reading_unpacks_and_writing_in_place_rounds_and_packs():
         assert torch.equal(weight.float(), plain.float())
         assert torch.equal(torch.zeros_like(plain).copy_(weight), plain)
         weight.mul_(2)
-        assert torch.equal(numbers_of(weight), plain * 2)
+        assert torch.equal(dequantize(weight), plain * 2)
         weight.copy_(normal(16, 64, seed=3))
         assert torch.equal(
-            numbers_of(weight).flatten(), FORMS[0].rounded(normal(16, 64, seed=3).bfloat16().flatten())
+            dequantize(weight).flatten(), FORMS[0].rounded(normal(16, 64, seed=3).bfloat16().flatten())
         )
         weight.fill_(torch.nan)
-        assert numbers_of(weight).isnan().all()
+        assert dequantize(weight).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -118,29 +126,29 @@ def test_reading_unpacks_and_writing_in_place_rounds_and_packs():
 )
 def test_a_view_of_its_memory_is_refused_since_writing_to_it_would_be_lost(look):
     weight = packed(normal(16, 64))
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="numbers_of"):
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="dequantize"):
         look(weight)
 
 
 def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
     weight = packed(normal(10, 30))  # 300 weights, five rows
     memory = memory_like(weight, 7)
-    before = numbers_of(weight).clone()
+    before = dequantize(weight).clone()
     move(weight, memory[2:])
-    assert_bitwise({"weight": numbers_of(weight)}, {"weight": before}, "moved")
+    assert_bitwise({"weight": dequantize(weight)}, {"weight": before}, "moved")
     part = range_of(weight.detach(), 128, 300)
     part.write(0, 172, torch.zeros(172))
-    assert numbers_of(weight).flatten()[128:].count_nonzero() == 0
-    assert torch.equal(numbers_of(weight).flatten()[:128], before.flatten()[:128])
+    assert dequantize(weight).flatten()[128:].count_nonzero() == 0
+    assert torch.equal(dequantize(weight).flatten()[:128], before.flatten()[:128])
     assert memory[:2].count_nonzero() == 0
-    take_in(weight, before)
-    assert torch.equal(numbers_of(weight), before)
+    quantize_into(weight, before)
+    assert torch.equal(dequantize(weight), before)
 
 
 def test_products_with_packed_weights_are_those_with_their_numbers():
     weight, plain = packed(normal(48, 64)), FORMS[0].rounded(normal(48, 64).bfloat16().flatten()).view(48, 64)
     x, d_y = normal(10, 64, seed=1).bfloat16(), normal(10, 48, seed=2).bfloat16()
-    products = RowProducts()
+    products = DequantizingGEMM()
     assert torch.equal(products.forward(x, weight)[0][0], products.forward(x, plain)[0][0])
     assert torch.equal(products.forward(x, weight)[0][0], x @ plain.T)
     assert torch.equal(products.input_gradient(d_y, weight), d_y @ plain)

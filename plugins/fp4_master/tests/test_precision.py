@@ -10,7 +10,7 @@ from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 
 from nanotrain_core.errors import CheckpointError, NanotrainError, RecipeError
-from nanotrain_core.packed import PackedWeight, storage_of
+from nanotrain_core.precision.quantized_storage import PackedWeight, storage_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine, make_run, push
 

@@ -19,8 +19,8 @@ from published import CORPUS, blocks_of, largest_of
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.packed import PackedWeight, numbers_of, storage_of
-from nanotrain_core.placement import Piece, Placement
+from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.precision.quantized_storage import PackedWeight, dequantize, storage_of
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SIZES = {"nvfp4": (16,), "nf4": (64, 32, 16)}
@@ -241,7 +241,7 @@ def test_a_run_begins_with_weights_rounded_so_or_is_refused(form, size, variant,
                 master_of(numbers, form, size, variant, packed=packed)
             continue
         _, weight = master_of(numbers, form, size, variant, packed=packed)
-        assert_bits(numbers_of(weight).float(), expected(numbers, form, size).ravel()[: x.size])
+        assert_bits(dequantize(weight).float(), expected(numbers, form, size).ravel()[: x.size])
         width = 32 + 64 // size * {"nvfp4": 1, "nf4": 2}[form]
         assert storage_of(weight).nbytes == (-(-x.size // 64) * width if packed else 2 * x.size)
 
@@ -255,7 +255,7 @@ def test_an_update_leaves_weights_rounded_so(form, size, variant, packed):
         master, weight = master_of(np.zeros_like(x), form, size, variant, packed=packed)
         master.store(torch.tensor(x).view(1, -1))
         wanted = expected(x, form, size).ravel()[: x.size]
-        assert_bits(numbers_of(weight).float(), wanted)
+        assert_bits(dequantize(weight).float(), wanted)
         np.testing.assert_array_equal(np.isnan(master.load().numpy().ravel()), np.isnan(wanted))
 
 
@@ -265,18 +265,18 @@ def test_a_weight_that_grows_beyond_the_largest_of_nvfp4_is_told_by_nan(variant)
     master, weight = master_of(np.full(48, 660.0), "nvfp4", 16, variant, packed=True)
     value = torch.full((1, 48), 672.0)
     master.store(value)
-    assert (numbers_of(weight) == 672).all()
+    assert (dequantize(weight) == 672).all()
     value[0, 16:32] = 720.0
     master.store(value)
     if variant == "residual":
-        assert (numbers_of(weight) == 672).all()
+        assert (dequantize(weight) == 672).all()
         assert master.load()[0, 16:32].tolist() == pytest.approx([720.0] * 16, abs=1)
         value[0, 16:32] = 730.0
         master.store(value)
     beyond = torch.arange(48) // 16 == 1
     assert master.load()[0].isnan().equal(beyond)
-    assert numbers_of(weight)[0].isnan().equal(beyond)
-    assert (numbers_of(weight)[0, ~beyond] == 672).all()
+    assert dequantize(weight)[0].isnan().equal(beyond)
+    assert (dequantize(weight)[0, ~beyond] == 672).all()
 
 
 # --- what it costs ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.products import LinearProducts
+from nanotrain_core.precision.gemm import GEMMBackend
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 
 #: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
@@ -26,7 +26,7 @@ class Backend:
     """One way to make the products."""
 
     name: str
-    make: Callable[[Recipe], LinearProducts]
+    make: Callable[[Recipe], GEMMBackend]
     refusal: Callable[[torch.device, Recipe], str]
     """Why it cannot run there; empty if it can."""
 
@@ -95,19 +95,19 @@ def _missing(module: str, package: str) -> str:
     return "" if find_spec(module) else f"{package} is not installed"
 
 
-def _torch(recipe: Recipe) -> LinearProducts:
+def _torch(recipe: Recipe) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 
     return ScaledFP8(recipe)
 
 
-def _triton(recipe: Recipe) -> LinearProducts:
+def _triton(recipe: Recipe) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
     return TritonFP8(recipe)
 
 
-def _te(recipe: Recipe) -> LinearProducts:
+def _te(recipe: Recipe) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.te import TransformerEngineFP8
 
     return TransformerEngineFP8(recipe)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.products import Kept
+from nanotrain_core.precision.gemm import Kept
 from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
 from nanotrain_fp8_deepseek_v3.steady import MadeOnce
@@ -61,7 +61,7 @@ class Rounded(Narrowed):
 
 
 class TritonFP8(Rounded):
-    """Products of one weight. See :class:`~nanotrain_core.products.LinearProducts`."""
+    """Products of one weight. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x."""

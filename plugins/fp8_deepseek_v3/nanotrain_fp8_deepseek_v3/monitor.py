@@ -15,8 +15,8 @@ import attrs
 from torch import nn
 
 from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo
-from nanotrain_core.products import LinearProducts, give_products, products_of
-from nanotrain_core.routing import dispatch_codec, use_dispatch_codec
+from nanotrain_core.moe.routing import dispatch_codec, use_dispatch_codec
+from nanotrain_core.precision.gemm import GEMMBackend, give_products, products_of
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, over_ranks
@@ -72,9 +72,7 @@ class FP8Monitor(Monitor):
                 for each in dict.fromkeys(watched.values()):
                     yield from ((each.name, operand) for operand in operands_of(each.recipe))
 
-    def _watched(
-        self, name: str, module: nn.Module, given: Mapping[str, LinearProducts]
-    ) -> dict[str, Watched]:
+    def _watched(self, name: str, module: nn.Module, given: Mapping[str, GEMMBackend]) -> dict[str, Watched]:
         """Return counted products; what was shared between parameters stays so."""
         own = {
             products: Watched(products, products.recipe, self.watch, label(name, key, given), module)  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ import attrs
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError, did_you_mean
-from nanotrain_core.products import multiplied
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.precision.gemm import multiplied
 from nanotrain_fp8_deepseek_v3 import ModuleFormats
 
 #: From the widest: the first whose pattern matches a module holds.

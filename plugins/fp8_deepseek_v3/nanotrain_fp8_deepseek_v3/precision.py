@@ -9,11 +9,11 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.builtin.precisions import NoLossScale, Uniform
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.products import LinearProducts, give_products, multiplied
-from nanotrain_core.roles import Role, Tag, tagged
-from nanotrain_core.routing import use_dispatch_codec
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.roles import Role, Tag, tagged
+from nanotrain_core.moe.routing import use_dispatch_codec
+from nanotrain_core.precision.gemm import GEMMBackend, give_products, multiplied
+from nanotrain_core.precision.uniform import NoLossScale, Uniform
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
@@ -59,7 +59,7 @@ class ByModule(Uniform):
                     give_products(module, given)
         self.lines = table(attrs.evolve(row, format=self._label(row, backend.name)) for row in rows)
 
-    def _products(self, name: str, module: nn.Module, tag: Tag, make: Any) -> dict[str, LinearProducts]:
+    def _products(self, name: str, module: nn.Module, tag: Tag, make: Any) -> dict[str, GEMMBackend]:
         """Return the products of a module's parameters; those rounded alike share one object."""
         wanted = multiplied(module)
         format_ = format_of(name, self.config) if wanted else "bf16"
@@ -128,7 +128,7 @@ class Codec:
     """Rows on their way to experts: a byte for each number, and two for the exponent of each tile of a row.
 
     What arrives, rounded in the same tiles with power-of-two scales by the experts, stays as it is.
-    See :class:`~nanotrain_core.routing.DispatchCodec`.
+    See :class:`~nanotrain_core.moe.routing.DispatchCodec`.
     """
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ from typing import TypeVar
 import attrs
 import torch
 
-from nanotrain_core.builtin.linear import matmul
-from nanotrain_core.products import Kept
+from nanotrain_core.models.linear import matmul
+from nanotrain_core.precision.gemm import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise, quantise_groups
 from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
 
@@ -33,7 +33,7 @@ P = TypeVar("P", bound="Float32Products")
 
 
 class Float32Products:
-    """Products in float32 of operands in any dtype. See :class:`~nanotrain_core.products.LinearProducts`."""
+    """Products in float32 of operands in any dtype. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
     """Rows of each of several stacked weights; None for one weight."""
@@ -126,7 +126,7 @@ class Recipe:
 
 
 class Narrowed:
-    """Holds activations as codes and scales of tiles. See :class:`~nanotrain_core.products.Narrowing`."""
+    """Holds activations as codes and scales of tiles. See :class:`~nanotrain_core.precision.gemm.Narrowing`."""
 
     recipe: Recipe
 

@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.products import Kept
+from nanotrain_core.precision.gemm import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
 from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
 from nanotrain_fp8_deepseek_v3.steady import MadeOnce
@@ -50,7 +50,7 @@ def quantise_tiles(
 
 
 class ScaledFP8(Narrowed):
-    """See :class:`~nanotrain_core.products.LinearProducts`."""
+    """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
 

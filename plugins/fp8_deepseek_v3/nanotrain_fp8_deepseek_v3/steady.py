@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nanotrain_core.products import steady
+from nanotrain_core.precision.gemm import steady
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.products import Kept
+from nanotrain_core.precision.gemm import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
@@ -36,7 +36,7 @@ from nanotrain_fp8_deepseek_v3.steady import MadeOnce
 
 
 class TransformerEngineFP8(Narrowed):
-    """See :class:`~nanotrain_core.products.LinearProducts`."""
+    """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain_core.products import Kept, LinearProducts
-from nanotrain_core.routing import DispatchCodec, runs_again
+from nanotrain_core.moe.routing import DispatchCodec, runs_again
+from nanotrain_core.precision.gemm import GEMMBackend, Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantise
 from nanotrain_fp8_deepseek_v3.products import Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
@@ -58,10 +58,10 @@ class Watch:
 
 
 class Watched:
-    """Products whose operands are counted. See :class:`~nanotrain_core.products.LinearProducts`."""
+    """Products whose operands are counted. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     def __init__(
-        self, behind: LinearProducts, recipe: Recipe, watch: Watch, name: str, module: nn.Module
+        self, behind: GEMMBackend, recipe: Recipe, watch: Watch, name: str, module: nn.Module
     ) -> None:
         self.behind, self.recipe, self.watch, self.name, self.module = behind, recipe, watch, name, module
         self.counts_E: torch.Tensor | None = None
@@ -149,7 +149,7 @@ class Watched:
 
 
 class WatchedCodec:
-    """Counts rows that are sent to experts. See :class:`~nanotrain_core.routing.DispatchCodec`."""
+    """Counts rows that are sent to experts. See :class:`~nanotrain_core.moe.routing.DispatchCodec`."""
 
     def __init__(self, behind: DispatchCodec, watch: Watch, name: str, module: nn.Module) -> None:
         self.behind, self.watch, self.name, self.module = behind, watch, name, module
@@ -166,6 +166,6 @@ class WatchedCodec:
         return self.behind.decode(coded, width, dtype)
 
 
-def label(name: str, key: str, given: Mapping[str, LinearProducts]) -> str:
+def label(name: str, key: str, given: Mapping[str, GEMMBackend]) -> str:
     """Name a module's parameters only if it has several."""
     return name if len(given) == 1 else f"{name}.{'+'.join(k for k in given if given[k] is given[key])}"

@@ -40,7 +40,7 @@ def products_of(products, x, w, d_y):
 
 
 @pytest.mark.parametrize(("name", "recipe"), RUNNABLE)
-def test_products(name, recipe):
+def test_gemm(name, recipe):
     x, w, d_y = operands()
     assert_near(
         products_of(BACKENDS[name].make(recipe), x, w, d_y),

@@ -18,9 +18,9 @@ from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, oper
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.routing import running_again
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.moe.routing import running_again
 from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.checks.parallel import trained
 from nanotrain_core.testing.probe import make_engine

@@ -13,8 +13,8 @@ from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Float32Products, Recipe
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.products import products_of
-from nanotrain_core.roles import Role, tagged
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.precision.gemm import products_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 

@@ -11,10 +11,10 @@ from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nanotrain_core import weight_gradients
-from nanotrain_core.products import give_products, steady_weights
-from nanotrain_core.roles import Role, tag
-from nanotrain_core.weight_gradients import Postponed
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.pipeline import weight_gradients
+from nanotrain_core.pipeline.weight_gradients import Postponed
+from nanotrain_core.precision.gemm import give_products, steady_weights
 
 TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
 POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.formats import quantise
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 
-from nanotrain_core import weight_gradients
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.builtin.swiglu import swiglu
-from nanotrain_core.builtin.transformer import SwiGLU
-from nanotrain_core.products import give_products
-from nanotrain_core.roles import tagged
+from nanotrain_core.layout.roles import tagged
+from nanotrain_core.models.swiglu import swiglu
+from nanotrain_core.models.transformer import SwiGLU
+from nanotrain_core.pipeline import weight_gradients
+from nanotrain_core.pipeline.weight_gradients import Postponed
+from nanotrain_core.precision.gemm import give_products
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
-from nanotrain_core.weight_gradients import Postponed
 
 M, D, INNER = 64, 128, 384
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig, schedules
 
-from nanotrain_core.actions import Action
-from nanotrain_core.timeline import Durations, simulate
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.simulator import Durations, simulate
 
 SCHEDULES = {
     "gpipe": schedules.GPipe(PipelineConfig()),

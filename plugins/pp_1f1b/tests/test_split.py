@@ -9,7 +9,7 @@ from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 from nanotrain_pp_1f1b.schedules import DualPipeV, Interleaved, OneForwardOneBackward
 from nanotrain_pp_1f1b.split import balance
 
-from nanotrain_core.actions import Costs, Part
+from nanotrain_core.pipeline.actions import Costs, Part
 
 ends = st.sampled_from([0.0, 0.3, 1.0, 1.5, 4.0])
 layer = st.sampled_from([1.0, 1.5, 2.25])

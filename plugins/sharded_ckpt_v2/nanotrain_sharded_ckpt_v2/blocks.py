@@ -11,9 +11,9 @@ import attrs
 import numpy as np
 import torch
 
+from nanotrain_core.checkpoint.info import TORCH
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.manifest import File, key
 from nanotrain_sharded_ckpt_v2.plan import Holding

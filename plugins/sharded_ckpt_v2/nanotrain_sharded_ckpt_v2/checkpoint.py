@@ -31,11 +31,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import nanotrain_core
+from nanotrain_core.checkpoint.info import strange_kinds
 from nanotrain_core.contracts import Block, CheckpointReport, TrainState
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout import above_one
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.saved import strange_kinds
+from nanotrain_core.layout.layout import above_one
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name

@@ -17,10 +17,10 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.boxes import Shape
-from nanotrain_core.cover import uncovered
+from nanotrain_core.checkpoint.box_cover import uncovered
+from nanotrain_core.checkpoint.info import BYTES
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import BYTES
 from nanotrain_sharded_ckpt_v2.plan import Tensor
 
 NAME = "MANIFEST.json"

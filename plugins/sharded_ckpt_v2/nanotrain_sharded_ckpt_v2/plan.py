@@ -14,10 +14,10 @@ from math import prod
 
 import attrs
 
-from nanotrain_core.boxes import Shape
-from nanotrain_core.cover import uncovered
+from nanotrain_core.checkpoint.box_cover import uncovered
+from nanotrain_core.checkpoint.info import BYTES
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import BYTES
 
 #: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
 Holding = tuple[str, str, Shape, Shape, Shape]

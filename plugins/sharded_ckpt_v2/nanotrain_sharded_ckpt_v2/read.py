@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from nanotrain_core.checkpoint.info import TORCH
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
 from nanotrain_sharded_ckpt_v2.folders import forms_of

@@ -20,9 +20,9 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.boxes import Shape
+from nanotrain_core.checkpoint.info import BYTES
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import BYTES
 from nanotrain_sharded_ckpt_v2.manifest import File
 
 #: Bytes written and hashed at once, and the size below which parts are put together first.

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.mesh import Mesh
 
 
 def to_first(value: Any, mesh: Mesh) -> list[Any]:

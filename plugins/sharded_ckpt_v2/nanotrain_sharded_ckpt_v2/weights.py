@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanotrain_core.boxes import Shape
+from nanotrain_core.checkpoint.info import TORCH
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import SavedWeights
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.saved import TORCH
 from nanotrain_sharded_ckpt_v2 import folders, manifest
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 

@@ -8,8 +8,8 @@ from nanotrain_sharded_ckpt_v2 import ShardedConfig
 from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
 
 
 def opened(folder, **config):

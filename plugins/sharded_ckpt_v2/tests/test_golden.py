@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from nanotrain_sharded_ckpt_v2.catalogue import catalogue
+from nanotrain_sharded_ckpt_v2.listing import catalogue
 from nanotrain_sharded_ckpt_v2.weights import open_weights
 from small_run import opened, state
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nanotrain_sharded_ckpt_v2.plan import make_plan
 
-from nanotrain_core.boxes import boxes
-from nanotrain_core.cover import overlap, uncovered
+from nanotrain_core.checkpoint.box_cover import overlap, uncovered
+from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ from small_run import opened
 from nanotrain_core.cli import replay
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import Exit
-from nanotrain_core.registry import load_plugins
+from nanotrain_core.registry.registry import load_plugins
 
 
 def save_all(folder, position):

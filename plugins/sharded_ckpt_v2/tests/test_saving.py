@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import blocks
-from nanotrain_sharded_ckpt_v2.catalogue import catalogue
+from nanotrain_sharded_ckpt_v2.listing import catalogue
 from safetensors.torch import load_file
 from small_run import opened, reseal, save, state
 
+from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, SaveFailed
-from nanotrain_core.saves import Saves
 
 
 def names(folder):
@@ -107,7 +107,7 @@ def test_a_write_that_fails_in_the_thread_leaves_nothing_and_the_next_succeeds(t
 
 def test_a_run_bears_two_failures_and_ends_with_the_third(tmp_path, monkeypatch):
     checkpoint, told, failed = opened(tmp_path), [], []
-    saves = Saves(checkpoint, told.append, failed.append)
+    saves = CheckpointSaver(checkpoint, told.append, failed.append)
 
     def full(path, tensors):
         raise OSError(28, "No space left on device")
@@ -130,7 +130,7 @@ def test_the_last_save_may_not_fail(tmp_path, monkeypatch):
 
     monkeypatch.setattr(blocks, "write", full)
     with pytest.raises(SaveFailed):
-        Saves(opened(tmp_path), print, print).begin(1, state(1), last=True)
+        CheckpointSaver(opened(tmp_path), print, print).begin(1, state(1), last=True)
 
 
 def test_due_by_steps_and_by_minutes(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from small_run import opened, state
 
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.testing import run_ranks
 
 

@@ -13,12 +13,12 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Problem
-from nanotrain_core.extents import either, extents_of, multiples_near, too_few, undivided
 from nanotrain_core.hookspecs import Register
-from nanotrain_core.roles import Role
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import divisibility_of, either, multiples_near, too_few, undivided
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout import Layout
+    from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
 __version__ = "0.1.0"
@@ -73,8 +73,8 @@ def _needs_shares(recipe: Recipe, config: TensorParallelConfig) -> str:
     """Return why each rank takes a share of every sequence; empty if none does."""
     if config.sequence_parallel:
         return "sequence_parallel needs"
-    extents = extents_of(recipe.model.config) or ()
-    return "experts need" if any(Role.EXPERTS in extent.roles for extent in extents) else ""
+    divisibility = divisibility_of(recipe.model.config) or ()
+    return "experts need" if any(Role.EXPERTS in extent.roles for extent in divisibility) else ""
 
 
 @hookimpl

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.extents import either, multiples_near
 from nanotrain_core.host.collectives import HostCollectives
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.recipe.divisibility import either, multiples_near
 
 #: torch 2.13 renamed these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

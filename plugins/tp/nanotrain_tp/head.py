@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.builtin.cross_entropy import chunked_loss, wide_dtype
-from nanotrain_core.placement import Placement, share_of
+from nanotrain_core.layout.placement import Placement, share_of
+from nanotrain_core.models.cross_entropy import chunked_loss, wide_dtype
 from nanotrain_tp.collectives import Ranks
 
 

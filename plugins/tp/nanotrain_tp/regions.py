@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.routing import Routing
-from nanotrain_core.weight_gradients import Again, Place, give_place, take_place
+from nanotrain_core.moe.routing import Routing
+from nanotrain_core.pipeline.weight_gradients import Again, Place, give_place, take_place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import Crossing

@@ -29,8 +29,8 @@ def build(config):
     import torch
     from torch import nn
 
-    from nanotrain_core.builtin.transformer import Attention, Transformer
-    from nanotrain_core.roles import Role, tag
+    from nanotrain_core.layout.roles import Role, tag
+    from nanotrain_core.models.transformer import Attention, Transformer
 
     class Normalised(nn.Module):
         """A linear, then a norm of each head."""

@@ -7,10 +7,10 @@ from nanotrain_tp.collectives import Ranks
 from nanotrain_tp.head import Rows, split_cross_entropy
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.builtin import cross_entropy
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import share_of
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import share_of
+from nanotrain_core.models import cross_entropy
 from nanotrain_core.testing import RankFailure, run_ranks
 
 TOKENS, WIDTH = 50, 12

@@ -14,14 +14,14 @@ from nanotrain_tp.wrapper import hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain_core.builtin import linear
-from nanotrain_core.builtin.linear import Linear
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.products import give_products
-from nanotrain_core.roles import Role, tag, tag_of
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.roles import Role, tag, tag_of
+from nanotrain_core.models import linear
+from nanotrain_core.models.linear import Linear
+from nanotrain_core.pipeline.weight_gradients import Postponed, postpone, take_place
+from nanotrain_core.precision.gemm import give_products
 from nanotrain_core.testing import run_ranks
-from nanotrain_core.weight_gradients import Postponed, postpone, take_place
 
 RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
 COLUMNS = ("q", "k", "v")
@@ -155,7 +155,7 @@ def test_what_is_gathered_again_gives_the_same_gradients(region, shared, again):
     options = {"sp": True, "shared": shared, "keep": False, "check_collectives": not shared}
     run = recomputed if again else None
     for found in zip(*run_ranks(passes, RANKS, region, Linear, run, **options), strict=True):
-        compare([numbers_of for numbers_of, _ in found], region, sp=True)
+        compare([dequantize for dequantize, _ in found], region, sp=True)
 
 
 def tokens_kept(keep):
@@ -183,7 +183,7 @@ def recomputed(region, x):
 def test_gradients_are_those_of_one_process_and_are_announced_once(region, shared, sp):
     ranks = run_ranks(passes, RANKS, region, Linear, None, sp=sp, shared=shared, check_collectives=not shared)
     for found in zip(*ranks, strict=True):
-        compare([numbers_of for numbers_of, _ in found], region, sp=sp)
+        compare([dequantize for dequantize, _ in found], region, sp=sp)
         for _, told in found:
             assert sorted(told) == sorted({name for name, _ in region(Linear).named_parameters()})
 
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_one_process_and_are_announced_once(region, share
 )
 def test_layers_that_cannot_leave_a_product_and_layers_run_again_have_the_same_gradients(kind, run):
     for found in zip(*run_ranks(passes, RANKS, Region, kind, run, sp=True), strict=True):
-        compare([numbers_of for numbers_of, _ in found], Region, sp=True)
+        compare([dequantize for dequantize, _ in found], Region, sp=True)
 
 
 def left_after(kind, *, fails):

@@ -6,12 +6,12 @@ from nanotrain_tp import TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.wrapper import TensorParallel
 
-from nanotrain_core.actions import Part
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.builtin.transformer import Transformer
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import place
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import place
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import make_run
 

@@ -8,7 +8,7 @@ from nanotrain_tp.regions import BiasedRow, Boundary
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain_core.builtin import transformer
+from nanotrain_core.models import transformer
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.packed import memory_like, move
-from nanotrain_core.placement import RANGE, Piece, PlacedParameter
+from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter
+from nanotrain_core.precision.quantized_storage import memory_like, move
 
 #: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
 #: ranges are cut where the contract says, and begin on cache lines.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from nanotrain_core.contracts import ErrorFeedback, MasterWeight, Precision
-from nanotrain_core.packed import first_numbers_of
-from nanotrain_core.placement import Piece
+from nanotrain_core.layout.placement import Piece
+from nanotrain_core.precision.quantized_storage import unquantized
 
 
 class HostMaster:
@@ -23,7 +23,7 @@ class HostMaster:
         """Copy the weight of ``piece`` to pinned memory, from where a GPU reads by itself."""
         weight = piece.weight
         host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
-        host.copy_(first_numbers_of(weight))
+        host.copy_(unquantized(weight))
         inner = precision.master(host, piece)
         weight.copy_(host)  # which the master may have rounded
         kind = LossyHostMaster if isinstance(inner, ErrorFeedback) else cls

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanotrain_core.builtin.optimizers import AdamW
 from nanotrain_core.contracts import GradientSync, MasterWeight, Precision, StepStats
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.placement import Piece, PlacedParameter
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter
+from nanotrain_core.optim.adamw import AdamW
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.offload import HostMaster
 from nanotrain_zero12.sharded import ShardedGradients

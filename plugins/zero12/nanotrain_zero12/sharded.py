@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.gradients import LocalGradients
-from nanotrain_core.layout import Span
-from nanotrain_core.mesh import Mesh
-from nanotrain_core.packed import form_of
-from nanotrain_core.placement import Piece, PlacedParameter
-from nanotrain_core.weight_gradients import in_use
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Span
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter
+from nanotrain_core.pipeline.weight_gradients import in_use
+from nanotrain_core.precision.quantized_storage import form_of
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
 from nanotrain_zero12.transport import Transport, choose

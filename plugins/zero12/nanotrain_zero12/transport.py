@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.host.shared_memory import SharedRing, all_gather, reduce_scatter
-from nanotrain_core.mesh import Mesh
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_zero12.flat import ALIGN, Bucket
 
 #: Copies this rank's gradients into a bucket's buffer.

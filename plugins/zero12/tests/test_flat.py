@@ -10,8 +10,8 @@ from nanotrain_zero12 import flat
 from nanotrain_zero12.flat import ALIGN, Flat, cut
 from torch import nn
 
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import RANGE, PlacedParameter, Placement
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import RANGE, PlacedParameter, Placement
 
 LAYOUT = Layout({"dense": View(("dp",), (1,))})
 

@@ -8,11 +8,11 @@ from nanotrain_zero12.offload import HostMaster
 from nanotrain_zero12.optimizer import Zero12
 
 from nanotrain_core.builtin.configs import PrecisionConfig
-from nanotrain_core.builtin.precisions import bf16, fp32
 from nanotrain_core.contracts import ErrorFeedback
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.layout import Layout, View
-from nanotrain_core.placement import Piece, Placement
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.precision.uniform import bf16, fp32
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_run, push
 

@@ -12,7 +12,7 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, m
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned
-from test_products import assert_near, checked_product, layer_of, normal, outliers, products_of_one
+from test_gemm import assert_near, checked_product, layer_of, normal, outliers, products_of_one
 
 COUNTS = pytest.mark.parametrize(
     "counts", [[40, 0, 130, 1, 29], [0, 0, 3], [128, 256], [0, 0], [1] * 5], ids=str

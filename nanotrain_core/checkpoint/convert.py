@@ -1,0 +1,55 @@
+"""Turns a checkpoint of one kind into one of another: weights, optimizer state, and all else it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nanotrain_core.checkpoint.info import TORCH, CheckpointInfo
+from nanotrain_core.contracts import Block, Checkpoint, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.registry import Registry
+
+
+def reformat(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
+    """Write ``saved`` in the new folder ``out`` with another component, in one process that holds it whole.
+
+    It is then the checkpoint of a run of one rank: those of several ranks lose their random streams.
+
+    Raises:
+        CheckpointError: it is damaged, or ``out`` is there already.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} is there already: name a new folder")
+    problems = saved.verify()
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    source, target = (_build(registry, use) for use in (kind, wanted))
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    blocks = []
+    for name, tensor in saved.describe()["tensors"].items():
+        shape = tuple(tensor["shape"])
+        blocks.append(
+            Block(
+                name,
+                shape,
+                (0,) * len(shape),
+                torch.empty(shape, dtype=getattr(torch, TORCH[tensor["dtype"]])),
+            )
+        )
+    source.open(out / "checkpoints", mesh)  # it must touch nothing beside the checkpoint that is read
+    state = source.load(str(saved.path.resolve()), TrainState(blocks, {}, {}))
+    assert state is not None
+    target.open(out / "checkpoints", mesh)
+    target.save(saved.step, state)
+    (report,) = target.advance(wait=True)
+    return report.path
+
+
+def _build(registry: Registry, use: str) -> Checkpoint:
+    built: Checkpoint = registry.build(Selection("checkpoint", use, registry.get("checkpoint", use).config()))
+    return built

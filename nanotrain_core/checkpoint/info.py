@@ -1,0 +1,71 @@
+"""Checkpoints on disk as commands see them: listed, described and verified. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+# What tensors may be stored as, by the code that safetensors has for it.
+# Source: https://github.com/huggingface/safetensors, ``safetensors/src/tensor.rs``, ``Dtype``.
+
+#: Code -> bytes of one number.
+BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+#: Code -> name of torch's dtype.
+TORCH = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+    """Return which kinds of tensors were saved that none of ``wanted`` is of: ``exp_avg``, "" for weights.
+
+    A run that wants none of a kind has another optimizer or precision.
+    """
+    kept, known = ({name.rpartition("/")[0] for name in each} for each in (names, wanted))
+    return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(kept - known)]
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False)
+class CheckpointInfo:
+    """One checkpoint. What ``Component.catalogue`` returns a list of."""
+
+    step: int
+    path: Path
+    nbytes: int
+    """Of all its files."""
+    describe: Callable[[], Mapping[str, Any]]
+    """What it says of itself, as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name ->
+    ``dtype`` as safetensors calls it, and ``shape``), ``files`` (name -> ``sha256``, and whatever else is
+    known of each), whatever else the format has: ``{"files": {"a.npz": {"sha256": "..."}}}``.
+
+    Raises :class:`~nanotrain_core.errors.CheckpointError` if that cannot be read."""
+    verify: Callable[[], Sequence[str]]
+    """Reads everything and says what is wrong: nothing if it would load."""

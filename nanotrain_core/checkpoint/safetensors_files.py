@@ -1,0 +1,150 @@
+"""Tensors in safetensors files: one, or shards with an index, as Hugging Face lays them out.
+
+Files are written tensor by tensor, since shapes are known beforehand: the largest tensor is what it takes in
+memory. Source of the format: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanotrain_core.checkpoint.info import TORCH
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.run.files import write_atomically, write_text_atomically
+
+INDEX = "model.safetensors.index.json"
+
+#: What weights may be stored in, and what safetensors calls it.
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, TORCH[code]) for code in ("F64", "F32", "F16", "BF16")}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Tensors(Protocol):
+    """What a folder holds, to be read block by block."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor, by name."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """What safetensors calls them."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor."""
+        ...
+
+
+class Shards:
+    """The tensors of a folder, opened for reading. Nothing is read before it is asked for.
+
+    Raises:
+        CheckpointError: the folder has no safetensors files, or one is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        """What safetensors calls them: 8-bit formats, which cannot be read, are seen here."""
+        self._files: dict[str, Any] = {}
+        for path in _files(folder):
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            file: Any = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 - the file itself cannot be iterated
+                found = file.get_slice(name)
+                self.shapes[name], self.dtypes[name] = tuple(found.get_shape()), found.get_dtype()
+                self._files[name] = file
+        except (OSError, SafetensorError) as problem:
+            raise CheckpointError(f"{path} is missing or damaged: {problem}") from None
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a tensor."""
+        file = self._files[name]
+        tensor: torch.Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+        return tensor
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return [
+                folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
+        except (ValueError, KeyError, AttributeError) as problem:
+            raise CheckpointError(f"{index} is damaged: {problem!r}") from None
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise CheckpointError(
+            f"{folder} has neither model.safetensors nor {INDEX}: other formats are not read"
+        )
+    return [single]
+
+
+@attrs.define(frozen=True, eq=False)
+class Entry:
+    """A tensor to write."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    """Gives its values, in any dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
+    """Write ``entries`` in their order into files of at most ``limit`` bytes each; return how many files.
+
+    A tensor above the limit gets a file of its own.
+    """
+    shards: list[list[Entry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > limit:
+            shards.append([])
+        shards[-1].append(entry)
+    count = len(shards)
+    numbered = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+    names = ["model.safetensors"] if count == 1 else list(numbered)
+    for name, shard in zip(names, shards, strict=True):
+        write_atomically(folder / name, lambda path, shard=shard: _write(path, shard))  # type: ignore[misc]
+    if count > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(entry.nbytes for shard in shards for entry in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    return count
+
+
+def _write(path: Path, shard: Sequence[Entry]) -> None:
+    """Eight bytes that say how long the header is, the header as JSON, then all tensors without a gap."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in shard:
+        begin, end = end, end + entry.nbytes
+        code = CODES[entry.dtype]
+        header[entry.name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in shard:
+            tensor = entry.read().to(entry.dtype).contiguous()
+            assert tuple(tensor.shape) == entry.shape, entry.name
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,74 @@
+"""When a run saves, and what a save that fails does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
+from nanotrain_core.errors import CheckpointError, SaveFailed
+
+#: CheckpointSaver in a row that may fail before a run is ended: it would lose more with every step.
+MOST_FAILED: Final = 3
+
+
+class CheckpointSaver:
+    """Begins saves and tells of those that are complete. Nothing happens without a checkpoint."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        tell: Callable[[CheckpointReport], None],
+        tell_failed: Callable[[FailedSaveReport], None],
+    ) -> None:
+        self.checkpoint, self._tell, self._tell_failed = checkpoint, tell, tell_failed
+        self._failed = self._step = 0
+        self._log = structlog.get_logger("nanotrain.checkpoint")
+
+    def due(self, step: int) -> bool:
+        """Say whether the checkpoint wants to save after ``step``."""
+        return self.checkpoint is not None and self.checkpoint.due(step)
+
+    def begin(self, step: int, state: TrainState, *, last: bool = False) -> None:
+        """Save ``state``, once the save before it is done. The ``last`` is complete when this returns.
+
+        Raises:
+            SaveFailed: the last save failed, or too many in a row did. Others are a warning, and training
+                goes on.
+        """
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            return
+        self.advance(wait=True)
+        self._step = step
+        self._bear(lambda: checkpoint.save(step, state), last=last)
+        self.advance(wait=last, last=last)
+
+    def settle(self) -> None:
+        """Wait until weights may change: a save on its way may still be reading them."""
+        if self.checkpoint is not None:
+            self.checkpoint.settle()
+
+    def advance(self, *, wait: bool, last: bool = False) -> None:
+        """Tell of checkpoints that are complete by now; ``wait`` for one that is on its way."""
+        checkpoint = self.checkpoint
+        if checkpoint is not None:
+            self._bear(lambda: self._tell_of(checkpoint.advance(wait=wait)), last=last)
+
+    def _tell_of(self, reports: Sequence[CheckpointReport]) -> None:
+        for report in reports:
+            self._failed = 0
+            self._tell(report)
+
+    def _bear(self, act: Callable[[], object], *, last: bool) -> None:
+        """Let ``act`` fail, unless it was the last chance. It fails on all ranks or on none."""
+        try:
+            act()
+        except CheckpointError as problem:
+            self._failed += 1
+            self._tell_failed(FailedSaveReport(self._step, str(problem), self._failed))
+            if last or self._failed == MOST_FAILED:
+                raise SaveFailed(f"{problem}; saves that failed in a row: {self._failed}") from None
+            self._log.warning("a checkpoint could not be saved and the run goes on", problem=str(problem))

@@ -1,0 +1,387 @@
+"""The whole run in one safetensors file, assembled on rank 0.
+
+Tensors are stored whole under their global names, so any layout can read what any other wrote. That
+needs a model that fits one host's memory; larger ones want a sharded format. The file's metadata
+holds the JSON state and a SHA-256 over names, shapes, bytes and state: a damaged file is refused
+before anything live is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nanotrain_core.builtin.configs import SimpleCheckpointConfig
+from nanotrain_core.checkpoint.box_cover import uncovered
+from nanotrain_core.checkpoint.info import strange_kinds
+from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
+from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Shape
+from nanotrain_core.run.files import remove_leftovers, write_atomically
+
+FORMAT = "nanotrain-simple-1"
+#: A block's name, its offset, and the shape of the whole tensor.
+Box = tuple[str, Shape, Shape]
+Form = tuple[Shape, torch.dtype]
+
+
+class SimpleCheckpoint:
+    """See :class:`~nanotrain_core.contracts.Checkpoint`."""
+
+    def __init__(self, config: SimpleCheckpointConfig) -> None:
+        self.config = config
+        self._complete: list[CheckpointReport] = []
+
+    def open(self, folder: Path, mesh: Mesh) -> None:
+        """Use ``folder``, made on the first save; clear away what a killed save left."""
+        self.folder, self.mesh = folder, mesh
+        # Messages have a group of their own: torch.distributed in debug mode counts them among collectives.
+        self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
+        if mesh.rank == 0 and folder.is_dir():
+            remove_leftovers(folder)
+
+    def due(self, step: int) -> bool:
+        """Save every ``every`` steps."""
+        return bool(self.config.every) and step % self.config.every == 0
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of ``step`` is."""
+        return self.folder / f"step-{step:08d}.safetensors"
+
+    def steps(self) -> list[int]:
+        """Return the steps saved, oldest first."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
+
+    # --- save ---------------------------------------------------------------------------------
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Gather every block on rank 0, which writes. Fails on all ranks if it fails there."""
+        began = time.monotonic()
+        tensors = gather_whole(state.blocks, self.mesh, self.group)
+        streams = gather_streams(state.rank_tensors, self.mesh)
+        error = None
+        if self.mesh.rank == 0:
+            try:
+                self._write(step, {**tensors, **streams}, state.meta)
+            except (OSError, SafetensorError) as problem:
+                error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
+        self._agree(error)
+        seconds = time.monotonic() - began
+        self._complete.append(CheckpointReport(step, self.path(step), seconds, blocked=seconds))
+
+    def settle(self) -> None:
+        """Nothing to wait for: a save is complete when :meth:`save` returns."""
+
+    def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
+        """Tell of saves since the last call: each was complete when :meth:`save` returned."""
+        del wait
+        reports, self._complete = self._complete, []
+        return reports
+
+    def _write(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+        text = json.dumps({**meta, "world_size": self.mesh.world_size, "degrees": self.mesh.layout.degrees})
+        header = {"format": FORMAT, "state": text, "sha256": digest(tensors.items(), text)}
+        metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path(step), lambda path: save_file(tensors, path, metadata))
+        for old in [saved for saved in self.steps() if saved <= step][: -self.config.keep]:
+            self.path(old).unlink()
+
+    def _agree(self, error: str | None) -> None:
+        """Raise the first rank's error on every rank."""
+        errors = [text for text in self.mesh.gather(error) if text]
+        if errors:
+            raise CheckpointError(errors[0])
+
+    # --- load ---------------------------------------------------------------------------------
+
+    def load(self, which: str, state: TrainState) -> TrainState | None:
+        """Verify the whole file, check that every block fits, then fill the blocks."""
+        path, damaged = self._newest_whole() if which == "latest" else (self._find(which), {})
+        if path is None:
+            return None
+        if which != "latest":
+            self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
+        with self._opened(path) as file:
+            names = frozenset(names_in(file))
+            wanted = set().union(*self.mesh.gather({block.name for block in state.blocks}))
+            kept = [name for name in names if not name.startswith("rng/")]
+            problems = strange_kinds(kept, wanted)
+            problems += [text for block in state.blocks for text in misfit(file, names, block)]
+            few = "; ".join(problems[:2])
+            text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
+            self._agree(text)
+            meta = json.loads(read_header(file)["state"])
+            state.accept(meta)  # first, since another model tells more
+            self._agree(left_over(path, kept, wanted))
+            self._quarantine(damaged)
+            for block in state.blocks:
+                block.tensor.copy_(read_block(file, block))
+            same_layout = meta.get("degrees") == self.mesh.layout.degrees
+            prefix = f"rng/{self.mesh.rank}/"
+            self._set_aside_after(path)
+            streams = [name for name in names if same_layout and name.startswith(prefix)]
+            return TrainState(
+                state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
+            )
+
+    def _opened(self, path: Path) -> Any:
+        """Open a file that rank 0 found whole on every rank, or on none.
+
+        Another host may see another file there: on a disk of its own, or a moment ago on a shared one, where
+        a rank may still be led to a file that was set aside since.
+        """
+        file, error, seal = None, "", ""
+        try:
+            file = safe_open(path, framework="pt")
+            seal = read_header(file).get("sha256", "")
+        except (OSError, SafetensorError, ValueError) as problem:
+            error = f"{path} cannot be read: {problem}"
+        everyone = self.mesh.gather((seal, error, str(path)))
+        for rank, (theirs, unread, where) in enumerate(everyone):
+            if unread:
+                raise CheckpointError(f"rank {rank}: {unread}")
+            if theirs != everyone[0][0]:
+                raise CheckpointError(f"rank {rank}: {where} is another checkpoint there than on rank 0")
+        return file
+
+    def _set_aside_after(self, path: Path) -> None:
+        """Move checkpoints of later steps aside, all if ``path`` is not one of them: the run leaves them."""
+        if self.mesh.rank == 0:
+            own = path.resolve().parent == self.folder.resolve()
+            there = map(self.path, self.steps())
+            later = [saved for saved in there if saved.name > path.name or not own]
+            aside = self.folder / time.strftime("superseded-%Y%m%d-%H%M%S")
+            for old in later:
+                aside.mkdir(exist_ok=True)
+                old.rename(aside / old.name)
+            if later:
+                log = structlog.get_logger("nanotrain.checkpoint")
+                log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
+
+    def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
+        """Return the newest file that is whole, as rank 0 finds it, and what is wrong with newer ones."""
+        found: Path | None = None
+        damaged: dict[Path, str] = {}
+        for step in reversed(self.steps()) if self.mesh.rank == 0 else ():
+            problems = damage(self.path(step))
+            if not problems:
+                found = self.path(step)
+                break
+            damaged[self.path(step)] = "; ".join(problems)
+        # All damaged ones stay where they are: else the next launch would find none, and begin anew.
+        none = damaged and found is None
+        self._agree(
+            f"no checkpoint in {self.folder} is whole: {next(iter(damaged.values()))}" if none else None
+        )
+        newest: Path | None = self.mesh.gather(found)[0]
+        return newest, damaged
+
+    def _quarantine(self, damaged: Mapping[Path, str]) -> None:
+        """Rename damaged files, on rank 0, once there is another one to go on from."""
+        for path, problem in damaged.items():
+            aside = path.with_name(time.strftime(f".corrupt-{path.stem.removeprefix('step-')}-%Y%m%d-%H%M%S"))
+            path.rename(aside)
+            log = structlog.get_logger("nanotrain.checkpoint")
+            log.warning("a damaged checkpoint was set aside", problem=problem, now=str(aside))
+
+    def _find(self, which: str) -> Path:
+        path, problem = self.path(int(which)) if which.isdecimal() else Path(which), None
+        if not path.is_file():
+            known = ", ".join(map(str, self.steps())) or "none"
+            problem = f"no checkpoint at {path}; steps saved in {self.folder}: {known}"
+        self._agree(problem)
+        return path
+
+    def verify(self, step: int) -> Sequence[str]:
+        """Return what is wrong with the file of ``step``."""
+        return damage(self.path(step))
+
+
+def digest(tensors: Any, state: str) -> str:
+    """Return a SHA-256 over names, dtypes, shapes, bytes and the JSON state."""
+    total = hashlib.sha256(state.encode())
+    for name, tensor in sorted(tensors):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def damage(path: Path) -> list[str]:
+    """Return why ``path`` must not be loaded: empty if it is whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = read_header(file)
+            if header.get("format") != FORMAT:
+                return [f"{path} is not a {FORMAT} checkpoint (its format is {header.get('format')!r})"]
+            found = digest(((name, file.get_tensor(name)) for name in names_in(file)), header["state"])
+    except (OSError, SafetensorError, KeyError, ValueError) as problem:
+        return [f"{path} is damaged: {problem}"]
+    return [] if found == header["sha256"] else [f"{path} is damaged: its bytes do not match its SHA-256"]
+
+
+def read_header(file: Any) -> dict[str, str]:
+    """Return format, JSON state and SHA-256 of an open file; empty if it is not one of ours."""
+    header: dict[str, str] = json.loads((file.metadata() or {}).get("nanotrain", "{}"))
+    return header
+
+
+def names_in(file: Any) -> list[str]:
+    """Return the names of a safetensors file, which cannot be iterated itself."""
+    return list(file.keys())
+
+
+def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
+    """Yield why a saved tensor cannot fill ``block``."""
+    if block.name not in names:
+        yield f"it has no tensor {block.name}"
+        return
+    saved = file.get_slice(block.name)
+    if tuple(saved.get_shape()) != tuple(block.global_shape):
+        yield f"{block.name} has shape {tuple(saved.get_shape())}, expected {tuple(block.global_shape)}"
+    kept, wanted = saved.get_dtype(), CODES.get(block.tensor.dtype)
+    if wanted and kept != wanted:  # rounding it would change the run without a word
+        yield f"{block.name} is kept in {kept}, expected {wanted}"
+
+
+def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
+    """Say which tensor this run would drop, as the moments of a parameter that is trained no more."""
+    rest = sorted({*names} - wanted)
+    return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
+
+
+def read_block(file: Any, block: Block) -> torch.Tensor:
+    """Read the range of a saved tensor that ``block`` covers."""
+    if not block.global_shape:
+        return file.get_tensor(block.name)  # type: ignore[no-any-return]
+    index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
+    return file.get_slice(block.name)[index]  # type: ignore[no-any-return]
+
+
+# --- weights alone ------------------------------------------------------------------------------
+
+
+def open_weights(path: Path) -> SavedWeights | None:
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it is of another format."""
+    folders = (path, path / "checkpoints")
+    files = [file for folder in folders for file in sorted(folder.glob("step-*.safetensors"))]
+    path = files[-1] if files else path
+    if not path.is_file() or path.suffix != ".safetensors":
+        return None
+    try:
+        file = safe_open(path, framework="pt")
+        header = read_header(file)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path} is damaged: {problem}") from None
+    if header.get("format") != FORMAT:
+        return None
+    return SavedWeights(json.loads(header["state"])["model"], SimpleWeights(path, file))
+
+
+class SimpleWeights:
+    """See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self.path, self.file = path, file
+        saved = {name: file.get_slice(name) for name in names_in(file) if "/" not in name}
+        self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in saved.items()}
+        self.dtypes = {name: DTYPES[tensor.get_dtype()] for name, tensor in saved.items()}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return one block."""
+        found = self.file.get_slice(name)[index] if index else self.file.get_tensor(name)
+        return found  # type: ignore[no-any-return]
+
+    def damage(self) -> Sequence[str]:
+        """Compare all bytes with their SHA-256."""
+        return damage(self.path)
+
+
+# --- bringing blocks together -------------------------------------------------------------------
+
+
+def gather_whole(
+    blocks: Sequence[Block], mesh: Mesh, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """Gather on rank 0: return every tensor whole, on the CPU; an empty dict on other ranks.
+
+    Of equal blocks the lowest rank's is taken. Ranks above 0 send theirs one by one, in one order.
+    """
+    mine = {(b.name, tuple(b.offset), tuple(b.global_shape)): b.tensor.detach() for b in blocks}
+    forms: list[dict[Box, Form]] = [{box: (tuple(t.shape), t.dtype) for box, t in mine.items()}]
+    if mesh.world_size > 1:
+        own, forms = forms[0], [{}] * mesh.world_size
+        dist.all_gather_object(forms, own)
+    owners: dict[Box, int] = {}
+    for rank, theirs in enumerate(forms):
+        for box in theirs:
+            owners.setdefault(box, rank)
+    check_coverage(owners, forms)
+    whole: dict[str, torch.Tensor] = {}
+    for box, owner in owners.items():
+        if owner and mesh.rank == owner:
+            dist.send(mine[box].contiguous(), dst=0, group=group)
+        elif mesh.rank == 0:
+            put(whole, box, receive(forms[owner][box], owner, mesh, group) if owner else mine[box])
+    return whole
+
+
+def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]]) -> None:
+    """Refuse blocks that leave a hole in a tensor, or overlap: a placement is wrong.
+
+    Raises:
+        CheckpointError: naming the tensor.
+    """
+    parts: dict[tuple[str, Shape], list[tuple[Shape, Shape]]] = defaultdict(list)
+    for box, owner in owners.items():
+        name, offset, shape = box
+        parts[name, shape].append((offset, forms[owner][box][0]))
+    for (name, shape), boxes in parts.items():
+        if problem := uncovered(shape, boxes):
+            raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
+
+
+def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Receive one block."""
+    shape, dtype = form
+    buffer = torch.empty(shape, dtype=dtype, device=mesh.device)
+    dist.recv(buffer, src=source, group=group)
+    return buffer
+
+
+def put(whole: dict[str, torch.Tensor], box: Box, tensor: torch.Tensor) -> None:
+    """Copy one block into its whole tensor."""
+    name, offset, shape = box
+    if tuple(tensor.shape) == shape:
+        whole[name] = tensor.cpu().contiguous()
+        return
+    target = whole.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
+    target[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor.cpu()
+
+
+def gather_streams(streams: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Gather on rank 0: return every rank's streams under ``rng/<rank>/``."""
+    mine = dict(streams)
+    everyone: list[dict[str, torch.Tensor] | None] = [mine]
+    if mesh.world_size > 1:
+        everyone = [None] * mesh.world_size
+        dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0)
+    return {
+        f"rng/{rank}/{name}": t
+        for rank, theirs in enumerate(everyone)
+        if theirs
+        for name, t in theirs.items()
+    }

@@ -1,0 +1,67 @@
+"""The ``simple`` checkpoints of a folder, listed and described without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+#: Largest header that is read, as in safetensors itself.
+_LARGEST_HEADER = 100 * 2**20
+
+
+def catalogue(path: Path) -> list[CheckpointInfo]:
+    """Return those of a run folder, of the folder they are in, or the one at ``path``; oldest first."""
+    return sorted((_saved(file) for file in _files(path)), key=lambda saved: saved.step)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    candidates = [path] if path.is_file() else [*path.glob("step-*"), *path.glob("checkpoints/step-*")]
+    return (file for file in candidates if _NAME.fullmatch(file.name) and file.is_file())
+
+
+def _saved(path: Path) -> CheckpointInfo:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return CheckpointInfo(
+        step=int(found[1]),
+        path=path,
+        nbytes=path.stat().st_size,
+        describe=partial(_describe, path),
+        verify=partial(_verify, path),
+    )
+
+
+def _describe(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"its header claims {length} bytes")
+            table = json.loads(file.read(length))
+        ours = json.loads(table.pop("__metadata__")["nanotrain"])
+        meta = json.loads(ours["state"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path} is damaged: {problem!r}") from None
+    tensors = {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in table.items()}
+    return {
+        "format": ours["format"],
+        "step": meta["step"],
+        "world_size": meta.pop("world_size"),
+        "meta": meta,
+        "tensors": {name: entry for name, entry in sorted(tensors.items()) if not name.startswith("rng/")},
+        "files": {path.name: {"sha256": ours["sha256"]}},
+    }
+
+
+def _verify(path: Path) -> Sequence[str]:
+    from nanotrain_core.checkpoint.simple import damage  # needs torch
+
+    return damage(path)

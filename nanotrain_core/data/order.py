@@ -1,0 +1,132 @@
+"""Sequences in a seeded order that no layout changes: what the built-in data components share.
+
+A batch is named by positions in an endless stream of epochs, each a permutation of the training
+sequences drawn from (seed, epoch). A rank takes its rows of the positions, so the number of ranks
+never decides which sequences a step sees, and one integer is the whole state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.errors import DataError
+from nanotrain_core.run.random_state import stream_seed
+
+Integers = npt.NDArray[np.int64]
+
+
+class ShuffledOrder:
+    """Which of ``count`` sequences stands at each position, every epoch in a new order."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed = count, seed
+        self._epochs: dict[int, Integers] = {}
+
+    def at(self, positions: Iterable[int]) -> Integers:
+        """Return the sequence numbers at ``positions``; epoch e is positions e * count to (e + 1) * count."""
+        places = [divmod(position, self.count) for position in positions]
+        permutations = {epoch: self._permutation(epoch) for epoch in {epoch for epoch, _ in places}}
+        self._epochs = permutations
+        return np.array([permutations[epoch][place] for epoch, place in places], dtype=np.int64)
+
+    def _permutation(self, epoch: int) -> Integers:
+        known = self._epochs.get(epoch)
+        if known is not None:
+            return known
+        return np.random.default_rng(stream_seed(self.seed, "data/order", epoch)).permutation(self.count)
+
+
+class SequenceData:
+    """Batches of sequences of ``length`` + 1 tokens, which overlap by one to make inputs and targets.
+
+    A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`sequences`.
+    See :class:`~nanotrain_core.contracts.Data`.
+    """
+
+    def prepare(self, *, length: int, seed: int, train: int, validation: int, fingerprint: str) -> None:
+        """Start at position 0 of ``train`` sequences.
+
+        Args:
+            length: tokens of a sequence that the model reads.
+            seed: of the order.
+            train: training sequences in an epoch.
+            validation: sequences held out.
+            fingerprint: readable, and different for any data whose positions mean something else.
+        """
+        self.length, self.train, self.validation = length, train, validation
+        self.fingerprint = f"{fingerprint}, sequences of {length}, seed {seed}"
+        self.position = 0
+        self._train_order = ShuffledOrder(train, stream_seed(seed, "data/train"))
+        # Shuffled once, so that the first few validation batches already represent the whole split.
+        self._validation_order = ShuffledOrder(validation, stream_seed(seed, "data/validation"))
+
+    def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
+        """Return tokens [len(numbers), length + 1] of the sequences of those numbers in a split."""
+        raise NotImplementedError
+
+    def train_batch(self, sequences: int, shard: Shard) -> Batch:
+        """Advance by one global batch and return this shard's rows.
+
+        Raises:
+            DataError: the training split holds fewer sequences than one batch.
+            ValueError: the batch does not divide over the shards.
+        """
+        if sequences > self.train:
+            raise DataError(
+                f"one batch takes {sequences} sequences of {self.length} tokens, but the training data has "
+                f"{self.train}: lower batch.sequences or batch.length, or add data"
+            )
+        rows = shard.rows(sequences)
+        numbers = self._train_order.at(self.position + row for row in rows)
+        self.position += sequences
+        return _batch(self.sequences(numbers, validation=False))
+
+    def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
+        """Return this shard's rows of a validation batch, padded at the end; None after the last."""
+        first = index * sequences
+        if first >= self.validation:
+            return None
+        rows = [first + row for row in shard.rows(sequences)]
+        numbers = self._validation_order.at(row for row in rows if row < self.validation)
+        return _padded(_batch(self.sequences(numbers, validation=True)), len(rows))
+
+    def meta(self) -> dict[str, Any]:
+        """Return sequences consumed so far, and of what data."""
+        return {"position": self.position, "fingerprint": self.fingerprint}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go back to a position.
+
+        Raises:
+            DataError: it is a position in other data.
+        """
+        if meta["fingerprint"] != self.fingerprint:
+            raise DataError(
+                "the checkpoint was trained on other data, so its position means nothing here\n"
+                f"  checkpoint: {meta['fingerprint']}\n  this run:   {self.fingerprint}"
+            )
+        self.position = int(meta["position"])
+
+
+def _batch(sequences: Integers) -> Batch:
+    tokens = torch.from_numpy(sequences)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def _padded(batch: Batch, rows: int) -> Batch:
+    """Add rows of token 0 with ignored targets, so that every shard has as many rows as the others."""
+    missing = rows - batch.sequences
+    if missing == 0:
+        return batch
+    assert batch.targets is not None
+    shape = (missing, batch.tokens.shape[1])
+    return Batch(
+        torch.cat((batch.tokens, batch.tokens.new_zeros(shape))),
+        torch.cat((batch.targets, batch.targets.new_full(shape, IGNORE))),
+    )

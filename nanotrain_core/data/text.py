@@ -1,0 +1,95 @@
+"""Text files as sequences of tokens. Without a path: the Python standard library's source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.data.documents import fingerprint, read_documents
+from nanotrain_core.data.order import Integers, SequenceData
+from nanotrain_core.data.tokenizers import make_tokenizer
+from nanotrain_core.errors import DataError
+
+
+class Text(SequenceData):
+    """Documents joined end to end and cut into sequences, some of them held out.
+
+    Sequence i reads tokens i * length up to (i + 1) * length and predicts each one's successor, so every
+    token of the corpus but the first is predicted once, and the few after the last whole sequence never.
+    """
+
+    #: Validation sequences on which bytes per token are measured, at most.
+    MEASURED = 1024
+
+    def __init__(self, config: TextConfig) -> None:
+        self.config = config
+
+    def open(self, *, length: int, seed: int) -> None:
+        """Read, tokenise and split.
+
+        Raises:
+            DataError: files, tokenizer or its package are missing, or there is less than one sequence.
+        """
+        documents = read_documents(self.config.paths, self.config.suffixes)
+        digest = fingerprint(documents)
+        self.tokenizer = make_tokenizer(self.config.tokenizer)
+        self.vocab_size = self.tokenizer.vocab_size
+        self.files = len(documents)
+        self.tokens = self.tokenizer.tokenize(documents, digest)
+        count = (len(self.tokens) - 1) // length
+        if count < 1:
+            raise DataError(
+                f"the text has {len(self.tokens)} tokens in {self.files} files, but one sequence of "
+                f"{length} needs {length + 1}: add text or lower batch.length"
+            )
+        self._train_numbers, self._validation_numbers = split(count, self.config.validation_fraction)
+        self.prepare(
+            length=length,
+            seed=seed,
+            train=len(self._train_numbers),
+            validation=len(self._validation_numbers),
+            fingerprint=f"text {digest[:16]}, {self.tokenizer.name}, "
+            f"{len(self._validation_numbers)} of {count} sequences held out",
+        )
+        self.bytes_per_token = self._bytes_per_token()
+
+    def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
+        """Return the tokens of those sequences of a split."""
+        chosen = (self._validation_numbers if validation else self._train_numbers)[numbers]
+        places = chosen[:, None] * self.length + np.arange(self.length + 1)
+        return np.asarray(self.tokens[places], np.int64)
+
+    def _bytes_per_token(self) -> float:
+        """Measure on targets of the validation split, or of the training split if nothing is held out."""
+        validation = self.validation > 0
+        numbers = np.arange(min(self.MEASURED, self.validation or self.train))
+        targets = self.sequences(numbers, validation=validation)[:, 1:]
+        return sum(self.tokenizer.byte_count(row) for row in targets.tolist()) / targets.size
+
+    def describe(self) -> str:
+        """Return what was read, in one line."""
+        return (
+            f"text: {self.files} files, {len(self.tokens)} tokens ({self.tokenizer.name}), "
+            f"{self.train} sequences to train on, {self.validation} held out"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``."""
+        return self.tokenizer.decode(tokens)
+
+
+def split(count: int, fraction: float) -> tuple[Integers, Integers]:
+    """Return the numbers of the training and of the validation sequences, of ``count`` in all.
+
+    The held-out ones are spread evenly over the text, so that both splits hold every kind of it. Unless
+    ``fraction`` is 0 there is at least one, if ``count`` leaves one to train on.
+    """
+    held = min(count - 1, max(1, round(count * fraction))) if fraction else 0
+    validation = ((2 * np.arange(held) + 1) * count) // (2 * held) if held else np.empty(0, np.int64)
+    return np.setdiff1d(np.arange(count), validation), validation

@@ -1,0 +1,162 @@
+"""Text to tokens: plain bytes, or any Hugging Face ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nanotrain_core.data.documents import Document, missing_path
+from nanotrain_core.errors import DataError
+from nanotrain_core.run.files import write_atomically
+
+Tokens = npt.NDArray[Any]
+
+#: What public tokenizers call the token that ends a document, in the order they are looked for.
+END_OF_TEXT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """What ``text`` needs of a tokenizer."""
+
+    name: str
+    """Short, and different for different tokenizers."""
+    vocab_size: int
+
+    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
+        """Return all documents as one array of the smallest unsigned type, each followed by a separator."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def byte_count(self, tokens: Sequence[int]) -> int:
+        """Return how many bytes of text ``tokens`` stand for."""
+        ...
+
+
+class Bytes:
+    """A token for each of the 256 bytes; byte 0 ends a document."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
+        """Return the bytes themselves."""
+        return np.frombuffer(b"".join(part for d in documents for part in (d.content, b"\0")), np.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of UTF-8."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return text, with U+FFFD where bytes are no UTF-8 or tokens no bytes."""
+        return bytes(t if t < 256 else 0xFF for t in tokens).decode(errors="replace")
+
+    def byte_count(self, tokens: Sequence[int]) -> int:
+        """Return one for each token."""
+        return len(tokens)
+
+
+class TokenizerFile:
+    """A Hugging Face ``tokenizer.json``. Tokenised text is cached, since it takes minutes per gigabyte."""
+
+    #: Documents tokenised at a time, which bounds the memory that the encodings take.
+    DOCUMENTS = 64
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise DataError(missing_path(path, "tokenizer"))
+        content = path.read_bytes()
+        self._tokenizer = _parse(path, content)
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
+        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
+
+    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
+        """Return the tokens of all documents, from the cache if they are there.
+
+        Each ends with the tokenizer's end-of-text token, if it has one of the known names.
+        """
+        cached = _cache_file(f"{fingerprint}/{self.name}")
+        if cached.is_file():
+            return np.load(cached, mmap_mode="r")  # type: ignore[no-any-return]
+        tokens = np.concatenate([np.empty(0, self._dtype), *self._pieces(documents)])
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, lambda temporary: _save(temporary, tokens))
+        except OSError:
+            pass  # No place to cache in: the next run tokenises again.
+        return tokens
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.min_scalar_type(self.vocab_size - 1)
+
+    def _pieces(self, documents: Sequence[Document]) -> list[Tokens]:
+        end = [] if self.separator is None else [self.separator]
+        pieces = []
+        for start in range(0, len(documents), self.DOCUMENTS):
+            texts = [d.content.decode(errors="replace") for d in documents[start : start + self.DOCUMENTS]]
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            pieces += [np.array(encoding.ids + end, self._dtype) for encoding in encodings]
+        return pieces
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, no special ones added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``, special ones left out."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def byte_count(self, tokens: Sequence[int]) -> int:
+        """Return the bytes of the decoded text."""
+        return len(self.decode(tokens).encode())
+
+
+def make_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a recipe: ``bytes``, or the path of a ``tokenizer.json``.
+
+    Raises:
+        DataError: the file is missing or is not a tokenizer, or the package ``tokenizers`` is.
+    """
+    return Bytes() if name == "bytes" else TokenizerFile(Path(name))
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    try:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+    except ImportError:
+        raise DataError(
+            f"the tokenizer {path} needs the package tokenizers: pip install nanotrain-core[tokenizers], "
+            "or use tokenizer = 'bytes'"
+        ) from None
+    try:
+        return HuggingFaceTokenizer.from_buffer(content)
+    except Exception as error:  # The package raises bare Exception.
+        raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None
+
+
+def _cache_file(key: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "nanotrain" / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
+
+
+def _save(path: Path, tokens: Tokens) -> None:
+    with open(path, "wb") as file:  # np.save would add a suffix to a path.
+        np.save(file, tokens)

@@ -1,0 +1,1 @@
+"""Hugging Face: names and options of its models, and reading and writing their weights."""

@@ -1,0 +1,132 @@
+"""Writes the weights of a model as a folder, ours or another library's, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import attrs
+import torch
+
+from nanotrain_core.checkpoint.safetensors_files import Entry, write_shards
+from nanotrain_core.errors import CheckpointError, FolderError
+from nanotrain_core.hf.mapping import HFError, HFMapping
+from nanotrain_core.hf.open_weights import CONFIG, TABLE, Weights, hf_models, on_meta, open_weights
+from nanotrain_core.hf.weights import Atlas, whole
+from nanotrain_core.precision.dtypes import kept_dtypes
+from nanotrain_core.recipe.write import write_model
+from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.files import flush, write_text_atomically
+
+#: Files that go along with weights as they are.
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
+
+#: What can be done with a model that transformers does not know.
+OWN_NAMES = "Under its own names it can be written: --to nanotrain"
+
+Form = Literal["huggingface", "nanotrain"]
+
+#: What each of our parameters is written as, by name.
+Dtypes = Mapping[str, torch.dtype]
+
+
+@attrs.define(frozen=True)
+class Written:
+    """What a conversion left."""
+
+    model: str
+    form: Form
+    parameters: int
+    files: int
+
+
+def convert(
+    source: Path,
+    target: Path,
+    registry: Registry,
+    *,
+    form: Form | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> Written:
+    """Write the weights at ``source`` into the new folder ``target``, which appears whole or not at all.
+
+    Args:
+        source: anything :func:`~nanotrain_core.hf.open_weights.open_weights` knows.
+        target: a folder that does not exist, or is empty.
+        registry: finds the model's component.
+        form: whose names to write; None: not those that ``source`` has.
+        dtype: of every weight; None keeps each one's own. State that a model keeps in a dtype of its own, as
+            a router's bias, stays in that.
+        shard_bytes: size of a file at most, unless a single tensor is larger.
+
+    Raises:
+        NanotrainError: ``source`` cannot be read, ``target`` not written, or the model has no mapping.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FolderError(f"{target} is there already: name a new folder")
+    weights = open_weights(source, registry)
+    damage = weights.reader.damage()
+    if damage:
+        raise CheckpointError("; ".join(damage))
+    form = form or ("nanotrain" if weights.hf else "huggingface")
+    dtypes = weights.reader.dtypes
+    if dtype:
+        kept = kept_dtypes(on_meta(weights.selection, registry))
+        dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept}
+    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
+    scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    try:
+        scratch.mkdir(parents=True)
+        files = write_shards(scratch, entries, shard_bytes)
+        write_text_atomically(scratch / name, text)
+        _copy_tokenizer(source, scratch)
+        flush(scratch)
+        scratch.rename(target)
+        flush(target.parent)
+    except OSError as problem:
+        raise FolderError(f"{target} cannot be written: {problem.strerror or problem}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
+    return Written(weights.selection.use, form, parameters, files)
+
+
+def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
+    """Return the tensors, and the name and text of the file that says what they are."""
+    return list(_entries(weights, dtypes)), TABLE, write_model(weights.selection)
+
+
+def _entries(weights: Weights, dtypes: Dtypes) -> Iterator[Entry]:
+    for name, shape in weights.reader.shapes.items():
+        yield Entry(name, shape, dtypes[name], lambda n=name, s=shape: weights.reader.read(n, whole(s)))  # type: ignore[misc]
+
+
+def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
+    use, model_config = weights.selection.use, weights.selection.config
+    hf: HFMapping | None = registry.get("model", use).load_optional("hf")
+    if hf is None:
+        known = ", ".join(sorted({name for name, _ in hf_models(registry).values()}))
+        why = f"model '{use}' has no mapping in transformers; models that have: {known}"
+        raise HFError(f"{why}. {OWN_NAMES}")
+    try:
+        config: dict[str, Any] = hf.config(model_config)
+    except HFError as problem:
+        why = f"model '{use}' cannot be written for transformers: {problem}"
+        raise HFError(f"{why}. {OWN_NAMES}") from None
+    atlas = Atlas(hf.mappings(model_config), weights.reader.shapes)
+    entries = list(atlas.entries(weights.reader, dtypes))
+    largest = max(entries, key=lambda entry: entry.nbytes).dtype
+    config["torch_dtype"] = str(largest).removeprefix("torch.")
+    return entries, CONFIG, json.dumps(config, indent=2) + "\n"
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for pattern in TOKENIZER if source.is_dir() else ():
+        for path in source.glob(pattern):
+            if path.is_file():
+                flush(shutil.copyfile(path, target / path.name))

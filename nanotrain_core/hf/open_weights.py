@@ -1,0 +1,252 @@
+"""Finds out what a path holds and opens its weights, checked against the model they say they are of.
+
+Known are a folder that ``nanotrain convert`` wrote, a Hugging Face folder, and whatever a checkpoint
+component can open for its weights: a checkpoint, or a run folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli
+import torch
+from torch import nn
+
+from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
+from nanotrain_core.contracts import Model, SavedWeights, WeightReader
+from nanotrain_core.errors import CheckpointError, did_you_mean, nearby
+from nanotrain_core.hf.block_scaled import BlockScaled
+from nanotrain_core.hf.mapping import HFError, HFMapping
+from nanotrain_core.hf.weights import Atlas, ForeignWeights, differences, missing_prefix
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Shape
+from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.recipe.model_table import model_table, refuse_other_model, training_keys
+from nanotrain_core.recipe.structure import structure
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.registry import Registry
+
+#: The ``[model]`` table of a folder of ours: a recipe can extend it.
+TABLE = "model.toml"
+CONFIG = "config.json"
+
+
+@attrs.define(frozen=True, eq=False)
+class Weights:
+    """A model's weights on disk: every parameter is there, in its shape."""
+
+    path: Path
+    selection: Selection
+    reader: WeightReader
+    hf: bool
+    """Whether they are stored as another library does."""
+
+
+def open_weights(path: Path, registry: Registry) -> Weights:
+    """Open what ``path`` holds, and compare names and shapes with the model of its table.
+
+    Raises:
+        CheckpointError: there are no weights, or they are not those of the model.
+        HFError: no component can represent the other library's model.
+    """
+    if (path / CONFIG).is_file() and not (path / TABLE).is_file():
+        return _open_hf(path, registry)
+    saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
+    selection = select(saved.model, registry, path)
+    refuse(path, list(differences(saved.reader.shapes, shapes_of(selection, registry))))
+    return Weights(path, selection, saved.reader, hf=False)
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise the first of ``problems``, with their number."""
+    if problems:
+        count = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
+        raise CheckpointError(f"the weights in {path} do not fit the model: {problems[0]}{count}")
+
+
+# --- ours -------------------------------------------------------------------------------------
+
+
+class OwnShards:
+    """A folder under our own names. See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shards = Shards(folder)
+        self.shapes: Mapping[str, Shape] = self.shards.shapes
+        self.dtypes = known_dtypes(folder, self.shards)
+        self.read = self.shards.read
+
+    def damage(self) -> Sequence[str]:
+        """Return nothing: the files carry no checksum."""
+        return ()
+
+
+def _open_ours(folder: Path) -> SavedWeights:
+    try:
+        table = tomli.loads((folder / TABLE).read_text(encoding="utf-8"))["model"]
+    except (tomli.TOMLDecodeError, KeyError) as problem:
+        raise CheckpointError(f"{folder / TABLE}: expected a table [model]: {problem!r}") from None
+    return SavedWeights(table, OwnShards(folder))
+
+
+def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder{nearby(path)}")
+    for name in registry.names("checkpoint"):
+        opener = registry.get("checkpoint", name).load_optional("weights")
+        found: SavedWeights | None = opener(path) if opener else None
+        if found is not None:
+            return found
+    raise CheckpointError(
+        f"{path} holds no weights that can be read: expected a folder with {CONFIG} (Hugging Face) or "
+        f"{TABLE} (`nanotrain convert`), a checkpoint, or the folder of a run that saved one"
+    )
+
+
+def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
+    """Return the dtypes of all tensors.
+
+    Raises:
+        CheckpointError: one is no floating-point format of 16 bits or more.
+    """
+    for name, code in shards.dtypes.items():
+        if code not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise CheckpointError(f"{path}: {name} is stored as {code}; only {known} can be read")
+    return {name: DTYPES[code] for name, code in shards.dtypes.items()}
+
+
+def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selection:
+    """Give a ``[model]`` table its types.
+
+    Raises:
+        CheckpointError: it does not fit the component as installed.
+    """
+    rest: dict[str, Any] = _without_none(table)
+    use = rest.pop("use", None)
+    if not isinstance(use, str):
+        raise CheckpointError(f"{path}: the model's table does not say which model to use")
+    config, problems = structure(rest, registry.get("model", use).config, "model")
+    if problems:
+        raise CheckpointError("\n".join(f"{path}: {problem.key}: {problem.message}" for problem in problems))
+    return Selection("model", use, config)
+
+
+def _without_none(value: Any) -> Any:
+    """Leave out what TOML cannot write: a saved table spells out every key."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def on_meta(selection: Selection, registry: Registry) -> nn.Module:
+    """Return a whole model without storage, as its component builds it."""
+    model: Model = registry.build(selection)
+    with torch.device("meta"):
+        return model.build(Part.whole(model.layers))
+
+
+def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
+    """Return the global shape of every parameter of a model."""
+    return {name: tuple(p.shape) for name, p in on_meta(selection, registry).named_parameters()}
+
+
+# --- another library's ------------------------------------------------------------------------
+
+
+def hf_models(registry: Registry) -> dict[str, tuple[str, HFMapping]]:
+    """Return ``model_type`` of a ``config.json`` -> name of the component for it, and its names."""
+    found: dict[str, tuple[str, HFMapping]] = {}
+    for use in registry.names("model"):
+        hf: HFMapping | None = registry.get("model", use).load_optional("hf")
+        for model_type in hf.model_types if hf else ():
+            found[model_type] = (use, hf)  # type: ignore[assignment]
+    return found
+
+
+def _open_hf(folder: Path, registry: Registry) -> Weights:
+    try:
+        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as problem:
+        raise CheckpointError(f"{folder / CONFIG} is damaged: {problem}") from None
+    known, wanted = hf_models(registry), config.get("model_type")
+    if wanted not in known:
+        near = did_you_mean(str(wanted), list(known))
+        raise HFError(
+            f"{folder / CONFIG}: model_type is {wanted!r}{near}; installed models can represent: "
+            f"{', '.join(sorted(known))}"
+        )
+    use, hf = known[wanted]
+    try:
+        shards = _shards(folder, config.get("quantization_config"))
+        table = {"use": use, **hf.table(config, shards.shapes.keys())}
+    except HFError as problem:
+        raise HFError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
+    selection = select(table, registry, folder)
+    atlas = Atlas(hf.mappings(selection.config), shapes_of(selection, registry))
+    return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
+
+
+def _shards(folder: Path, quantization: Mapping[str, Any] | None) -> Tensors:
+    shards = Shards(folder)
+    return BlockScaled(folder, shards, quantization) if quantization else shards
+
+
+def _read_hf(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]) -> ForeignWeights:
+    prefix = missing_prefix(shards.shapes, atlas.theirs)
+    found = {prefix + name: shape for name, shape in shards.shapes.items()}
+    if prefix:  # saved without its head, which has no prefix of its own
+        found |= {name: shape for name, shape in shards.shapes.items() if name in atlas.theirs}
+    refuse(folder, list(differences(found, atlas.theirs, ignored)))
+    dtypes = known_dtypes(folder, shards)
+    return ForeignWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
+
+
+# --- a run that starts from them --------------------------------------------------------------
+
+
+def fingerprint(reader: WeightReader) -> str:
+    """Return a SHA-256 over all names and shapes, and over a corner of up to 64 tensors, spread over them.
+
+    It tells weights of one model apart: those of a host's own disk, or of another step of a run that still
+    saves. Those that differ in a few numbers alone may go unnoticed.
+    """
+    names = sorted(reader.shapes)
+    digest = sha256(repr([(name, tuple(reader.shapes[name])) for name in names]).encode())
+    for name in names[:: -(-len(names) // 64)]:
+        corner = reader.read(name, tuple(slice(0, min(16, size)) for size in reader.shapes[name]))
+        digest.update(corner.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def load_weights(
+    path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter], mesh: Mesh
+) -> None:
+    """Gather: fill this rank's blocks one at a time, reading little more. Rank 0 looks for damage.
+
+    Raises:
+        CheckpointError: the weights are damaged, of another model than the run's, or other ones on some rank.
+    """
+    weights = open_weights(path, registry)
+    refuse_other_model(
+        model_table(weights.selection),
+        model_table(selection),
+        free=training_keys(selection.config),
+        what=f"{path} has weights",
+    )
+    damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
+    if damage:
+        raise CheckpointError("; ".join(damage))
+    prints = mesh.gather(fingerprint(weights.reader))
+    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
+    if other is not None:
+        raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
+    for parameter in placed:
+        block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
+        parameter.parameter.copy_(block)

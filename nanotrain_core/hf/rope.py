@@ -1,0 +1,65 @@
+"""What a ``config.json`` says of rotary embeddings, in the words of older and newer versions. Torch-free.
+
+Newer versions of transformers keep everything in ``rope_parameters``, older ones ``rope_theta`` and a table
+``rope_scaling``. An old one would miss the newer form without a word and turn by other angles: both are
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanotrain_core.hf.mapping import HFError, expect
+
+
+def read_rope(hf: Mapping[str, Any], *kinds: str) -> tuple[float, str, dict[str, Any]]:
+    """Return the base of the frequencies, how they are scaled, and the options of that.
+
+    Args:
+        hf: what ``config.json`` holds.
+        kinds: the values of ``rope_type`` that can be represented, besides ``default``.
+
+    Raises:
+        HFError: it is another one, or only a part of a head is turned; or there are two forms that
+            disagree: which one is read depends on the reader.
+    """
+    newer, older = (_table(hf, name) for name in ("rope_parameters", "rope_scaling"))
+    for key in sorted(newer.keys() & older.keys()):
+        if newer[key] != older[key]:
+            both = f"{newer[key]!r} in rope_parameters and {older[key]!r} in rope_scaling"
+            raise HFError(f"config.json: {key} is {both}; leave one of them out")
+    options = {"rope_type": "default", **older, **newer}
+    expect({**hf, **options}, "partial_rotary_factor", 1.0, None)
+    kind = options["rope_type"]
+    if kind not in ("default", *kinds):
+        known = " or ".join(map(repr, ("default", *kinds)))
+        raise HFError(f"config.json: rope_type is {kind!r}; only {known} can be represented")
+    return float(options.get("rope_theta", hf.get("rope_theta", 10000.0))), kind, options
+
+
+def _table(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = hf.get(name) or {}
+    return {"rope_type": table.get("type", "default"), **table} if table else {}
+
+
+def write_rope(
+    theta: float, kind: str = "default", options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of a ``config.json``, in both forms."""
+    scaling = {"rope_type": kind, **(options or {})}
+    found: dict[str, Any] = {"rope_theta": theta, "rope_parameters": {**scaling, "rope_theta": theta}}
+    return found if kind == "default" else found | {"rope_scaling": {"type": kind, **scaling}}
+
+
+def expect_number(options: Mapping[str, Any], key: str) -> float:
+    """Return an option that must be there.
+
+    Raises:
+        HFError: it is missing, or no number.
+    """
+    value = options.get(key)
+    if type(value) not in (int, float):
+        found = "missing" if value is None else repr(value)
+        raise HFError(f"config.json: {key} of its RoPE is {found}; expected a number")
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,196 @@
+"""Weights of another library read as ours, and ours assembled as theirs, a tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+import torch
+
+from nanotrain_core.checkpoint.safetensors_files import Entry, Tensors
+from nanotrain_core.contracts import WeightReader
+from nanotrain_core.errors import PluginError
+from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
+from nanotrain_core.layout.placement import Shape
+
+Index = tuple[slice, ...]
+
+
+def whole(shape: Iterable[int]) -> Index:
+    """Return the index of a whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+@attrs.define(frozen=True, eq=False)
+class Piece:
+    """A block of one of our parameters, and what it is over there."""
+
+    name: str
+    index: Index
+    hf: HFTensor
+    single: bool
+    """Whether the block is one index of axis 0, an axis that the Hugging Face tensor lacks."""
+
+    @property
+    def shape(self) -> Shape:
+        """As the Hugging Face tensor has it, before an exchange of axes."""
+        index = self.index[1:] if self.single else self.index
+        return tuple(part.stop - part.start for part in index)
+
+
+class Atlas:
+    """Both sides of every tensor of one model.
+
+    Raises:
+        PluginError: the mappings are not those of the model's parameters, or leave rows out.
+    """
+
+    def __init__(self, mappings: Iterable[ParameterMapping], ours: Mapping[str, Shape]) -> None:
+        self.ours = ours
+        self.mappings = {mapping.name: mapping for mapping in mappings}
+        unknown = sorted({*self.mappings} ^ {*ours})
+        if unknown:
+            where = "the model has no such parameter" if unknown[0] in self.mappings else "it is left out"
+            raise PluginError(f"the model's Hugging Face names do not fit it: {unknown[0]}: {where}")
+        self.pieces: dict[str, list[Piece]] = {}
+        for mapping in self.mappings.values():
+            for piece in _pieces(mapping, ours[mapping.name]):
+                self.pieces.setdefault(piece.hf.name, []).append(piece)
+        self.upright = {name: _upright(name, pieces) for name, pieces in self.pieces.items()}
+        """HFTensor name -> shape before an exchange of axes."""
+
+    @property
+    def theirs(self) -> dict[str, Shape]:
+        """HFTensor name -> shape as stored."""
+        exchanged = {name for name, pieces in self.pieces.items() if pieces[0].hf.transposed}
+        return {name: shape[::-1] if name in exchanged else shape for name, shape in self.upright.items()}
+
+    def entries(self, source: WeightReader, dtypes: Mapping[str, torch.dtype]) -> Iterator[Entry]:
+        """Yield every Hugging Face tensor, to be assembled from ``source`` when it is written.
+
+        ``dtypes``: what to write each of our parameters as.
+        """
+        for name, shape in self.theirs.items():
+            pieces = self.pieces[name]
+            yield Entry(
+                name,
+                shape,
+                dtypes[pieces[0].name],
+                lambda name=name, pieces=pieces: _assemble(source, pieces, self.upright[name]),  # type: ignore[misc]
+            )
+
+
+def _pieces(mapping: ParameterMapping, shape: Shape) -> list[Piece]:
+    if isinstance(mapping.hf, HFTensor):
+        return [Piece(mapping.name, whole(shape), mapping.hf, single=False)]
+    if len(mapping.hf) != shape[0]:
+        count = len(mapping.hf)
+        raise PluginError(f"Hugging Face names of {mapping.name}: {count} tensors for {shape[0]} on axis 0")
+    return [
+        Piece(mapping.name, (slice(number, number + 1), *whole(shape[1:])), hf, single=True)
+        for number, hf in enumerate(mapping.hf)
+    ]
+
+
+def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
+    """Return the shape that all pieces of a Hugging Face tensor together make up."""
+    for piece in pieces:
+        columns = piece.hf.columns
+        if columns is not None and sorted(columns) != list(range(piece.shape[1])):
+            raise PluginError(
+                f"Hugging Face names of {piece.name}: columns are no permutation of {piece.shape[1]}"
+            )
+    if len(pieces) == 1 and pieces[0].hf.rows is None:
+        return pieces[0].shape
+    rows = [row for piece in pieces for row in _rows(piece)]
+    if sorted(rows) != list(range(len(rows))) or len({piece.shape[1:] for piece in pieces}) > 1:
+        raise PluginError(
+            f"Hugging Face names: the rows of {name} are not each used once: {len(rows)} are given"
+        )
+    return (len(rows), *pieces[0].shape[1:])
+
+
+def _rows(piece: Piece) -> Sequence[int]:
+    rows = piece.hf.rows
+    if rows is not None and len(rows) != piece.shape[0]:
+        raise PluginError(f"Hugging Face names of {piece.name}: {len(rows)} rows for {piece.shape[0]}")
+    return range(piece.shape[0]) if rows is None else rows
+
+
+def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> torch.Tensor:
+    """Return a Hugging Face tensor as it is stored."""
+    result: torch.Tensor | None = None
+    for piece in pieces:
+        block = source.read(piece.name, piece.index)
+        block = block[0] if piece.single else block
+        if piece.hf.columns is not None:
+            block = block.index_select(1, torch.tensor(piece.hf.columns).argsort())
+        if piece.hf.rows is None:
+            result = block
+            break
+        result = block.new_empty(shape) if result is None else result
+        result[torch.tensor(piece.hf.rows)] = block
+    assert result is not None
+    return result.t() if pieces[0].hf.transposed else result
+
+
+class ForeignWeights:
+    """Another library's folder under our names. See :class:`~nanotrain_core.contracts.WeightReader`."""
+
+    def __init__(self, shards: Tensors, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:
+        self.shards, self.atlas, self.prefix = shards, atlas, prefix
+        self.shapes: Mapping[str, Shape] = atlas.ours
+        self.dtypes = {piece.name: dtypes[name] for name, pieces in atlas.pieces.items() for piece in pieces}
+
+    def damage(self) -> Sequence[str]:
+        """Return nothing: the other library's files carry no checksum."""
+        return ()
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """Return a block; of several Hugging Face tensors only the ones it needs are read."""
+        hf = self.atlas.mappings[name].hf
+        if isinstance(hf, HFTensor):
+            return self._read(hf, index)
+        return torch.stack([self._read(one, index[1:]) for one in hf[index[0]]])
+
+    def _read(self, hf: HFTensor, index: Index) -> torch.Tensor:
+        orders = (hf.rows, hf.columns)
+        spans = [_span(order, part) for order, part in zip(orders, index, strict=False)]
+        index = (*(span for span, _ in spans), *index[2:])
+        name = hf.name.removeprefix(self.prefix)
+        block = self.shards.read(name, index[::-1] if hf.transposed else index)
+        block = block.t() if hf.transposed else block
+        for axis, (_, order) in enumerate(spans):
+            block = block if order is None else block.index_select(axis, order)
+        return block
+
+
+def _span(order: Sequence[int] | None, wanted: slice) -> tuple[slice, torch.Tensor | None]:
+    """Return the range that the wanted rows lie in, and which of it they are; None: all, in their order."""
+    if order is None:
+        return wanted, None
+    rows = order[wanted]
+    first, last = min(rows), max(rows) + 1
+    return slice(first, last), None if rows == range(first, last) else torch.tensor(rows) - first
+
+
+def missing_prefix(found: Iterable[str], expected: Iterable[str]) -> str:
+    """Return what the names of a model saved without its head lack: ``transformer.``, or an empty string."""
+    first = next(iter(expected)).partition(".")[0] + "."
+    return "" if any(name.startswith(first) for name in found) else first
+
+
+def differences(
+    found: Mapping[str, Shape], expected: Mapping[str, Shape], ignored: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield what is missing, has another shape, or is not wanted."""
+    for name, shape in expected.items():
+        if name not in found:
+            yield f"it has no tensor {name}, expected with shape {shape}"
+        elif tuple(found[name]) != tuple(shape):
+            yield f"{name} has shape {tuple(found[name])}, expected {tuple(shape)}"
+    patterns = [re.compile(pattern) for pattern in ignored]
+    for name in found:
+        if name not in expected and not any(pattern.fullmatch(name) for pattern in patterns):
+            yield f"it has a tensor {name}, which the model has no place for"

@@ -1,0 +1,51 @@
+"""The topology ``grid``: pipeline x data x context x tensor, with experts folded over the same ranks."""
+
+from __future__ import annotations
+
+from math import lcm, prod
+
+from nanotrain_core.builtin.configs import GridConfig
+from nanotrain_core.layout.layout import Layout, View
+
+
+class Grid:
+    """Two row-major grids over the same ranks, the last dimension on neighbouring ranks.
+
+    The dense view (pp, dp, cp, tp) places attention and dense weights. The expert view
+    (pp, edp, ep, etp) folds the ranks of each pipeline stage a second time. dp and edp are what
+    the configured degrees leave.
+    """
+
+    def __init__(self, config: GridConfig) -> None:
+        self._config = config
+
+    def layout(self, world_size: int) -> Layout:
+        """Return both views of ``world_size`` ranks.
+
+        Ranks along cp see different tokens of the same rows, so gradients are partial over dp and
+        cp, while the rows of a batch are shared out over dp alone. Ranks of the expert view see different
+        tokens along edp and ep, those of one etp group the same.
+
+        Raises:
+            ValueError: the degrees of a view do not divide ``world_size``.
+        """
+        c = self._config
+        dp = self._rest(world_size, {"pp": c.pp, "cp": c.cp, "tp": c.tp})
+        edp = self._rest(world_size, {"pp": c.pp, "ep": c.ep, "etp": c.etp})
+        views = {
+            "dense": View(("pp", "dp", "cp", "tp"), (c.pp, dp, c.cp, c.tp)),
+            "expert": View(("pp", "edp", "ep", "etp"), (c.pp, edp, c.ep, c.etp)),
+        }
+        return Layout(views, data_dims=("dp", "cp", "edp", "ep"))
+
+    def _rest(self, world_size: int, degrees: dict[str, int]) -> int:
+        """Return how many ranks ``degrees`` leave to data parallelism."""
+        needed = prod(degrees.values())
+        if world_size % needed:
+            c = self._config
+            unit = lcm(c.pp * c.cp * c.tp, c.pp * c.ep * c.etp)
+            low = world_size // unit * unit
+            sizes = f"{low} or {low + unit}" if low else f"{unit} or {2 * unit}"
+            product = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+            raise ValueError(f"{product} = {needed} does not divide {world_size}; {sizes} ranks would do")
+        return world_size // needed

@@ -1,0 +1,91 @@
+"""Initial weights that depend on the seed and the parameter's global name, never on the layout.
+
+A tensor is drawn in chunks of whole rows (axis 0), each from its own random stream, so that a rank
+that holds a few rows or a few experts draws only those. Streams are the CPU's on every device: a
+run starts from the same numbers on CPU and GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import nn
+
+from nanotrain_core.contracts import Initializer
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.placement import Placement, Placements
+from nanotrain_core.run.random_state import stream_seed
+
+#: Elements per random stream, about. Part of the definition of every run's initial weights.
+CHUNK = 2**20
+
+
+def initial_block(initializer: Initializer, seed: int, placement: Placement) -> torch.Tensor:
+    """Draw one rank's block of a parameter, float32, on the CPU."""
+    if initializer.kind == "constant":
+        return torch.full(placement.shape, initializer.value)
+    if not placement.global_shape:
+        return _normal((1,), stream_seed(seed, placement.name))[0] * initializer.value
+    rows, *rest = placement.global_shape
+    per_chunk = max(1, CHUNK // max(1, prod(rest)))
+    first, last = placement.offset[0], placement.offset[0] + placement.shape[0]
+    columns = (slice(None), *placement.slices[1:])
+    pieces = []
+    for start in range(first - first % per_chunk, last, per_chunk):
+        stop = min(start + per_chunk, rows)
+        chunk = _normal((stop - start, *rest), stream_seed(seed, placement.name, start // per_chunk))
+        pieces.append(chunk[max(first - start, 0) : last - start][columns])
+    return torch.cat(pieces) * initializer.value
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+@torch.no_grad()
+def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
+    """Give parts built on ``meta`` real storage on ``device`` and their initial weights.
+
+    A name that several of them have is one parameter, tied.
+
+    Raises:
+        PluginError: a part has a buffer, which would come to life uninitialised, or a parameter for which
+            it knows no initializer.
+    """
+    seen: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, _ in part.named_buffers():
+            raise PluginError(f"model buffer {name} would be uninitialised: compute it in forward instead")
+        part.to_empty(device=device)
+        for name, parameter in part.named_parameters():
+            if name not in placements:
+                raise PluginError(
+                    f"parameter {name} has no placement: is it tied to another? A tie does not "
+                    "survive materialisation: lend the other module's weight in forward"
+                )
+            if name in seen:
+                hold(part, name, seen[name])
+                continue
+            parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
+            seen[name] = parameter
+
+
+def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Have ``part`` hold ``parameter`` under a name that it has one under."""
+    owner, _, last = name.rpartition(".")
+    setattr(part.get_submodule(owner), last, parameter)
+
+
+def _initializer(part: nn.Module, name: str) -> Initializer:
+    try:
+        found = part.initializer(name)  # type: ignore[operator]
+    except KeyError:
+        found = None
+    if not isinstance(found, Initializer):
+        raise PluginError(
+            f"the model has no initializer for parameter {name}: initializer(name) must give one"
+        )
+    return found

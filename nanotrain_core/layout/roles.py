@@ -1,0 +1,177 @@
+"""The vocabulary in which models and parallel wrappers meet.
+
+A model tags each module with the part it plays, where it creates it. A wrapper reads the tags and
+never a module's name or class, so a new model works with every wrapper and the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+
+from nanotrain_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    M = TypeVar("M", bound=nn.Module)
+
+
+class Role(Enum):
+    """What a module does with the width of the model, and how it is called.
+
+    The call is part of the role: wrappers put hooks around it, precisions put other modules in its place.
+    """
+
+    VOCAB = "embedding table [V, D]: rows may be split over the vocabulary"
+    """``module(tokens [B, S]) -> [B, S, D]``, with ``.weight`` [V, D]."""
+    POSITION = "learned positions [S, D]: same on every rank of a layer"
+    """Called as its model likes, with ``.weight`` [S, D]."""
+    COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
+    """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None."""
+    ROW = "linear whose inputs may be split: each rank adds a partial sum of every output"
+    """As COLUMN; the bias is added once, to the whole sum."""
+    REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
+    """As COLUMN."""
+    NORM = "normalisation over the width, with an element-wise weight"
+    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and perhaps ``.bias`` [D]. So is a scale."""
+    INNER = (
+        "between COLUMN and ROW, but not split, as a norm of each query head: each rank applies it to its own"
+    )
+    """Called as its model likes. Whole on every rank, and each rank's gradient of it is partial."""
+    HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
+    """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
+    logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""
+    BLOCK = "one layer of the model: the unit of recomputation"
+    """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
+    SHARED = "identity on what all heads share, as MLA's rotary key: where it enters the split region"
+    """``module(x [B, S, ...]) -> x``. A COLUMN's input enters there too, without this role."""
+    ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
+    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. With
+    ``take_load()`` and ``balance(load)`` it is told after each step how many tokens each expert got:
+    see :func:`nanotrain_core.moe.routing.balance`."""
+    EXPERTS = (
+        "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"
+    )
+    """``module(x [B, S, D], routing) -> [B, S, D]``, for any subset of tokens: it is
+    :func:`~nanotrain_core.moe.routing.run_locally` of ``module.compute(rows [N, D], counts [E]) -> [N, D]``,
+    whose rows are sorted by expert. Experts split along the tag's ``split`` axes compute partial sums."""
+
+
+@attrs.define(frozen=True)
+class Tag:
+    """A role, and how finely the split dimension may be cut."""
+
+    role: Role
+    unit: int = 1
+    """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
+    grouped: bool = False
+    """Of COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
+    Where there are fewer units than ranks, several ranks may use the same one."""
+    split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
+    """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
+    products: tuple[str, ...] = ()
+    """Of EXPERTS: stacked weights [E, N, K] that they multiply as ``products.products_of(module)`` says.
+    One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
+
+
+_ATTRIBUTE, _SHARED = "nanotrain_tag", "nanotrain_shared_tokens"
+
+#: Where ``torch.nn.Module`` keeps forward and backward hooks: torch has no public way to move them.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def tag(
+    module: M,
+    role: Role,
+    *,
+    unit: int = 1,
+    grouped: bool = False,
+    split: Mapping[str, int] | None = None,
+    products: tuple[str, ...] = (),
+) -> M:
+    """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``.
+
+    Raises:
+        PluginError: it is no role: no wrapper would ever see it.
+    """
+    if not isinstance(role, Role):
+        roles = ", ".join(each.name for each in Role)
+        raise PluginError(f"{type(module).__name__} is tagged {role!r}; expected a Role, one of {roles}")
+    setattr(module, _ATTRIBUTE, Tag(role, unit, grouped, split or {}, products))
+    return module
+
+
+def tag_of(module: nn.Module) -> Tag | None:
+    """Return the tag of ``module``, or None."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def take_over(module: M, forward: Callable[..., Any]) -> M:
+    """Have ``forward(module, *args)`` run in the place of the module's own forward, inside all its hooks.
+
+    For a wrapper that hooks cannot serve: one that computes on other rows than it is called with.
+    :func:`replace` keeps it, with the new module as the first argument.
+    """
+    module.forward = MethodType(forward, module)
+    return module
+
+
+def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what :func:`take_over` was given for ``module``, or None."""
+    found = vars(module).get("forward")
+    return found.__func__ if isinstance(found, MethodType) else None
+
+
+def share_tokens(experts: nn.Module, dim: str) -> None:
+    """Say that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
+
+    The core refuses to train experts that are called with the same tokens on several ranks.
+    """
+    setattr(experts, _SHARED, shared_tokens(experts) | {dim})
+
+
+def shared_tokens(experts: nn.Module) -> frozenset[str]:
+    """Return the dimensions of :func:`share_tokens`."""
+    found: frozenset[str] = getattr(experts, _SHARED, frozenset())
+    return found
+
+
+def replace(old: nn.Module, new: M) -> M:
+    """Return ``new`` ready to take the place of ``old``: with its tag, and its hooks before its own.
+
+    A precision that replaces modules runs after the wrappers, whose collectives are hooks of tagged
+    modules. Assign the result under the old name; ``new`` holds the parameters under the names ``old`` had.
+    """
+    found = tag_of(old)
+    if found is not None:
+        setattr(new, _ATTRIBUTE, found)
+    forward = taken_over_by(old)
+    if forward is not None:
+        take_over(new, forward)
+    for name in _HOOKS:
+        hooks = getattr(old, name)
+        hooks.update(getattr(new, name))
+        setattr(new, name, hooks)  # the same table, so that handles of old hooks go on working
+    new._is_full_backward_hook = new._is_full_backward_hook or old._is_full_backward_hook
+    return new
+
+
+def tagged(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tag]]:
+    """Yield (name, module, tag) of every tagged module below ``root``, outermost first."""
+    for name, module in root.named_modules():
+        found = tag_of(module)
+        if found is not None:
+            yield name, module, found

@@ -1,0 +1,65 @@
+"""Layers that are run again in backward in place of keeping what they computed in forward.
+
+Of a layer only its input [B, S, D] is kept: the memory of one layer at a time for a third more computing.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; torch's
+``torch.utils.checkpoint``, not reentrant, does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nanotrain_core.builtin.configs import RecomputeConfig
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Placements
+from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
+from nanotrain_core.moe.routing import running_again
+
+
+class Recompute:
+    """The ``recompute`` component. See :class:`~nanotrain_core.contracts.Parallel`."""
+
+    def __init__(self, config: RecomputeConfig) -> None:
+        self.config = config
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Have modules of role BLOCK run again in backward; placements stay as they are."""
+        run_again(part, every=self.config.every)
+        return part
+
+
+def run_again(part: nn.Module, *, every: int = 1) -> None:
+    """Have the first and each ``every``-th module of role BLOCK after it run again in backward."""
+    for number, block in enumerate(blocks(part)):
+        if number % every == 0:
+            take_over(block, partial(run_twice, taken_over_by(block)))
+
+
+def blocks(part: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of role BLOCK that are in no other."""
+    inside = "\0"
+    for name, module, tag in tagged(part):
+        if tag.role is Role.BLOCK and not name.startswith(inside):
+            inside = f"{name}."
+            yield module
+
+
+def run_twice(before: Callable[..., Any] | None, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``block`` as it was called ``before``, by its own class if by none, and keep its input alone."""
+    forward = partial(before or type(block).forward, block)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what surrounds the first run, and the second."""
+    return nullcontext(), running_again()

@@ -1,0 +1,218 @@
+"""The decoder of GPT-2 and Llama, as plain single-device PyTorch.
+
+Shapes: B batch, S sequence, D width, H heads (query, or key and value), K head size, F feed-forward,
+V vocabulary. A wrapper may leave this rank some of the heads, so H is always read off a tensor.
+
+Sources: Radford et al. 2019 (GPT-2); Touvron et al., arXiv 2302.13971 (Llama); Ainslie et al.,
+arXiv 2305.13245 (grouped-query attention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.contracts import Initializer, PartOutput
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.attention import causal_attention
+from nanotrain_core.models.embedding import Embedding
+from nanotrain_core.models.head import Head
+from nanotrain_core.models.linear import Linear
+from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.rope import Rotation, frequencies, rotate, rotation
+from nanotrain_core.models.swiglu import swiglu
+from nanotrain_core.pipeline.actions import Costs, Part
+
+
+class Transformer:
+    """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.config = attrs.evolve(
+            config,
+            kv_heads=config.kv_heads or config.heads,
+            head_size=config.head_size or config.width // config.heads,
+            ffn=config.ffn or 4 * config.width,
+        )
+        self.layers = config.layers
+        self.vocab_size = config.vocab
+        self.max_length = config.max_length or None
+        self.loss_weights: Mapping[str, float] = {"lm": 1.0}
+
+    def build(self, part: Part) -> nn.Module:
+        """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
+        with torch.device("meta"):
+            return TransformerPart(self.config, part)
+
+    def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the number of target tokens."""
+        return {"lm": batch.target_tokens()}
+
+    def flops(self, length: int) -> Costs:
+        """Return 3 times the forward pass: 2 FLOPs per weight of a matrix product, and causal attention.
+
+        The head is a matrix product, the embedding a look-up that costs nothing. A token attends to
+        ``length`` / 2 others on average: 2 FLOPs for each number of their keys and of their values.
+        """
+        c = self.config
+        attention = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
+        ffn = (3 if c.activation == "swiglu" else 2) * c.width * c.ffn
+        scores_and_values = length * c.heads * (c.head_size + c.head_size)
+        layer = 3.0 * (2 * (attention + ffn) + scores_and_values)
+        return Costs(layers=(layer,) * c.layers, head=3.0 * 2 * c.vocab * c.width)
+
+
+class TransformerPart(nn.Module):
+    """Consecutive layers, numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
+
+    The last part of a tied model needs the embedding table for the head. It holds its own copy when
+    the first part is elsewhere, under the same name.
+    """
+
+    def __init__(self, config: TransformerConfig, part: Part) -> None:
+        super().__init__()
+        self.config, self.part = config, part
+        if part.has_embedding or (part.has_head and config.tied):
+            self.embed = tag(Embedding(config.vocab, config.width), Role.VOCAB)
+        if part.has_embedding and config.positions == "learned":
+            self.positions = tag(Positions(config), Role.POSITION)
+        self.layers = nn.ModuleDict(
+            {str(index): tag(Block(config), Role.BLOCK) for index in range(part.first, part.last)}
+        )
+        if part.has_head:
+            self.norm = _norm(config)
+            self.head = tag(Head(config.vocab, config.width, tied=config.tied), Role.HEAD)
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
+        length = batch.tokens.shape[1]
+        x_BSD = self._embed(inputs) if self.part.has_embedding else inputs
+        turn = self._rotation(length, x_BSD)
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, turn)
+        if not self.part.has_head:
+            return PartOutput(x_BSD)
+        # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
+        table_VD = self.embed.weight if self.config.tied else None
+        output = self.head(self.norm(x_BSD), batch.targets, table_VD)
+        return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output})
+
+    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        length, limit = tokens_BS.shape[1], self.config.max_length
+        if limit and length > limit:
+            raise ValueError(f"a sequence of {length} tokens exceeds the model's max_length = {limit}")
+        x_BSD: torch.Tensor = self.embed(tokens_BS)
+        return x_BSD + self.positions(length) if self.config.positions == "learned" else x_BSD
+
+    def _rotation(self, length: int, like: torch.Tensor) -> Rotation | None:
+        if self.config.positions != "rope":
+            return None
+        c = self.config
+        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, device=like.device)
+        return rotation(length, turning, like=like)
+
+    def initializer(self, name: str) -> Initializer:
+        """Return ones for norms, zeros for biases, and a normal for matrices.
+
+        Matrices that write to the residual stream start smaller, so that its variance does not grow
+        with the number of layers (GPT-2, section 2.3).
+        """
+        if name.endswith("bias"):
+            return Initializer("constant", 0.0)
+        if name.endswith("norm.weight"):
+            return Initializer("constant", 1.0)
+        if name.endswith(("attn.o.weight", "ffn.down.weight")):
+            return Initializer("normal", self.config.init_std / math.sqrt(2 * self.config.layers))
+        return Initializer("normal", self.config.init_std)
+
+
+class Block(nn.Module):
+    """One layer: attention, then the feed-forward layer, each adding to the residual stream."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attn_norm = _norm(config)
+        self.attn = Attention(config)
+        self.ffn_norm = _norm(config)
+        self.ffn = SwiGLU(config) if config.activation == "swiglu" else GELU(config)
+
+    def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
+        out_BSD: torch.Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
+        return out_BSD
+
+
+class Attention(nn.Module):
+    """Causal attention with as many or fewer key and value heads than query heads."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        D, K = config.width, config.head_size
+        self.head_size = K
+        self.q = tag(Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
+        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
+        self.o = tag(Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
+
+    def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
+        heads = (-1, self.head_size)
+        q_BSHK = self.q(x_BSD).unflatten(-1, heads)
+        k_BSHK = self.k(x_BSD).unflatten(-1, heads)
+        v_BSHK = self.v(x_BSD).unflatten(-1, heads)
+        if turn is not None:
+            q_BSHK, k_BSHK = rotate(q_BSHK, turn), rotate(k_BSHK, turn)
+        y_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK)
+        y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
+        return y_BSD
+
+
+class SwiGLU(nn.Module):
+    """Feed-forward layer with a gate. Source: Shazeer, arXiv 2002.05202, equation 6."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        y_BSD: torch.Tensor = self.down(swiglu(self.gate(x_BSD), self.up(x_BSD), self.down))
+        return y_BSD
+
+
+class GELU(nn.Module):
+    """Feed-forward layer of GPT-2, with the tanh form of GELU."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        y_BSD: torch.Tensor = self.down(F.gelu(self.up(x_BSD), approximate="tanh"))
+        return y_BSD
+
+
+class Positions(nn.Module):
+    """A learned vector for each position."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.max_length, config.width))
+
+    def forward(self, length: int) -> torch.Tensor:
+        """Return the vectors [S, D] of the first ``length`` positions."""
+        return self.weight[:length]
+
+
+def _norm(config: TransformerConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return tag(RMSNorm(config.width, eps=config.norm_eps), Role.NORM)
+    return tag(nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias), Role.NORM)

@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, token permutation, grouped matrix products."""

@@ -1,0 +1,170 @@
+"""Tokens and their experts: what a router says, how experts run, how load is balanced.
+
+A mixture of experts meets its wrappers here. A router returns a :class:`Routing`; experts compute
+on rows sorted by expert. Which rows those are (this rank's tokens, or those that other ranks sent)
+is the business of whoever calls ``compute``.
+
+Shapes: B batch, S sequence, D width, K experts chosen per token, E experts, N rows, one for each token
+and chosen expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.roles import Role, tagged, taken_over_by
+from nanotrain_core.moe.permutation import combine, inverted, spread
+
+M = TypeVar("M", bound=nn.Module)
+
+#: Runs experts: rows [N, D] sorted by expert and counts [E], which add up to N, to [N, D].
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@attrs.define(frozen=True, eq=False)
+class Routing:
+    """What a router decided for a batch of tokens."""
+
+    experts: torch.Tensor
+    """Chosen experts [B, S, K], int64."""
+    weights: torch.Tensor
+    """What their outputs are multiplied by [B, S, K]."""
+    losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Sums of balance losses over whole sequences, which the model adds to its part's losses."""
+    meanwhile: Callable[[], object] | None = None
+    """What a model has to do that needs no expert of these, as its shared experts: who waits for tokens may
+    call it, and the model itself asks for the result afterwards, so a second call must cost nothing."""
+
+
+def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order [N] that sorts flattened choices by expert, stably, and each expert's rows [E]."""
+    flat = experts.flatten()
+    counts = torch.zeros(count, dtype=torch.int64, device=flat.device)  # bincount would wait for the device
+    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
+    """Run experts that are all on this rank: sort, compute, sort back, weigh and add up.
+
+    Args:
+        compute: see :data:`Compute`.
+        x: tokens [..., D].
+        routing: of those tokens.
+        experts: how many there are.
+
+    Returns:
+        [..., D].
+    """
+    order, counts = sort_by_expert(routing.experts, experts)
+    back = inverted(order)
+    outputs = compute(spread(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
+    return combine(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
+
+
+_again = [False]
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Tell layers, while this lasts, that they have been run before in this step."""
+    before, _again[0] = _again[0], True
+    try:
+        yield
+    finally:
+        _again[0] = before
+
+
+def runs_again() -> bool:
+    """Say whether a layer is run a second time, for its backward pass: its tokens have been counted."""
+    return _again[0]
+
+
+def counting_routers(parts: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the routers that count tokens, by module name."""
+    return {
+        name: module
+        for part in parts
+        for name, module, tag in tagged(part)
+        if tag.role is Role.ROUTER and hasattr(module, "take_load")
+    }
+
+
+def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:
+    """Tell every router how many tokens each of its experts got in this step, over the whole batch.
+
+    After a ``skipped`` step routers are not told: it moves nothing.
+
+    All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own
+    count [E], int64, of every rank's whole sequences, and forgets it; ``balance(load)`` gets the sum.
+
+    Returns:
+        The global load [E] of each router on this rank, by module name.
+    """
+    routers = counting_routers(parts)
+    if not routers:
+        return {}
+    loads = [router.take_load() for router in routers.values()]
+    total = torch.cat(loads)
+    mesh.all_reduce_data(total)
+    summed = dict(zip(routers, torch.split(total, [len(load) for load in loads]), strict=True))
+    for name, router in routers.items() if not skipped else ():
+        router.balance(summed[name])
+    return summed
+
+
+# --- between ranks ------------------------------------------------------------------------------
+
+
+class DispatchCodec(Protocol):
+    """How rows travel to the ranks that hold their experts, and in backward their gradients.
+
+    A precision may offer a narrower form than the rows' own dtype. What comes back from the experts, and
+    gradients on their way back, is not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
+    Source: arXiv 2412.19437, section 3.3.3.
+    """
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [N, D] as [N, C], scales included, in a dtype that collectives carry, as uint8."""
+        ...
+
+    def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the rows [N, D] of ``coded`` [N, C], of ``width`` D and in ``dtype``."""
+        ...
+
+
+_CODEC = "nanotrain_dispatch_codec"
+
+
+def use_dispatch_codec(experts: M, codec: DispatchCodec) -> M:
+    """Have whoever spreads ``experts``, a module of that role, send rows through ``codec``; return it.
+
+    For a precision's ``convert``, on the module that it leaves in the model.
+    """
+    setattr(experts, _CODEC, codec)
+    return experts
+
+
+def dispatch_codec(experts: nn.Module) -> DispatchCodec | None:
+    """Return the codec to send rows through, or None: as they are."""
+    return getattr(experts, _CODEC, None)
+
+
+def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:
+    """Return on how many rows this rank's experts computed in their last pass, by module name.
+
+    Known of experts spread over ranks alone: theirs is the load that ranks wait for.
+    """
+    found = {}
+    for part in parts:
+        for name, module, tag in tagged(part):
+            rows = getattr(taken_over_by(module), "rows", None) if tag.role is Role.EXPERTS else None
+            if rows is not None:
+                found[name] = rows
+    return found

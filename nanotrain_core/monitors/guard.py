@@ -1,0 +1,88 @@
+"""The ``guard`` monitor: notices when training goes wrong, and asks to go back to before it did.
+
+A step is *bad* when its loss is not a number, when it was skipped though no loss scale was too large,
+or when its loss is a spike: far above the median of the last good losses, measured in robust standard
+deviations. Median and median absolute deviation bear up to half of the window being outliers, and a
+bad loss never enters the window, so that neither a NaN nor the spike itself blunts the detector.
+
+Every rank reads the same global numbers, and so decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from nanotrain_core.builtin.configs import GuardConfig
+from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
+from nanotrain_core.errors import Diverged
+from nanotrain_core.run.stop import Rollback
+
+#: Turns a median absolute deviation into the standard deviation of a normal distribution.
+MAD_TO_SIGMA = 1.4826
+#: A deviation smaller than this share of the median is rounding, not noise.
+LEAST_SHARE = 0.01
+
+
+class Guard(Monitor):
+    """See :class:`~nanotrain_core.builtin.configs.GuardConfig`."""
+
+    every_step = True
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.good: deque[float] = deque(maxlen=config.window)
+        self.bad: list[str] = []
+        """What was wrong with each of the last steps in a row."""
+        self.rollbacks = 0
+
+    def on_step(self, report: StepReport) -> Rollback | None:
+        """Judge one step.
+
+        Raises:
+            Diverged: going back has not helped ``max_rollbacks`` times.
+        """
+        problem = self.judge(report)
+        if problem is None:
+            self.bad.clear()
+            self.good.append(report.loss)
+            return None
+        self.bad.append(problem)
+        if len(self.bad) < self.config.patience:
+            return None
+        first = report.step - len(self.bad) + 1
+        text = f"step {first}: {self.bad[0]}, {len(self.bad)} bad steps in a row"
+        if self.rollbacks >= self.config.max_rollbacks:
+            raise Diverged(f"{text}; given up after {self.rollbacks} rollbacks")
+        return Rollback(max(1, first - self.config.margin), text)
+
+    def judge(self, report: StepReport) -> str | None:
+        """Return what is wrong with a step, None if nothing is."""
+        if not math.isfinite(report.loss):
+            return f"the loss was {report.loss}"
+        if report.skipped and report.loss_scale == 1.0:
+            return f"the gradient norm was {report.grad_norm}"
+        if len(self.good) < self.config.warmup:
+            return None
+        middle = median(self.good)
+        sigma = MAD_TO_SIGMA * median(abs(loss - middle) for loss in self.good)
+        limit = middle + self.config.threshold * max(sigma, LEAST_SHARE * abs(middle))
+        return f"the loss rose to {report.loss:.4g}, from {middle:.4g}" if report.loss > limit else None
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Begin again with what was known then."""
+        self.bad.clear()
+        self.rollbacks = report.count
+
+    def meta(self) -> dict[str, Any]:
+        """Return the window and the count, which a resumed run goes on with."""
+        return {"good": list(self.good), "bad": list(self.bad), "rollbacks": self.rollbacks}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go back to a window; it may have been wider."""
+        self.good.clear()
+        self.good.extend(meta["good"])
+        self.bad, self.rollbacks = list(meta["bad"]), int(meta["rollbacks"])

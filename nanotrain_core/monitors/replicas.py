@@ -1,0 +1,173 @@
+"""The ``replicas`` monitor: do ranks that hold the same weights hold the same bits?"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from nanotrain_core.builtin.configs import ReplicasConfig
+from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo
+from nanotrain_core.errors import Corrupted
+from nanotrain_core.layout.layout import Span
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.precision.quantized_storage import storage_of
+
+#: A block: its parameter and where it begins.
+Held = tuple[str, tuple[int, ...]]
+#: Words of 8 bytes hashed at once: on a CPU what stays in cache, elsewhere what bounds memory and launches.
+CHUNK = {"cpu": 1 << 16}
+CHUNK_ELSEWHERE = 1 << 20
+
+
+def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an int64 hash of a tensor's bits: every 8 bytes times an odd number of their place, summed.
+
+    Modulo 2^64 a change of one number always changes the sum, since an odd factor loses no bit; changes
+    of several cancel out with a chance of about 2^-64.
+    """
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        raw = pad(raw, (0, -len(raw) % 8))
+    chunk = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
+    parts = torch.split(raw.view(torch.int64), chunk)
+    within, each = factors(0, chunk, tensor.device), factors(chunk, len(parts), tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part, factor in zip(parts, each, strict=True):
+        total += (part * within[: len(part)]).sum() * factor
+    return total
+
+
+@lru_cache(maxsize=64)
+def factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return odd numbers [count] that depend on their place in all 64 bits, for places from ``first`` on."""
+    mixed = torch.arange(first, first + count, device=device) * 0x5851F42D4C957F2D
+    return (mixed ^ (mixed >> 29)) | 1
+
+
+class Replicas(Monitor):
+    """Compares hashes of weights between the ranks that hold them, and stops the run at a difference.
+
+    Two integers a parameter are all-reduced over the ranks that hold it, and one flag over all. Only
+    after a difference do ranks tell one another everything, to name who is wrong. At the end a table
+    shows what every rank holds.
+
+    They are compared before the update. Where it writes copies anew, from a range that one rank updates for
+    all or from masters, a flip is gone afterwards, though a gradient was computed with it. And they are
+    compared before they are saved, so that no flip gets into a checkpoint.
+    """
+
+    def __init__(self, config: ReplicasConfig) -> None:
+        self.config = config
+        self.compared = 0
+        self.saved = -1
+        """The step after which weights were last compared in order to be saved."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Group this rank's parameters by the ranks that hold the same blocks."""
+        self.run, self.first = run, run.first_step + 1
+        self.groups: dict[Span, list[PlacedParameter]] = defaultdict(list)
+        for placed in run.placed:
+            span = placed.placement.replica_span(run.mesh.layout)
+            if span:
+                self.groups[span].append(placed)
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Compare what was read from the checkpoint as at the start."""
+        self.first = report.restored + 1
+
+    def on_before_update(self, step: int) -> None:
+        """Compare the weights that the step's gradient was computed with, if it is their turn."""
+        if step == self.first or step % self.config.every == 0:
+            self._compare(step)
+
+    def on_before_save(self, step: int) -> None:
+        """Compare what is about to be saved, whatever the interval."""
+        self._compare(step)
+        self.saved = step
+
+    def _compare(self, step: int) -> None:
+        """Compare.
+
+        Raises:
+            Corrupted: on every rank, naming parameter and ranks.
+        """
+        self.compared += 1
+        differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
+        for span in sorted(self.groups):
+            hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])
+            most = torch.stack([hashes, ~hashes])  # ~ turns the order round: the greatest is the least
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
+            differs += (most[0] != ~most[1]).any()
+        self.run.mesh.all_reduce(differs, op=dist.ReduceOp.MAX)
+        if differs.item():
+            everyone = self.run.mesh.gather(
+                {
+                    held(p): hash_bits(storage_of(p.parameter)).item()
+                    for group in self.groups.values()
+                    for p in group
+                }
+            )
+            raise Corrupted(f"step {step}: {name_the_wrong(everyone)}")
+
+    def on_end(self, report: EndReport) -> None:
+        """Compare once more what nobody saved, and print what every rank holds."""
+        if report.reason == "failed":
+            return
+        if self.saved != report.step:
+            self._compare(report.step)
+        rows = self.run.mesh.gather(self._memory())
+        if self.run.rank == 0:
+            times = f"{self.compared} comparison{'s' if self.compared > 1 else ''}"
+            print(f"weights equal, bit for bit, on all ranks that share them, in {times}")
+            print(f"{'rank':>4} {'weights MB':>10} {'optimizer MB':>12} {'peak MB':>9}")
+            for rank, (weights, optimizer, peak) in enumerate(rows):
+                print(f"{rank:>4} {weights:>10.3f} {optimizer:>12.3f} {peak:>9.1f}")
+
+    def _memory(self) -> tuple[float, float, float]:
+        """Return megabytes of weights, of optimizer state, and at the peak of the process or GPU."""
+        weights = sum(storage_of(p.parameter).nbytes for p in self.run.placed)
+        if self.run.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.run.device)
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return weights / 1e6, self.run.optimizer_bytes / 1e6, peak / 1e6
+
+
+def held(placed: PlacedParameter) -> Held:
+    """Return which block of which parameter it is."""
+    return placed.placement.name, tuple(placed.placement.offset)
+
+
+def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
+    """Say which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
+    wrong = []
+    for block in sorted({block for hashes in everyone for block in hashes}):
+        theirs = {rank: hashes[block] for rank, hashes in enumerate(everyone) if block in hashes}
+        if len(set(theirs.values())) > 1:
+            wrong.append(f"{block[0]} {_who(theirs)}")
+    more = f" (and {len(wrong) - 1} more parameters)" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more}"
+
+
+def _who(hashes: dict[int, Any]) -> str:
+    """Say who holds other bits than the majority, if there is one."""
+    (usual, count), *_ = Counter(hashes.values()).most_common()
+    alone = [rank for rank, value in hashes.items() if value != usual]
+    if count <= len(hashes) / 2:
+        return f"has other bits on {_ranks(hashes)} each, and there is no majority to trust"
+    others = [rank for rank in hashes if rank not in alone]
+    return f"has other bits on {_ranks(alone)} than on {_ranks(others)}, which agree"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"

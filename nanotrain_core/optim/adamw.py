@@ -1,0 +1,285 @@
+"""AdamW and SGD on master weights of whatever this rank updates: parameters, or ranges of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from nanotrain_core.builtin.configs import AdamWConfig, SGDConfig
+from nanotrain_core.contracts import (
+    Block,
+    ErrorFeedback,
+    GradientSync,
+    MasterWeight,
+    Precision,
+    StepStats,
+)
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter, global_norm
+from nanotrain_core.optim import moments
+
+#: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
+WAVE = 2**24
+
+
+class Slot:
+    """One piece as an optimizer sees it: its master, and the tensor that torch updates.
+
+    The tensor has the weight from :meth:`load` to :meth:`store` only, since a master may decode it for that.
+    """
+
+    group: dict[str, Any]
+    """Of ``inner.param_groups``, where :attr:`weight` is: its learning rate stands there."""
+
+    def __init__(self, piece: Piece, master: MasterWeight) -> None:
+        self.piece, self.master = piece, master
+        self.feedback = master if isinstance(master, ErrorFeedback) else None
+        self.parameter, self.placement = piece.parameter, piece.placement
+        self.weight = torch.nn.Parameter(master.load().detach(), requires_grad=False)
+        self.size = self.weight.numel()
+
+    def load(self) -> None:
+        """Show torch the weight."""
+        self.weight.data = self.master.load().detach()
+
+    def store(self) -> torch.Tensor | None:
+        """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
+        value = self.weight.detach()
+        self.master.store(value)
+        lost = None if self.feedback is None else self.feedback.error(value)
+        self.forget()
+        return lost
+
+    def forget(self) -> None:
+        """Let go of the weight and its gradient."""
+        self.weight.grad = None
+        self.weight.data = self.weight.data.new_empty(0)
+
+
+def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
+    """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
+    wave: list[Slot] = []
+    size = 0
+    for slot in slots:
+        if wave and size + slot.size > limit:
+            yield wave
+            wave, size = [], 0
+        wave.append(slot)
+        size += slot.size
+    if wave:
+        yield wave
+
+
+@contextmanager
+def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
+    """Have ``inner`` see the weights of these slots alone: all others are not loaded."""
+    groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
+    try:
+        for group in groups:
+            group["params"] = [slot.weight for slot in slots if slot.group is group]
+        inner.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        inner.param_groups = groups
+        for group, each in zip(groups, weights, strict=True):
+            group["params"] = each
+
+
+class MasterOptimizer:
+    """Steps a ``torch.optim`` optimizer on the masters; subclasses say which, and its state.
+
+    See :class:`~nanotrain_core.contracts.Optimizer`.
+    """
+
+    inner: torch.optim.Optimizer
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the torch optimizer for two parameter groups.
+
+        Matrices have the config's ``weight_decay``, if it has that key; all else has 0.
+        """
+        raise NotImplementedError
+
+    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state torch would create for ``weight`` at the first step."""
+        raise NotImplementedError
+
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return a slot's initial state, where that depends on more than the weight."""
+        return self.initial_state(slot.weight)
+
+    def place(self, name: str, slot: Slot) -> Piece:
+        """Return where a tensor of a slot's state sits: where its weight does."""
+        return slot.piece
+
+    @property
+    def carries(self) -> bool:
+        """Whether :meth:`carry` works with this config."""
+        return False
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add to a slot's momentum what makes later steps move its weight by ``error``, at a rate above 0."""
+        raise NotImplementedError
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Make masters and allocate state."""
+        self.gradients, self.mesh = gradients, mesh
+        self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
+        decayed = [s.weight for s in self.slots if len(s.placement.global_shape) > 1]
+        others = [s.weight for s in self.slots if len(s.placement.global_shape) <= 1]
+        decay = getattr(self.config, "weight_decay", 0.0)
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        self.inner = self.make([group for group in groups if group["params"]] or groups)
+        group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
+        for slot in self.slots:
+            slot.group = group_of[slot.weight]
+            self.inner.state[slot.weight] = self.state_of(slot)
+            slot.forget()
+        self._refuse_loss()
+
+    def _refuse_loss(self) -> None:
+        """Refuse masters whose error nobody would carry: their weights would stand still or wander."""
+        lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
+        if lossy and not self.carries:
+            raise NanotrainError(
+                f"the precision has the optimizer carry rounding errors, of {lossy[0]} and {len(lossy) - 1} "
+                f"others, in its momentum; {type(self).__name__} has none as configured: expected adamw "
+                "with betas[0] above 0, or sgd with momentum above 0"
+            )
+
+    def master(self, piece: Piece, precision: Precision) -> MasterWeight:
+        """Return the master of one piece."""
+        return precision.master(piece.weight, piece)
+
+    @torch.no_grad()
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Unscale, clip, update, write the new weights through to the model."""
+        gradients = [self.gradients.gradient_of(slot.piece) for slot in self.slots]
+        placed = zip(gradients, (slot.placement for slot in self.slots), strict=True)
+        norm = global_norm(placed, self.mesh) / loss_scale
+        if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
+            return StepStats(norm, skipped=True)
+        self._rescale(gradients, norm, loss_scale)
+        found = iter(gradients)
+        for wave in waves(self.slots):
+            for slot in wave:
+                slot.load()
+                slot.weight.grad = next(found).to(slot.weight.device)
+            with only(self.inner, wave):
+                self.inner.step()
+            for slot in wave:
+                lost = slot.store()
+                if lost is not None and slot.group["lr"]:
+                    self.carry(slot, lost)
+        return StepStats(norm)
+
+    def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
+        """Divide by the loss scale and clip in one pass, without waiting for the device."""
+        limit = self.config.clip_norm
+        if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no share of a small model
+            return
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+        torch._foreach_mul_(gradients, factor / loss_scale)
+
+    def blocks(self) -> Iterable[Block]:
+        """Yield masters and state, each named after its parameter. Ranges of one share its scalars."""
+        seen: set[str] = set()
+        for slot in self.slots:
+            for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
+                scalar = f"{name}/{slot.placement.name}"
+                if tensor.shape or scalar not in seen:
+                    yield from Block.of_piece(name, tensor, self.place(name, slot))
+                if not tensor.shape:
+                    seen.add(scalar)
+
+    def meta(self) -> dict[str, Any]:
+        """All state is in :meth:`blocks`."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Give all ranges of a parameter the scalars that were read into the first."""
+        first: dict[str, dict[str, torch.Tensor]] = {}
+        for slot in self.slots:
+            state = {**slot.master.state(), **self.inner.state[slot.weight]}
+            scalars = {name: tensor for name, tensor in state.items() if not tensor.shape}
+            for name, tensor in first.setdefault(slot.placement.name, scalars).items():
+                state[name].copy_(tensor)
+
+
+class AdamW(MasterOptimizer):
+    """Adam with decoupled weight decay, torch's fused kernel on every device.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2.
+    """
+
+    config: AdamWConfig
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
+        config = self.config
+        if config.moment_dtype == "float32":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return moments.NarrowMoments(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return two moments at zero, in the form they are kept in."""
+        weight, carries = slot.weight, slot.feedback is not None
+        kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
+        return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
+
+    def place(self, name: str, slot: Slot) -> Piece:
+        """Scales sit in a tensor of their own shape."""
+        return moments.grouped(slot.piece) if name.endswith(moments.SCALE) else slot.piece
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is a first moment."""
+        return self.config.betas[0] > 0
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add ((1 - beta1^t) / lr) (1 - 1 / beta1) (sqrt(v / (1 - beta2^t)) + eps) error to the first moment.
+
+        The t-th step has been taken. Steps to come use up beta1 + beta1^2 + ... of it: -lr times that is the
+        error. Source: Nikdan et al., "ECO", arXiv 2601.22101, Adam's form.
+        """
+        state, (beta1, beta2) = self.inner.state[slot.weight], slot.group["betas"]
+        first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+        scale = (moments.load(state, "exp_avg_sq", error.dtype) / second).sqrt_().add_(slot.group["eps"])
+        state["exp_avg"].add_(scale.mul_(error).mul_(first * ((1 - 1 / beta1) / slot.group["lr"])))
+
+
+class SGD(MasterOptimizer):
+    """Gradient descent, with heavy-ball momentum if asked."""
+
+    config: SGDConfig
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return ``torch.optim.SGD``."""
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum)
+
+    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the velocity at zero; torch starts it at the first gradient, which is the same."""
+        return {"momentum_buffer": torch.zeros_like(weight)} if self.config.momentum else {}
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is a velocity."""
+        return self.config.momentum > 0
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, SGDM's form."""
+        velocity = self.inner.state[slot.weight]["momentum_buffer"]
+        velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / slot.group["lr"])

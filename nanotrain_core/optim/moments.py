@@ -1,0 +1,189 @@
+"""How AdamW keeps its moments between steps: in float32, in bfloat16, or in 8 bits with shared scales.
+
+What is narrow is widened to the master's dtype, updated by the same kernel as always, and rounded to nearest
+again, one piece after the other: what is wide at any time is the moments of one piece.
+
+``bfloat16`` is DeepSeek-V3's choice. Such a number changes by at least 2^-9 of itself or not at all. Each
+step moves the second moment by up to 1 - beta2 of itself, so beta2 should be 0.99 or less: at 0.999 it
+stands still where gradients are steady.
+
+``int8`` is FlashOptim's: groups of 32 neighbours in a row share a scale, and both moments are bent before
+they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the second to
+its root. Two differences. Scales are bfloat16, rounded up, so that nothing is cut off and the second
+moment's need no root. And a second moment above 0 never becomes 0, by which the update would be divided; it
+is taken for 1/255 of the root of its group's largest, so that the update is too small, not far too large.
+
+Groups lie in rows of the whole tensor, so they are the same on every layout, and codes and scales move
+between layouts bit by bit. Tensors whose rows are no multiple of a group keep float32 moments.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Gonzalez Ortiz et al., "FlashOptim", arXiv 2602.23349,
+section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.adamw import adamw
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.placement import Piece
+
+#: Neighbours in a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a multiple of it.
+GROUP = 32
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+CODE, SCALE = "_code", "_scale"
+
+State = dict[str, torch.Tensor]
+
+
+def initial_moments(weight: torch.Tensor, piece: Piece, dtype: str, *, carries: bool) -> State:
+    """Return both moments of a piece at zero.
+
+    Args:
+        weight: as the optimizer sees it, in its dtype.
+        piece: where that sits in the whole model.
+        dtype: the key ``optimizer.moment_dtype``.
+        carries: whether the first moment carries rounding errors, for which eight bits are too few.
+
+    Raises:
+        NanotrainError: a group would lie on several ranks.
+    """
+    if dtype == "float32" or (dtype == "int8" and not in_groups(piece)):
+        return {name: torch.zeros_like(weight) for name in (FIRST, SECOND)}
+    narrow = {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in (FIRST, SECOND)}
+    if dtype == "bfloat16":
+        return narrow
+    first = {FIRST: narrow[FIRST]} if carries else empty_codes(FIRST, torch.int8, weight)
+    return {**first, **empty_codes(SECOND, torch.uint8, weight)}
+
+
+def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
+    """Return codes as many as weights, and a scale for each group, all zero."""
+    shape = [*weight.shape[:-1], weight.shape[-1] // GROUP]
+    return {
+        f"{name}{CODE}": torch.zeros_like(weight, dtype=dtype),
+        f"{name}{SCALE}": torch.zeros(shape, dtype=torch.bfloat16, device=weight.device),
+    }
+
+
+def in_groups(piece: Piece) -> bool:
+    """Say whether the rows of the whole tensor are groups.
+
+    Raises:
+        NanotrainError: they are, but this rank's part of a row is not.
+    """
+    placement = piece.placement
+    if not placement.global_shape or placement.global_shape[-1] % GROUP:
+        return False
+    if placement.shape[-1] % GROUP or placement.offset[-1] % GROUP:
+        ranks, groups = placement.global_shape[-1] // placement.shape[-1], placement.global_shape[-1] // GROUP
+        fewer = max(n for n in range(1, ranks) if groups % n == 0)
+        raise NanotrainError(
+            f"{placement.name}: with optimizer.moment_dtype = 'int8' {GROUP} neighbours in a row share a "
+            f"scale, but its rows of {placement.global_shape[-1]} are split over {ranks} ranks; expected at "
+            f"most {fewer}, or 'bfloat16'"
+        )
+    return True
+
+
+def grouped(piece: Piece) -> Piece:
+    """Return where the scales of a piece sit, in a tensor with rows shorter by :data:`GROUP`."""
+    placement = piece.placement
+
+    def shorter(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return (*numbers[:-1], numbers[-1] // GROUP)
+
+    placement = attrs.evolve(
+        placement,
+        global_shape=shorter(placement.global_shape),
+        shape=shorter(placement.shape),
+        offset=shorter(placement.offset),
+    )
+    span = piece.span and (piece.span[0] // GROUP, piece.span[1] // GROUP)
+    return attrs.evolve(piece, placement=placement, span=span)
+
+
+def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a moment in ``dtype``: the live tensor if it is kept so."""
+    if name in state:
+        return state[name].to(dtype)
+    code, scale = state[name + CODE], state[name + SCALE]
+    blocks = code.view(-1, GROUP).float()
+    wide = unbend_first(blocks) if name == FIRST else unbend_second(blocks)
+    return wide.mul_(scale.view(-1, 1)).view(code.shape).to(dtype)
+
+
+def store(state: State, name: str, value: torch.Tensor) -> None:
+    """Keep a moment, rounded to nearest."""
+    if name in state:
+        state[name].copy_(value)
+        return
+    code, scale = state[name + CODE], state[name + SCALE]
+    blocks = value.float().view(-1, GROUP)
+    largest = rounded_up(blocks.abs().amax(dim=1, keepdim=True))
+    ratio = blocks / torch.where(largest == 0, 1.0, largest)
+    bent = bend_first(ratio) if name == FIRST else bend_second(ratio)
+    code.copy_(bent.view(code.shape))
+    scale.copy_(largest.view(scale.shape))
+
+
+def rounded_up(positive: torch.Tensor) -> torch.Tensor:
+    """Return the bfloat16 numbers not below ``positive``, in float32."""
+    return ((positive.contiguous().view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+
+
+def bend_first(ratio: torch.Tensor) -> torch.Tensor:
+    """Return codes -127 to 127 of numbers between -1 and 1."""
+    return (ratio * (2 * 127) / (1 + ratio.abs())).round_()
+
+
+def unbend_first(code: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`bend_first`."""
+    return code / (2 * 127 - code.abs())
+
+
+def bend_second(ratio: torch.Tensor) -> torch.Tensor:
+    """Return codes 0 to 255 of numbers between 0 and 1: 0 of nothing but 0."""
+    return (ratio.sqrt() * 255).round_().maximum((ratio > 0).float())
+
+
+def unbend_second(code: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`bend_second`."""
+    return (code / 255).square_()
+
+
+class NarrowMoments(torch.optim.AdamW):
+    """``torch.optim.AdamW`` on state whose moments are narrower than the weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every weight that has a gradient. No closure is ever called."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad, group)
+
+    def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        first, second = (load(state, name, weight.dtype) for name in (FIRST, SECOND))
+        adamw(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        store(state, FIRST, first)
+        store(state, SECOND, second)

@@ -1,0 +1,248 @@
+"""Runs one step of a schedule on this rank: a list of actions over stages and microbatches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.contracts import GradientSync, PartOutput
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.pipeline import weight_gradients
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.p2p import StageP2P
+from nanotrain_core.pipeline.weight_gradients import Postponed, add_in_place, postpone
+from nanotrain_core.precision.gemm import steady_weights
+
+Losses = dict[str, torch.Tensor]
+
+
+@attrs.define(frozen=True, eq=False)
+class Pass:
+    """A forward pass that waits for its backward."""
+
+    inputs: torch.Tensor
+    output: PartOutput
+
+
+class Executor:
+    """Executes forward, backward and weight-gradient actions on the stages of this rank."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        gradients: GradientSync,
+        mesh: Mesh,
+        owners: Sequence[int] = (0,),
+    ) -> None:
+        """``owners``: the pipeline rank of every stage of the model. Collective over the pipeline."""
+        self.stages, self.gradients, self.mesh = stages, gradients, mesh
+        self.owners, self.final = owners, len(owners) - 1
+        self.p2p = StageP2P(owners, mesh)
+        self._parameters = {number: tuple(part.parameters()) for number, part in stages.items()}
+        self.idle = 0.0
+        """Share of the last step's time in which the host waited for other stages."""
+
+    # --- training -----------------------------------------------------------------------------
+
+    @steady_weights()
+    def run(
+        self, actions: Sequence[Action], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+    ) -> Losses:
+        """Run ``actions`` and return the detached sum of each loss term over the microbatches.
+
+        Args:
+            actions: this rank's list.
+            microbatches: this rank's share of the global batch, by microbatch number.
+            weights: what each loss sum is multiplied by before backward: its weight in the training
+                loss times the loss scale, over its global count.
+        """
+        self._begin(actions, weights, microbatches)
+        began, waited = time.perf_counter(), self.p2p.waited
+        try:
+            for position, action in enumerate(actions):
+                closing = self._closing.get(position, ())
+                if closing:
+                    self.gradients.last_microbatch(closing)
+                self._execute(action)
+                if self._ends_backward(action):
+                    self.gradients.microbatch(self._parameters[action.stage])
+                if closing:
+                    self.gradients.complete(closing)
+        finally:  # all are done, unless the step is broken off
+            for postponed in self._postponed.values():
+                postponed.forget()
+        self.p2p.flush()
+        self.idle = (self.p2p.waited - waited) / (time.perf_counter() - began)
+        return self._sums
+
+    def _execute(self, action: Action) -> None:
+        match action.kind:
+            case "F":
+                self._forward(action)
+            case "B":
+                self._backward(action)
+            case "W":
+                self._postponed.pop((action.stage, action.microbatch)).compute()
+
+    def _begin(
+        self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]
+    ) -> None:
+        self.p2p.begin(len(microbatches))
+        self._microbatches, self._weights = microbatches, weights
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self._sums: Losses = {}
+        self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
+        self._postponed: dict[tuple[int, int], Postponed] = {}
+        self._closing = self._find_closing(actions)
+        if self._split:
+            weight_gradients.use()
+
+    def _ends_backward(self, action: Action) -> bool:
+        """Say whether a microbatch has all gradients of a stage with ``action``: B, or the W split off it."""
+        split = (action.stage, action.microbatch) in self._split
+        return action.kind == ("W" if split else "B")
+
+    def _find_closing(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+        """Return, by position, the actions that complete gradients, and whose: each stage's last one.
+
+        A parameter that two stages on this rank share is complete with the later of them.
+        """
+        last = {action.stage: position for position, action in enumerate(actions) if action.kind != "F"}
+        owner = {
+            parameter: last[stage]
+            for stage in sorted(self.stages, key=last.__getitem__)
+            for parameter in self.stages[stage].parameters()
+        }
+        closing: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
+        for parameter, position in owner.items():
+            closing[position].append(parameter)
+        return closing
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        batch = self._microbatches[number]
+        inputs = self._inputs(stage, number, batch)
+        if stage:
+            inputs.requires_grad_()
+        output = self._pass(stage, inputs, batch)
+        self._passes[stage, number] = Pass(inputs, output)
+        _add(output.losses, self._sums)
+        if stage != self.final:
+            self.p2p.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
+
+    def _pass(self, stage: int, inputs: torch.Tensor, batch: Batch) -> Any:
+        """Return a stage's :class:`PartOutput`, with a value for the next one; refuse anything else."""
+        output = self.stages[stage](inputs, batch)
+        if not isinstance(output, PartOutput):
+            found = f"a {type(output).__name__}; expected PartOutput(value, losses)"
+        elif stage != self.final and not isinstance(output.value, torch.Tensor):
+            found = "no value; expected the hidden states for the next stage"
+        elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
+            found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
+        else:
+            return output
+        raise PluginError(f"the model's part for stage {stage} returned {found}")
+
+    def _inputs(self, stage: int, number: int, batch: Batch) -> torch.Tensor:
+        if stage == 0:
+            return batch.tokens
+        return self.p2p.receive(stage - 1, number, tuple(batch.tokens.shape))
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        done = self._passes.pop((stage, number))
+        roots, seeds = self._roots(done.output.losses), []
+        if stage != self.final:
+            assert done.output.value is not None
+            seeds = [self.p2p.receive_gradient(stage, number, done.output.value)]
+            roots = [done.output.value, *roots]
+        gradients = [*seeds, *(None for _ in range(len(roots) - len(seeds)))]
+        if (stage, number) in self._split:
+            into = self._postponed[stage, number] = Postponed()
+            with postpone(into):
+                torch.autograd.backward(roots, gradients)
+        else:
+            with add_in_place():
+                torch.autograd.backward(roots, gradients)
+        if stage:
+            assert done.inputs.grad is not None
+            like = tuple(self._microbatches[number].tokens.shape)
+            self.p2p.send("backward", stage - 1, number, done.inputs.grad, like)
+
+    def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        if not losses:
+            return []
+        if unknown := losses.keys() - self._weights.keys():
+            known = ", ".join(self._weights)
+            raise PluginError(f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}")
+        return [torch.stack([self._weights[name] * value for name, value in losses.items()]).sum()]
+
+    # --- without gradients --------------------------------------------------------------------
+
+    @steady_weights()
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Losses:
+        """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
+        sums: Losses = {}
+        for output in self._through(batch).values():
+            _add(output.losses, sums)
+        return sums
+
+    @steady_weights()
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
+        outputs = self._through(Batch(tokens))
+        if len(set(self.owners)) == 1:
+            alone = outputs[self.final].value
+            assert alone is not None
+            return alone
+        # Every rank must know the shape to receive into: the vocabulary is the last stage's alone.
+        mine = outputs[self.final].value if self.final in outputs else None
+        shapes = self.mesh.gather(None if mine is None else (tuple(mine.shape), mine.dtype), "pp")
+        shape, dtype = shapes[self.owners[self.final]]
+        logits = (
+            torch.empty(shape, dtype=dtype, device=self.mesh.device) if mine is None else mine.contiguous()
+        )
+        source = self.mesh.ranks("pp")[self.owners[self.final]]
+        dist.broadcast(logits, source, group=self.mesh.group("pp"))
+        return logits
+
+    def _through(self, batch: Batch) -> dict[int, PartOutput]:
+        """Run this rank's stages forward, in the order of the model, in evaluation mode."""
+        self.p2p.begin(1)
+        outputs = {}
+        for stage in sorted(self.stages):
+            with evaluating(self.stages[stage]):
+                outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
+            if stage != self.final:
+                self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
+        self.p2p.flush()
+        return outputs
+
+
+def _add(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
+    """Add one pass's losses to the sums, in place and without their graphs."""
+    for name, value in losses.items():
+        sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode and every one of its submodules back into the mode it had."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

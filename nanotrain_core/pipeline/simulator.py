@@ -1,0 +1,159 @@
+"""When each action of a pipeline schedule runs, on paper: bubble and live activations. Torch-free.
+
+The rules are the executor's: a rank runs its list in order, waits for what an action needs, and sends
+without waiting. A backward whose weight gradients have an action of their own takes the time of its
+first half only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from nanotrain_core.pipeline.actions import Action
+
+#: Time for all stages alike, or for each stage.
+Time = float | Sequence[float]
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Durations:
+    """How long actions take, in any unit: one number, or one for each stage."""
+
+    forward: Time = 1.0
+    backward: Time = 1.0
+    """The gradient of a stage's input."""
+    weight: Time = 1.0
+    """The gradients of its weights: added to the backward's time where they are not an action."""
+    handover: float = 0.0
+    """From the end of an action to its output's arrival at another rank."""
+
+    def of(self, action: Action, *, split: bool) -> float:
+        """Return the time of an action; ``split``: a W will make the weight gradients of this B."""
+        if action.kind == "F":
+            return _at(self.forward, action.stage)
+        if action.kind == "W":
+            return _at(self.weight, action.stage)
+        rest = 0.0 if split else _at(self.weight, action.stage)
+        return _at(self.backward, action.stage) + rest
+
+
+def _at(time: Time, stage: int) -> float:
+    return time[stage] if isinstance(time, Sequence) else time
+
+
+@attrs.define(frozen=True)
+class Slot:
+    """One action and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@attrs.define(frozen=True)
+class Timeline:
+    """What every rank does when, from time 0 to the end of the last action."""
+
+    rows: tuple[tuple[Slot, ...], ...]
+    """By pipeline rank, in the order of its list."""
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last action."""
+        return max((slot.end for row in self.rows for slot in row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Return the time in which a rank runs actions."""
+        return sum(slot.end - slot.start for slot in self.rows[rank])
+
+    def bubble(self, rank: int | None = None) -> float:
+        """Return the fraction of the makespan that a rank, or all of them together, stand idle."""
+        ranks = range(len(self.rows)) if rank is None else [rank]
+        available = self.makespan * len(ranks)
+        return 1.0 - sum(map(self.busy, ranks)) / available if available else 0.0
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """Return the stages a rank holds, ascending."""
+        return tuple(sorted({slot.action.stage for slot in self.rows[rank]}))
+
+    def peak_of_stages(self) -> dict[int, int]:
+        """Return for each stage the most microbatches whose activations it holds at once.
+
+        They are held from F until B is done, or W where the weight gradients have one.
+        """
+        return {
+            stage: _peak([slot.action for slot in row if slot.action.stage == stage])
+            for rank, row in enumerate(self.rows)
+            for stage in self.stages(rank)
+        }
+
+    def peak(self, rank: int) -> int:
+        """Return the most (stage, microbatch) pairs whose activations a rank holds at once."""
+        return _peak([slot.action for slot in self.rows[rank]])
+
+
+def _peak(actions: Sequence[Action]) -> int:
+    split = _split(actions)
+    live = peak = 0
+    for action in actions:
+        live += action.kind == "F"
+        peak = max(peak, live)
+        live -= action.kind == "W" or (action.kind == "B" and (action.stage, action.microbatch) not in split)
+    return peak
+
+
+def _split(actions: Sequence[Action]) -> set[tuple[int, int]]:
+    return {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
+
+
+def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = None) -> Timeline:
+    """Return when each action of each rank's list runs, all starting at time 0.
+
+    Args:
+        lists: ``Schedule.actions``: by pipeline rank. A stage belongs to the rank that runs it.
+        durations: of the actions; by default every one takes 1, a backward of both halves 2.
+
+    Raises:
+        ValueError: the lists cannot run to their end; the text has what each rank waits to run.
+    """
+    times = durations or Durations()
+    final = max((action.stage for actions in lists for action in actions), default=0)
+    waiting = [list(reversed(actions)) for actions in lists]
+    split = [_split(actions) for actions in lists]
+    clock = [0.0] * len(lists)
+    done: dict[Action, tuple[float, int]] = {}  # when, and on which rank
+    rows: list[list[Slot]] = [[] for _ in lists]
+    while any(waiting):
+        progress = False
+        for rank, queue in enumerate(waiting):
+            while queue and all(need in done for need in needs(queue[-1], final)):
+                action = queue.pop()
+                arrivals = [_arrival(done[need], rank, times) for need in needs(action, final)]
+                start = max([clock[rank], *arrivals])
+                both = (action.stage, action.microbatch) in split[rank]
+                clock[rank] = start + times.of(action, split=both)
+                done[action] = clock[rank], rank
+                rows[rank].append(Slot(action, start, clock[rank]))
+                progress = True
+        if not progress:
+            stuck = ", ".join(f"rank {rank}: {queue[-1]}" for rank, queue in enumerate(waiting) if queue)
+            raise ValueError(f"no rank can go on; they wait to run {stuck}")
+    return Timeline(tuple(map(tuple, rows)))
+
+
+def _arrival(done: tuple[float, int], rank: int, times: Durations) -> float:
+    end, source = done
+    return end if source == rank else end + times.handover
+
+
+def needs(action: Action, final: int) -> tuple[Action, ...]:
+    """Return what must be done before ``action`` can run; ``final``: number of the last stage."""
+    stage, m = action.stage, action.microbatch
+    if action.kind == "F":
+        return (Action("F", stage - 1, m),) if stage else ()
+    if action.kind == "W":
+        return (Action("B", stage, m),)
+    after = (Action("B", stage + 1, m),) if stage < final else ()
+    return (Action("F", stage, m), *after)

@@ -1,0 +1,1 @@
+"""Precision: dtypes, GEMM backends of linear layers, and quantized parameter storage."""

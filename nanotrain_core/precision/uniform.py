@@ -1,0 +1,141 @@
+"""fp64, fp32, bf16 and fp16: which dtype holds weights, activations, gradients and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanotrain_core.builtin.configs import LARGEST_SCALE, FP16Config, PrecisionConfig
+from nanotrain_core.contracts import LossScale, MasterWeight
+from nanotrain_core.layout.placement import Piece
+from nanotrain_core.precision.dtypes import cast
+
+
+class NoLossScale:
+    """For dtypes with float32's range: the loss as it is."""
+
+    value = 1.0
+
+    def update(self, skipped: bool) -> None:
+        """Nothing to learn."""
+
+    def meta(self) -> dict[str, Any]:
+        """No state."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """No state."""
+
+
+class DynamicLossScale:
+    """Doubles after ``growth_interval`` steps without overflow, halves at an overflow.
+
+    Every rank sees the same global gradient norm, so all take the same decision with no further talk.
+
+    Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
+    """
+
+    def __init__(self, initial: float, growth_interval: int) -> None:
+        self.value = initial
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, skipped: bool) -> None:
+        """Learn whether the last step overflowed."""
+        if skipped:
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = min(self.value * 2, LARGEST_SCALE), 0
+
+    def meta(self) -> dict[str, Any]:
+        """Return the scale and the steps since it last changed."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on from a saved scale."""
+        self.value = meta.get("value", self.value)
+        self.good_steps = meta.get("good_steps", 0)
+
+
+class LiveMaster:
+    """The parameter is its own master: no second copy."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def load(self) -> torch.Tensor:
+        """Return the parameter's own storage."""
+        return self.weight
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write ``value`` unless the optimizer already updated the storage in place."""
+        if value.data_ptr() != self.weight.data_ptr():
+            self.weight.copy_(value)
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Nothing beyond the parameter."""
+        return {}
+
+
+class Float32Master:
+    """A float32 copy, rounded into the model's parameter at every store."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+        self.master = weight.detach().float()
+
+    def load(self) -> torch.Tensor:
+        """Return the float32 copy."""
+        return self.master
+
+    def store(self, value: torch.Tensor) -> None:
+        """Keep ``value`` and round it into the parameter."""
+        if value.data_ptr() != self.master.data_ptr():
+            self.master.copy_(value)
+        self.weight.copy_(value)
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return the copy."""
+        return {"master": self.master}
+
+
+class Uniform:
+    """One dtype for every parameter and activation; masters and gradients at least float32."""
+
+    def __init__(self, dtype: torch.dtype, loss_scale: LossScale) -> None:
+        self.parameter_dtype = dtype
+        self.gradient_dtype = torch.promote_types(dtype, torch.float32)
+        self.loss_scale = loss_scale
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Cast every parameter but those that a module keeps in a dtype of their own."""
+        return cast(part, self.parameter_dtype)
+
+    def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
+        """Return the weight itself if the optimizer can work on it, else a float32 copy."""
+        return LiveMaster(weight) if weight.dtype == self.gradient_dtype else Float32Master(weight)
+
+
+def fp64(config: PrecisionConfig) -> Uniform:
+    """Return double precision."""
+    return Uniform(torch.float64, NoLossScale())
+
+
+def fp32(config: PrecisionConfig) -> Uniform:
+    """Return single precision."""
+    return Uniform(torch.float32, NoLossScale())
+
+
+def bf16(config: PrecisionConfig) -> Uniform:
+    """Return bfloat16 with float32 gradients and masters."""
+    return Uniform(torch.bfloat16, NoLossScale())
+
+
+def fp16(config: FP16Config) -> Uniform:
+    """Return float16 with float32 gradients and masters and a dynamic loss scale."""
+    return Uniform(torch.float16, DynamicLossScale(config.initial_scale, config.growth_interval))

@@ -1,0 +1,99 @@
+"""How finely a model can be split, as its config alone says it: for checks before any process starts.
+
+A config class may offer it::
+
+    def divisibility(self):
+        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+
+and the check of any wrapper, which knows roles and no models, reads it with :func:`divisibility_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from nanotrain_core.errors import Problem
+from nanotrain_core.layout.roles import Role
+
+
+@attrs.define(frozen=True)
+class Divisible:
+    """A number of units that modules of some roles have, and that a degree must divide to share them out."""
+
+    roles: tuple[Role, ...]
+    key: str
+    """Of the recipe, where the number is said: ``model.heads``."""
+    units: int
+    """Heads, rows of the vocabulary, experts: lengths in the ``unit`` of the modules' tags."""
+    what: str
+    """What these are, in the plural."""
+    width: bool = False
+    """Of EXPERTS: the width of each, along the ``split`` of the tag, and not their number."""
+    grouped: bool = False
+    """Several ranks may use one unit, as ``grouped`` of the modules' tags says."""
+
+    def fits(self, degree: int) -> bool:
+        """Say whether ``degree`` ranks can share the units out."""
+        return self.units % degree == 0 or (self.grouped and degree % self.units == 0)
+
+    def problem(self, dim: str, degree: int) -> Problem:
+        """Say that ``degree`` ranks along ``dim`` cannot share the units out, and what would do."""
+        return Problem(
+            self.key,
+            f"{self.units} {self.what} do not divide by {dim} = {degree}; {dim} could be "
+            f"{either(divisors_near(self.units, degree))}, their number "
+            f"{either(multiples_near(self.units, degree))}",
+        )
+
+
+def divisibility_of(config: Any) -> tuple[Divisible, ...] | None:
+    """Return what a model's config says; None if it says nothing, so that only the built model can tell."""
+    tell = getattr(config, "divisibility", None)
+    return tuple(tell()) if callable(tell) else None
+
+
+def divisors_near(length: int, degree: int) -> list[int]:
+    """Return the divisors of ``length`` next below and above ``degree``, which is none.
+
+    >>> divisors_near(8, 3), divisors_near(8, 16)
+    ([2, 4], [8])
+    """
+    divisors = [n for n in range(1, length + 1) if length % n == 0]
+    below, above = [n for n in divisors if n < degree], [n for n in divisors if n > degree]
+    return [*below[-1:], *above[:1]]
+
+
+def multiples_near(length: int, degree: int) -> list[int]:
+    """Return the multiples of ``degree`` next below and above ``length``.
+
+    >>> multiples_near(10, 4), multiples_near(3, 4)
+    ([8, 12], [4])
+    """
+    low = length // degree * degree
+    return [n for n in (low, low + degree) if n]
+
+
+def either(numbers: Sequence[int]) -> str:
+    """Join numbers by "or"."""
+    return " or ".join(map(str, numbers))
+
+
+def too_few(config: Any, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
+    """Yield a problem for each extent of ``roles`` with fewer units than ranks: shares need not be equal."""
+    wanted = {*roles}
+    for extent in divisibility_of(config) or ():
+        if wanted & {*extent.roles} and extent.units < degree:
+            yield Problem(extent.key, f"{extent.units} {extent.what} are fewer than {dim} = {degree} ranks")
+
+
+def undivided(
+    config: Any, roles: Iterable[Role], dim: str, degree: int, *, width: bool = False
+) -> Iterator[Problem]:
+    """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""
+    wanted = {*roles}
+    for extent in divisibility_of(config) or ():
+        if wanted & {*extent.roles} and extent.width == width and not extent.fits(degree):
+            yield extent.problem(dim, degree)

@@ -1,0 +1,46 @@
+"""What a user may have meant by what a recipe says, where a list of names is not enough. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import divisibility_of
+from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig, Selection
+from nanotrain_core.registry.registry import Registry
+
+_CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
+
+
+def for_idle_ranks(dim: str, model: Selection, registry: Registry) -> str:
+    """Say what makes use of ranks along a dimension, if anything can."""
+    if dim in ("ep", "etp"):
+        divisibility = divisibility_of(model.config)
+        if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):
+            return f"nor has model '{model.use}' experts: set {dim} = 1"
+    added = registry.remedies(dim)
+    return f"write {added}, or set {dim} = 1" if added else f"nor does an installed one: set {dim} = 1"
+
+
+def with_section(name: str, sections: Mapping[str, Any]) -> str:
+    """Return `` (did you mean 'run.steps'?)`` for a key that lacks its section, else an empty string.
+
+    Args:
+        sections: the resolved recipe's, tuples where a recipe lists several; None where one is wrong.
+    """
+    for section, value in sections.items():
+        items = enumerate(value) if isinstance(value, tuple) else (("", value),)
+        for number, item in items:
+            shape = _CORE.get(section) or type(getattr(item, "config", None))
+            if attrs.has(shape) and name in attrs.fields_dict(shape):
+                return f" (did you mean '{section}.{number}.{name}'?)".replace("..", ".")
+    return ""
+
+
+def as_written(message: str) -> str:
+    """Write tables that a reader of TOML names as Python tuples as they stand in the file: ``[model]``."""
+    return re.sub(r"\('([^()]*)',?\)", lambda found: "[" + found[1].replace("', '", ".") + "]", message)

@@ -1,0 +1,1 @@
+"""Registry: plugins are found, loaded one by one, and their components looked up by name."""

@@ -1,0 +1,204 @@
+"""Looks components up by the name a recipe uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import attrs
+
+import nanotrain_core
+from nanotrain_core.component import KINDS, LISTED_KINDS, TORCH_FREE_KINDS, Component
+from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, discover
+
+#: Where the components of this project live that are not part of the core: for ``pip install``.
+FIRST_PARTY = {
+    ("model", "deepseek"): "nanotrain-deepseek",
+    ("parallel", "ddp"): "nanotrain-ddp",
+    ("parallel", "tp"): "nanotrain-tp",
+    ("parallel", "ep_deepseek"): "nanotrain-ep-deepseek",
+    ("schedule", "1f1b"): "nanotrain-pp-1f1b",
+    ("schedule", "gpipe"): "nanotrain-pp-1f1b",
+    ("schedule", "interleaved_1f1b"): "nanotrain-pp-1f1b",
+    ("schedule", "zb_h1"): "nanotrain-pp-1f1b",
+    ("schedule", "dualpipe_v"): "nanotrain-pp-1f1b",
+    ("optimizer", "zero12"): "nanotrain-zero12",
+    ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
+}
+
+
+@attrs.define(frozen=True)
+class Registry:
+    """All plugins of this process and the components they announced."""
+
+    plugins: tuple[PluginInfo, ...]
+
+    @property
+    def broken(self) -> tuple[PluginInfo, ...]:
+        return tuple(plugin for plugin in self.plugins if plugin.error)
+
+    def offers(self, kind: str, use: str) -> tuple[tuple[PluginInfo, Component], ...]:
+        """Return every (plugin, component) of that kind and name: more than one is a clash."""
+        return tuple(
+            (plugin, component)
+            for plugin in self.plugins
+            if not plugin.error
+            for of_kind, component in plugin.components
+            if (of_kind, component.name) == (kind, use)
+        )
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Return the names of the usable components of one kind, sorted."""
+        usable = (plugin for plugin in self.plugins if not plugin.error)
+        return tuple(sorted({c.name for plugin in usable for k, c in plugin.components if k == kind}))
+
+    def clashes(self) -> tuple[str, ...]:
+        """Return one line per name that several plugins announce."""
+        keys = [(kind, name) for kind in KINDS for name in self.names(kind)]
+        return tuple(self._clash(*key) for key in keys if len(self.offers(*key)) > 1)
+
+    def get(self, kind: str, use: str) -> Component:
+        """Return the component a recipe selects.
+
+        Raises:
+            PluginError: no plugin or several announce it, or the one that does is broken.
+        """
+        offers = self.offers(kind, use)
+        if len(offers) > 1:
+            raise PluginError(self._clash(kind, use))
+        if not offers:
+            raise PluginError(self._unknown(kind, use))
+        return offers[0][1]
+
+    def build(self, selection: Selection) -> Any:
+        """Return the object behind a selected component.
+
+        Raises:
+            PluginError: the factory cannot be imported, raises, or returns an object that lacks part of
+                the contract of its kind. An unexpected exception is the ``__cause__``.
+        """
+        component = self.get(selection.kind, selection.use)
+        label = f"{selection.kind} '{selection.use}'"
+        try:
+            factory = component.load()
+        except PluginError as error:
+            raise PluginError(f"{label}: {error}") from error.__cause__
+        try:
+            built = factory(selection.config)
+        except NanotrainError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{label}: its factory raised {describe(error)}") from error
+        if selection.kind not in TORCH_FREE_KINDS or "torch" in sys.modules:
+            from nanotrain_core.registry.contract_checks import (
+                check_contract,  # contracts are written in torch's types
+            )
+
+            check_contract(label, component, selection.kind, built)
+        return built
+
+    def owner(self, kind: str, use: str) -> PluginInfo:
+        """Return the plugin that announced a component.
+
+        Raises:
+            PluginError: as :meth:`get`.
+        """
+        self.get(kind, use)
+        return self.offers(kind, use)[0][0]
+
+    def providers(self, capability: str) -> tuple[str, ...]:
+        """Return ``kind "name"`` of every usable component that provides ``capability``."""
+        return tuple(
+            f'{kind} "{component.name}"'
+            for plugin in self.plugins
+            if not plugin.error
+            for kind, component in plugin.components
+            if capability in component.provides
+        )
+
+    def remedies(self, dim: str) -> str:
+        """Return what a recipe must say for ranks along ``dim`` to be used; empty: nothing installed does."""
+        ways = []
+        for kind in KINDS:
+            fit = [name for name in self.names(kind) if dim in self.offers(kind, name)[0][1].mesh_dims]
+            if fit:
+                ways.append(f"{header(kind)} with use = " + " or ".join(f'"{name}"' for name in fit))
+        return " or ".join(ways)
+
+    def versions(self) -> dict[str, str]:
+        """Return distribution -> version of the core, torch and every usable plugin, sorted."""
+        found = {plugin.distribution: plugin.version for plugin in self.plugins if not plugin.error}
+        found["nanotrain-core"] = nanotrain_core.__version__
+        try:
+            found["torch"] = version("torch")
+        except PackageNotFoundError:
+            found["torch"] = "not installed"
+        return dict(sorted(found.items()))
+
+    def _clash(self, kind: str, use: str) -> str:
+        plugins = [plugin for plugin, _ in self.offers(kind, use)]
+        owners = " and ".join(map(str, plugins))
+        options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
+        return f"{kind} '{use}' is announced by {owners}; {options}, or rename the component"
+
+    def _unknown(self, kind: str, use: str) -> str:
+        names = self.names(kind)
+        text = f"no {kind} named '{use}'{did_you_mean(use, names)}; installed: {', '.join(names) or 'none'}"
+        suspects = [plugin for plugin in self.broken if _may_offer(plugin, kind, use)]
+        if suspects:
+            return text + "".join(f"; {plugin} is broken: {plugin.error}" for plugin in suspects)
+        if (kind, use) in FIRST_PARTY:
+            return f"{text}; to get it: pip install {FIRST_PARTY[kind, use]}"
+        if elsewhere := self._elsewhere(use):
+            return f"{text}; {elsewhere}"
+        if self.broken:
+            return f"{text}; broken, see `nanotrain plugins`: {', '.join(p.name for p in self.broken)}"
+        return text if did_you_mean(use, names) else f"{text}; if a file of yours has it: --plugin FILE.py"
+
+    def _elsewhere(self, use: str) -> str:
+        """Say where a name belongs that is a component of another kind, or a plugin's and no component's."""
+        for kind in KINDS:
+            if use in self.names(kind):
+                return f"{kind} '{use}' stands under {header(kind)}"
+        for plugin in self.plugins:
+            if use in (plugin.name, plugin.distribution) and plugin.components and not plugin.error:
+                offered = ", ".join(f'{kind} "{component.name}"' for kind, component in plugin.components)
+                return f"'{use}' is a plugin, which offers {offered}"
+        return ""
+
+
+def header(kind: str) -> str:
+    """Return how a recipe begins the table of a kind: ``[model]``, ``[[parallel]]``."""
+    return f"[[{kind}]]" if kind in LISTED_KINDS else f"[{kind}]"
+
+
+def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:
+    """Say whether a broken plugin is likely the one meant: it may have failed before it announced."""
+    announced = any((k, c.name) == (kind, use) for k, c in plugin.components)
+    return announced or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
+
+
+def load_plugins(*, block: Iterable[str] = (), local: Iterable[str] = ()) -> Registry:
+    """Load all plugins once per process and return the registry.
+
+    Every process of a run calls this first, with the same arguments.
+
+    Args:
+        block: plugin or distribution names not to load.
+        local: paths of Python files to load as plugins.
+
+    Raises:
+        PluginError: a file of ``local`` is missing, or a name of ``block`` is not installed.
+    """
+    return _load_plugins(os.getpid(), PluginArguments(local=local, blocked=block))
+
+
+@cache
+def _load_plugins(pid: int, arguments: PluginArguments) -> Registry:
+    return Registry(discover(arguments))

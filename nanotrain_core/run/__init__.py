@@ -1,0 +1,1 @@
+"""Run: what surrounds a training step: events, stop, rollback, metrics, data feed, folder, log."""

@@ -1,0 +1,127 @@
+"""The run folder: found free, claimed by one run at a time, given up when the process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from nanotrain_core.errors import FolderError, FolderLocked
+from nanotrain_core.run import log
+
+LOCK = ".lock"
+
+
+class RunFolder:
+    """A claimed run folder. The claim ends with the process, however it ends."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, name: str, *, folder: str | None = None, resume: bool = False) -> RunFolder:
+        """Claim the folder of a run.
+
+        Args:
+            name: of the run. Without ``folder``, a new run takes ``runs/<name>`` or the first free of
+                ``runs/<name>-2``, ``-3`` and so on; a resumed one takes the newest of these.
+            folder: exactly this folder.
+            resume: whether the folder may hold a run already.
+
+        Raises:
+            FolderLocked: a live run owns it.
+            FolderError: it cannot be written, or holds a run and ``resume`` is false.
+        """
+        path = Path(folder) if folder else newest(name) if resume else free(name)
+        claimed = cls(path, _lock(path))
+        if not resume and holds_run(path):
+            claimed.release()
+            raise FolderError(
+                f"{path} holds a run already: add --resume to go on with it, or name another folder"
+            )
+        return claimed
+
+    def release(self) -> None:
+        """Give up the claim."""
+        self._lock.close()
+
+
+def holds_run(path: Path) -> bool:
+    """Say whether a run has left anything in ``path``."""
+    return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
+
+
+def newest(name: str) -> Path:
+    """Return the newest folder of a run called ``name``, or where the first would be.
+
+    A folder in which nothing is, as of a run that was refused, hides none that came before.
+    """
+    last = Path("runs") / name
+    for path in _numbered(name):
+        if not path.exists():
+            return last
+        last = path if holds_run(path) or _is_locked(path) else last
+    raise AssertionError("unreachable")
+
+
+def free(name: str) -> Path:
+    """Return the first folder for ``name`` that no run has used."""
+    return next(path for path in _numbered(name) if not holds_run(path) and not _is_locked(path))
+
+
+def _numbered(name: str) -> Iterator[Path]:
+    yield Path("runs") / name
+    yield from (Path("runs") / f"{name}-{number}" for number in count(2))
+
+
+def _lock(path: Path) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+    except OSError as problem:
+        raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise FolderLocked(f"{path} is in use by another run: {_owner(lock.read())}") from None
+    except OSError as problem:  # as on Lustre that is mounted without ``flock``
+        log.ensure(0)
+        text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
+        structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
+    try:
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), json.dumps(owner).encode())
+    except OSError as problem:  # no space
+        raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
+    return lock
+
+
+def _owner(text: str) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on {owner['host']}, started {owner['start']}"
+    except (ValueError, KeyError, TypeError):
+        return "it did not say which"
+
+
+def _is_locked(path: Path) -> bool:
+    """Say whether a live run owns ``path``, without keeping the lock."""
+    try:
+        with open(path / LOCK, encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

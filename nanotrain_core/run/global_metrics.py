@@ -1,0 +1,61 @@
+"""What all ranks of a run must know together: global figures, and wishes to stop. All call these at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.run.stop import StopRequest
+
+
+def sum_over_data(
+    values: torch.Tensor, mesh: Mesh, *, once_per_pipeline: bool = False, beside: Sequence[float] = ()
+) -> torch.Tensor:
+    """All-reduce over the world what differs between data ranks, counting each replica once, in float64.
+
+    Stages of a pipeline compute different losses, which add up, but see the same batch. Numbers
+    ``beside`` are summed over all ranks and appended.
+    """
+    mine = values.to(mesh.device, torch.float64)
+    if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
+        mine = torch.zeros_like(mine)
+    total = torch.cat([mine, mine.new_tensor(beside)])
+    mesh.all_reduce(total)
+    return total
+
+
+def agree_now(stop: StopRequest, mesh: Mesh) -> None:
+    """All-reduce: have every rank learn at once what all wish, as each training step does."""
+    flags = torch.tensor(stop.flags(), dtype=torch.float64, device=mesh.device)
+    mesh.all_reduce(flags)
+    stop.agree(flags.tolist())
+
+
+def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:
+    """Return the mean share of the step that ranks of a pipeline waited, where the host waits at all."""
+    if len(set(owners)) == 1 or mesh.device.type != "cpu":
+        return None
+    total = torch.tensor(idle, dtype=torch.float64)
+    mesh.all_reduce(total)
+    return total.item() / mesh.world_size
+
+
+def expert_load(loads: Iterable[torch.Tensor], mesh: Mesh) -> float:
+    """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""
+    worst = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    for load in loads:
+        worst = torch.maximum(worst, load.max() / load.double().mean().clamp(min=1e-9))
+    mesh.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def count_parameters(placed: Iterable[PlacedParameter], mesh: Mesh) -> int:
+    """Count the whole model's parameters from every rank's blocks."""
+    mine = sum(p.parameter.numel() / p.placement.replicas(mesh.layout) for p in placed)
+    total = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
+    mesh.all_reduce(total)
+    return round(total.item())

@@ -1,0 +1,88 @@
+"""How a run becomes what it was at a checkpoint, and which one, when a monitor says that it went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from nanotrain_core.contracts import RollbackReport
+from nanotrain_core.errors import CheckpointError, Diverged
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.recipe.model_table import refuse_other_model
+from nanotrain_core.run.stop import Rollback
+
+if TYPE_CHECKING:
+    from nanotrain_core.engine import RuntimeEngine
+
+log = structlog.get_logger("nanotrain.checkpoint")
+
+
+def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
+    """Take over what a checkpoint says beside its tensors.
+
+    Raises:
+        NanotrainError: it is of another model or of other data, or not the state of a run.
+    """
+    run = engine.run
+    try:
+        refuse_other_model(meta["model"], run.model_table, free=run.free_model_keys)
+        run.feed.load_meta(meta["data"])
+        run.loss_scale.load_meta(meta["loss_scale"])
+        engine.events.load_meta(meta.get("monitors", {}))
+        engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
+    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+
+
+def roll_back(engine: RuntimeEngine) -> None:
+    """Go back to a checkpoint from before what a monitor suspects, and leave the data since out from now on.
+
+    Raises:
+        Diverged: no whole checkpoint is old enough.
+    """
+    run, step = engine.run, engine.step
+    engine.note("checkpoint")
+    engine.saves.advance(wait=True)
+    wish = earliest(engine.stop.rollback, run.mesh)
+    skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
+    restored = load_newest_before(wish.onset, engine)
+    run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
+    # Who wished to stop still does: a step more is taken, with which the range is saved.
+    engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
+    engine.stop.wish_back(None)
+    engine.pace.restart(engine.step)
+    engine.events.rollback(RollbackReport(step, wish.onset, restored, skipped[-1], len(skipped), wish.reason))
+
+
+def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
+    """Return the wish with the earliest onset among those of all ranks. Collective."""
+    wishes: list[Rollback] = [each for each in mesh.gather(wish) if each is not None]
+    return min(wishes, key=lambda each: each.onset)
+
+
+def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
+    """Load the newest checkpoint of a step below ``onset`` that is whole and that all ranks can read.
+
+    A load looks at that, each rank at its share: one that read it all would keep the others waiting too long.
+
+    Returns:
+        Its step. Collective.
+
+    Raises:
+        Diverged: there is none.
+    """
+    checkpoint, mesh = engine.saves.checkpoint, engine.run.mesh
+    steps: list[int] = mesh.gather([*checkpoint.steps()] if checkpoint and mesh.rank == 0 else [])[0]
+    for step in reversed([step for step in steps if step < onset]):
+        try:
+            if engine.load(str(step)):
+                return step
+        except CheckpointError as problem:  # on every rank
+            if mesh.rank == 0:
+                log.warning("a checkpoint cannot be gone back to", step=step, problem=str(problem))
+    raise Diverged(
+        f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
+        "(checkpoint.every), or keep more of them (checkpoint.keep)"
+    )

@@ -1,0 +1,80 @@
+"""Small random models of transformers, and what ours computes from their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.hf.weights import whole
+from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.registry.registry import load_plugins
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 64
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    """Two layers of width 32, with 4 heads."""
+    options = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return randomise(LlamaForCausalLM(LlamaConfig(**{**options, **changes})))
+
+
+def gpt2(**changes: Any) -> PreTrainedModel:
+    """Two layers of width 32, with 4 heads."""
+    options = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+    tokens = {"bos_token_id": None, "eos_token_id": None}
+    return randomise(GPT2LMHeadModel(GPT2Config(**{**options, **tokens, **changes})))
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Draw every weight anew: norms and biases that start at 1 and 0 would hide that they are mixed up."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.15 + (1.0 if parameter.dim() == 1 else 0.0))
+    return model.eval()
+
+
+def tokens() -> torch.Tensor:
+    """Return [3, 24] tokens."""
+    return torch.randint(VOCAB, (3, 24), generator=torch.Generator().manual_seed(9))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return transformers' logits [3, 24, V]."""
+    return model(tokens()).logits
+
+
+def our_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return all weights at ``path`` by our names."""
+    reader = open_weights(path, load_plugins()).reader
+    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
+
+
+@torch.no_grad()
+def our_logits(path: Path) -> torch.Tensor:
+    """Return the logits [3, 24, V] of our own model with the weights at ``path``."""
+    registry = load_plugins()
+    model = registry.build(open_weights(path, registry).selection)
+    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
+    for name, tensor in our_tensors(path).items():
+        part.get_parameter(name).copy_(tensor)
+    return part.eval()(tokens(), Batch(tokens())).value
