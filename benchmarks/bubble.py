@@ -93,7 +93,7 @@ class Stopwatch:
     """Times the actions of an executor, and its steps."""
 
     def __init__(self, executor: Any) -> None:
-        self.p2p = executor.handover
+        self.p2p = executor.p2p
         self.steps: Steps = []
         self._execute, self._run = executor._execute, executor.run
         executor._execute, executor.run = self.execute, self.run

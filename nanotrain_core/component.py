@@ -98,8 +98,9 @@ class Component:
     of another format. For ``--weights`` and ``nanotrain convert``."""
     catalogue: str | None = None
     """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
-    folder, the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`,
-    oldest first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
+    folder, the folder of its checkpoints, or one of them), oldest first, each as a
+    :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`; none if there are none of this format.
+    For ``nanotrain ckpt``. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.

@@ -29,7 +29,7 @@ class ForgetsToWriteThrough(Uniform):
 
 
 class ForgetsItsMasters(Uniform):
-    """CheckpointSaver weights in bfloat16 and nothing else."""
+    """Saves weights in bfloat16 and nothing else."""
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())

@@ -132,10 +132,10 @@ def test_waiting_is_no_part_of_an_action_and_all_else_is(monkeypatch):
 
     def spend(seconds, *, waiting=False):
         clock[0] += seconds
-        executor.handover.waited += seconds * waiting
+        executor.p2p.waited += seconds * waiting
 
     class Executor:
-        handover = SimpleNamespace(waited=5.0)
+        p2p = SimpleNamespace(waited=5.0)
 
         def _execute(self, action):
             spend(2.0, waiting=True)

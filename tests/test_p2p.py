@@ -23,24 +23,24 @@ def pass_through(owners, tags, stages_that_share):
     view = View(("pp", "dp"), (ranks, dist.get_world_size() // ranks))
     mesh = Mesh(Layout({"dense": view}), rank=dist.get_rank())
     mesh.create_groups([Span((), stages) for stages in stages_that_share])
-    handover = StageP2P(owners, mesh, tags=tags)
-    handover.begin(2)
+    p2p = StageP2P(owners, mesh, tags=tags)
+    p2p.begin(2)
     seen = {}
     for m in range(2):
-        for stage in (s for s, owner in enumerate(owners) if owner == handover.rank):
-            x = torch.zeros(2, 3) + m if stage == 0 else handover.receive(stage - 1, m, LIKE)
+        for stage in (s for s, owner in enumerate(owners) if owner == p2p.rank):
+            x = torch.zeros(2, 3) + m if stage == 0 else p2p.receive(stage - 1, m, LIKE)
             x = x + 10 ** (stage + 1)
             seen["F", stage, m] = x[0, 0].item()
             if stage + 1 < len(owners):
-                handover.send("forward", stage, m, x, LIKE)
+                p2p.send("forward", stage, m, x, LIKE)
     for m in range(2):
-        for stage in reversed([s for s, owner in enumerate(owners) if owner == handover.rank]):
+        for stage in reversed([s for s, owner in enumerate(owners) if owner == p2p.rank]):
             last = stage + 1 == len(owners)
-            g = torch.zeros(2, 3) - m if last else handover.receive_gradient(stage, m, torch.empty(2, 3))
+            g = torch.zeros(2, 3) - m if last else p2p.receive_gradient(stage, m, torch.empty(2, 3))
             seen["B", stage, m] = g[1, 2].item()
             if stage:
-                handover.send("backward", stage - 1, m, g - 1, LIKE)
-    handover.flush()
+                p2p.send("backward", stage - 1, m, g - 1, LIKE)
+    p2p.flush()
     one = torch.ones(1)
     dist.all_reduce(one, group=mesh.new_group(range(dist.get_world_size()), "afterwards"))
     return seen, one.item()
@@ -77,19 +77,19 @@ def test_every_stage_gets_what_the_one_before_sent(tags, checked, owners, world,
 def one_forward_one_backward(microbatches):
     """Return the most hidden states that the first of two stages keeps alive after sending them."""
     mesh = Mesh(Layout({"dense": View(("pp",), (2,))}), rank=dist.get_rank())
-    handover, sent = StageP2P([0, 1], mesh), []
-    handover.begin(microbatches)
+    p2p, sent = StageP2P([0, 1], mesh), []
+    p2p.begin(microbatches)
     for m in range(microbatches):
-        if handover.rank == 0:
+        if p2p.rank == 0:
             x = torch.full((2, 3), float(m))
             sent.append(weakref.ref(x))
-            handover.send("forward", 0, m, x, LIKE)
-            handover.receive_gradient(0, m, torch.empty_like(x))
+            p2p.send("forward", 0, m, x, LIKE)
+            p2p.receive_gradient(0, m, torch.empty_like(x))
             del x
         else:
-            handover.send("backward", 0, m, handover.receive(0, m, LIKE), LIKE)
+            p2p.send("backward", 0, m, p2p.receive(0, m, LIKE), LIKE)
     alive = sum(each() is not None for each in sent)
-    handover.flush()
+    p2p.flush()
     return alive
 
 
@@ -104,21 +104,21 @@ def send_steps(sizes, microbatches, left=(), *, crossed=False):
     ``crossed``: the receiver has another order of microbatches.
     """
     mesh = Mesh(Layout({"dense": View(("pp",), (2,))}), rank=dist.get_rank())
-    handover, came = StageP2P([0, 1], mesh), []
+    p2p, came = StageP2P([0, 1], mesh), []
     for step, size in enumerate(sizes):
-        handover.begin(microbatches[step])
+        p2p.begin(microbatches[step])
         order = range(microbatches[step])
-        for m in order if crossed and handover.rank else reversed(order):
-            if handover.rank == 0:
-                handover.send("forward", 0, m, torch.full((size,), 100.0 * step + m), (1, size))
+        for m in order if crossed and p2p.rank else reversed(order):
+            if p2p.rank == 0:
+                p2p.send("forward", 0, m, torch.full((size,), 100.0 * step + m), (1, size))
             elif step not in left:
-                found = handover.receive(0, m, (1, size))
+                found = p2p.receive(0, m, (1, size))
                 assert found.shape == (size,)
                 assert (found == found[0]).all()
                 came.append(found[0].item())
         mesh.gather(step, "pp")
-    shared = any(channel._unread for channel in handover._channels.values())
-    handover.flush()
+    shared = any(channel._unread for channel in p2p._channels.values())
+    p2p.flush()
     return came, shared
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what a saver writes, how tensors are cut into boxes, listing and conversion, the `simple` format."""
+"""Checkpoints: the saver, tensor boxes, listing and conversion, and the `simple` format."""

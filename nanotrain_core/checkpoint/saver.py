@@ -10,7 +10,7 @@ import structlog
 from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
 from nanotrain_core.errors import CheckpointError, SaveFailed
 
-#: CheckpointSaver in a row that may fail before a run is ended: it would lose more with every step.
+#: Saves in a row that may fail before a run is ended: it would lose more with every step.
 MOST_FAILED: Final = 3
 
 

@@ -31,7 +31,7 @@ class TrainState:
 
 
 class Checkpoint(Protocol):
-    """CheckpointSaver and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
+    """Saves and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
 
     A save has parts, so that files can be written while training goes on: :meth:`save` begins it,
     :meth:`settle` returns when ``state`` may change again, and :meth:`advance` tells, at a later step

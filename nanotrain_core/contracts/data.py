@@ -45,7 +45,7 @@ class Data(Protocol):
     def meta(self) -> dict[str, Any]:
         """Return the position and a ``fingerprint`` of the data, as JSON.
 
-        Not under the keys of :data:`nanotrain_core.run.feed.OWN_KEYS`, where the core keeps numbers of its own.
+        Not under the keys of :data:`nanotrain_core.run.feed.OWN_KEYS`, where the core keeps its own numbers.
         """
         ...
 

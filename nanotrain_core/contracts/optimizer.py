@@ -97,7 +97,8 @@ class Optimizer(Protocol):
         ...
 
     # An optimizer may also have ``wait(parameters)``: its step then returns while updated weights travel,
-    # and the core waits for those of a module before that is called: see nanotrain_core.layout.parameters_in_flight.
+    # and the core waits for those of a module before that is called: see
+    # nanotrain_core.layout.parameters_in_flight.
 
     def blocks(self) -> Iterable[Block]:
         """Yield every state tensor, masters included."""

@@ -71,8 +71,8 @@ class Precision(Protocol):
     * ``settle(parts, mesh)``, once on every rank when all parts are converted. It may talk to other ranks,
       to learn whether a pattern of the recipe matches any module of the whole model.
     * ``pack(parts)``, once on every rank when weights are initialised, loaded and equal on all replicas:
-      it may replace parameters by :class:`~nanotrain_core.precision.quantized_storage.PackedWeight` ones of the same names and
-      shapes, which take less memory. Give their layers products that unpack them, in ``convert``.
+      it may replace parameters by ones of the same names and shapes which take less memory, each a
+      :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. Give their layers products that unpack them, in ``convert``.
     * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
     """
 

@@ -68,7 +68,7 @@ class FailedSaveReport:
     step: int
     problem: str
     in_a_row: int
-    """CheckpointSaver that have failed since one succeeded, this one included: the third ends the run."""
+    """Saves that have failed since one succeeded, this one included: the third ends the run."""
 
 
 @attrs.define(frozen=True)

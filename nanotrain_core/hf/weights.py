@@ -58,11 +58,11 @@ class Atlas:
             for piece in _pieces(mapping, ours[mapping.name]):
                 self.pieces.setdefault(piece.hf.name, []).append(piece)
         self.upright = {name: _upright(name, pieces) for name, pieces in self.pieces.items()}
-        """HFTensor name -> shape before an exchange of axes."""
+        """Name of a Hugging Face tensor -> shape before an exchange of axes."""
 
     @property
     def theirs(self) -> dict[str, Shape]:
-        """HFTensor name -> shape as stored."""
+        """Name of a Hugging Face tensor -> shape as stored."""
         exchanged = {name for name, pieces in self.pieces.items() if pieces[0].hf.transposed}
         return {name: shape[::-1] if name in exchanged else shape for name, shape in self.upright.items()}
 

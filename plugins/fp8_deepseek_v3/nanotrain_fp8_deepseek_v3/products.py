@@ -33,7 +33,7 @@ P = TypeVar("P", bound="Float32Products")
 
 
 class Float32Products:
-    """Products in float32 of operands in any dtype. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+    """Products in float32 of operands in any dtype: a :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
     """Rows of each of several stacked weights; None for one weight."""
@@ -126,7 +126,7 @@ class Recipe:
 
 
 class Narrowed:
-    """Holds activations as codes and scales of tiles. See :class:`~nanotrain_core.precision.gemm.Narrowing`."""
+    """Holds activations as codes and scales of tiles: :class:`~nanotrain_core.precision.gemm.Narrowing`."""
 
     recipe: Recipe
 
