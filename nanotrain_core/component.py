@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 #: The kinds of components, in the order a run builds them.
 KINDS = (
     "topology",
+    "kernels",
     "model",
     "parallel",
     "precision",

@@ -33,6 +33,7 @@ from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
 from nanotrain_core.precision.quantized_storage import settle
@@ -114,7 +115,9 @@ def compose(
 
     layout = topology.layout(recipe.run.ranks)
     timeout = timedelta(seconds=recipe.run.timeout)
-    mesh = Mesh(layout, rank=rank, device=device, timeout=timeout)
+    kernels_used, kernels = kernels_for(recipe.kernels, registry, torch.device(device))
+    kernels.prepare(torch.device(device))
+    mesh = Mesh(layout, rank=rank, device=device, timeout=timeout, transport=kernels.transport())
     _check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)

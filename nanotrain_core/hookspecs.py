@@ -12,7 +12,7 @@ import pluggy
 from nanotrain_core.component import Component
 
 #: Grows by a minor number when a hook gains an argument, by a major one when a hook changes meaning.
-HOOKSPEC_VERSION = "1.0"
+HOOKSPEC_VERSION = "1.1"
 
 hookspec = pluggy.HookspecMarker("nanotrain")
 
@@ -22,6 +22,11 @@ Register = Callable[[Component], None]
 @hookspec
 def nanotrain_register_topology(register: Register) -> None:
     """Register topologies: how the ranks of a run are laid out in named dimensions."""
+
+
+@hookspec
+def nanotrain_register_kernels(register: Register) -> None:
+    """Register kernels: who computes attention, norms, linear layers, experts and the loss on a device."""
 
 
 @hookspec

@@ -23,6 +23,27 @@ def nanotrain_register_topology(register: Register) -> None:
 
 
 @hookimpl
+def nanotrain_register_kernels(register: Register) -> None:
+    """Announce ``auto`` and ``torch``."""
+    register(
+        Component(
+            name="auto",
+            config=configs.AutoKernelsConfig,
+            factory="nanotrain_core.models.kernels:AutoKernels",
+            summary="those of an installed plugin for the run's device, else torch",
+        )
+    )
+    register(
+        Component(
+            name="torch",
+            config=configs.TorchKernelsConfig,
+            factory="nanotrain_core.models.kernels:TorchKernels",
+            summary="plain PyTorch, the definition of every function; the default on a GPU",
+        )
+    )
+
+
+@hookimpl
 def nanotrain_register_model(register: Register) -> None:
     """Announce ``transformer``."""
     register(

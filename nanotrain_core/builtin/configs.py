@@ -42,6 +42,16 @@ class GridConfig:
 
 
 @attrs.define(frozen=True, kw_only=True)
+class AutoKernelsConfig:
+    """``[kernels] use = "auto"``: what an installed plugin provides for the run's device, else ``torch``."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class TorchKernelsConfig:
+    """``[kernels] use = "torch"``: plain PyTorch."""
+
+
+@attrs.define(frozen=True, kw_only=True)
 class RopeScalingConfig:
     """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on, as Llama 3.1 does."""
 

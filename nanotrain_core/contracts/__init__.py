@@ -7,6 +7,7 @@ class with empty methods, so that a monitor writes only the events it wants.
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
 from nanotrain_core.contracts.data import Data
+from nanotrain_core.contracts.kernels import Kernels
 from nanotrain_core.contracts.model import Initializer, Model, ModelPart, PartOutput
 from nanotrain_core.contracts.monitor import Monitor, Request, RunInfo
 from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
@@ -34,6 +35,7 @@ __all__ = [
     "FailedSaveReport",
     "GradientSync",
     "Initializer",
+    "Kernels",
     "LossScale",
     "MasterWeight",
     "Model",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanotrain_core.host.collectives import HostCollectives
 from nanotrain_core.layout.layout import Layout, Span
+from nanotrain_core.layout.transport import Transport
 
 
 class Mesh:
@@ -27,7 +28,9 @@ class Mesh:
         rank: int = 0,
         device: torch.device | str = "cpu",
         timeout: timedelta = timedelta(minutes=5),
+        transport: Transport | None = None,
     ) -> None:
+        self.transport = transport or Transport()
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)

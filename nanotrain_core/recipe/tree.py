@@ -137,6 +137,7 @@ class Recipe:
     batch: BatchConfig
     evaluation: EvaluationConfig = attrs.field(factory=EvaluationConfig)
     topology: Selection
+    kernels: Selection
     model: Selection
     parallel: tuple[Selection, ...] = ()
     schedule: Selection
@@ -154,6 +155,7 @@ class Recipe:
         """Return every selected component, in the order a run builds them."""
         return (
             self.topology,
+            self.kernels,
             self.model,
             *self.parallel,
             self.precision,
@@ -168,6 +170,7 @@ class Recipe:
 #: What a recipe that leaves a section out gets. ``model`` has no default.
 DEFAULT_USE: dict[str, str | tuple[str, ...]] = {
     "topology": "grid",
+    "kernels": "auto",
     "parallel": (),
     "schedule": "accumulate",
     "optimizer": "adamw",

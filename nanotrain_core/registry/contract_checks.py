@@ -11,6 +11,7 @@ from nanotrain_core.errors import PluginError
 #: Kind -> its contract.
 CONTRACTS: dict[str, type] = {
     "topology": contracts.Topology,
+    "kernels": contracts.Kernels,
     "model": contracts.Model,
     "parallel": contracts.Parallel,
     "precision": contracts.Precision,

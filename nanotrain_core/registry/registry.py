@@ -19,6 +19,7 @@ from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, disco
 
 #: Where the components of this project live that are not part of the core: for ``pip install``.
 FIRST_PARTY = {
+    ("kernels", "cpu"): "nanotrain-cpu",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "ddp"): "nanotrain-ddp",
     ("parallel", "tp"): "nanotrain-tp",

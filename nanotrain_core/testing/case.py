@@ -27,6 +27,7 @@ TINY: Tables = {
     "batch": {"sequences": 8, "microbatch": 2, "length": 16},
     "evaluation": {"sequences": 0},
     "topology": {"use": "grid"},
+    "kernels": {"use": "auto"},
     "model": {"use": "transformer", "layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2},
     "optimizer": {"use": "sgd", "lr": 0.1, "clip_norm": 0.0},
     "precision": {"use": "fp64"},

@@ -1,0 +1,43 @@
+"""The built-in kernels: ``torch``, and ``auto``, which takes what a plugin provides for the run's device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
+from nanotrain_core.contracts import Kernels
+from nanotrain_core.recipe.tree import Selection
+
+if TYPE_CHECKING:
+    from nanotrain_core.registry.registry import Registry
+
+
+class TorchKernels(Kernels):
+    """Plain PyTorch: the base class, as it is."""
+
+    def __init__(self, config: TorchKernelsConfig) -> None:
+        self.config = config
+
+
+class AutoKernels(Kernels):
+    """Stands for the kernels of the device, until :func:`kernels_for` knows which device that is."""
+
+    def __init__(self, config: AutoKernelsConfig) -> None:
+        self.config = config
+
+
+def kernels_for(selection: Selection, registry: Registry, device: torch.device) -> tuple[str, Kernels]:
+    """Return the name and the object of a recipe's kernels; of ``auto``, those for ``device``.
+
+    Those are of the one installed component that provides ``kernels:<device type>``, with its default
+    config; where there is none, or several, ``torch``.
+    """
+    built: Kernels = registry.build(selection)
+    if not isinstance(built, AutoKernels):
+        return selection.use, built
+    word = f"kernels:{device.type}"
+    found = [name for name in registry.names("kernels") if word in registry.get("kernels", name).provides]
+    use = found[0] if len(found) == 1 else "torch"
+    return use, registry.build(Selection("kernels", use, registry.get("kernels", use).config()))

@@ -1,0 +1,119 @@
+"""The functions that models call, as plain PyTorch: the definition of each, and what runs on a GPU.
+
+A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component of
+kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
+
+Shapes: B batch, S sequence, T tokens (B S), D width, H query heads, G key and value heads, K size of a query
+and key, V size of a value or of the vocabulary, F feed-forward width, E experts, C experts chosen for each
+token, N = T C rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanotrain_core.models.cross_entropy import linear_cross_entropy
+
+Tensor = torch.Tensor
+
+
+def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+    """Return softmax(q k^T ``scale``) v [B, S, H, V] where no token sees a later one.
+
+    H is a multiple of G: consecutive query heads share a key and value head. ``scale`` is 1 / sqrt(K) by
+    default. Source: Vaswani et al., arXiv 1706.03762, equation 1.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    shared = q_BSHK.shape[2] != k_BSGK.shape[2]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+    return y.transpose(1, 2)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) times ``weight_D``, for each row of x [..., D].
+
+    Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
+    """
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
+
+
+def rope(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1K: Tensor) -> Tensor:
+    """Return ``x_BSHK`` with number i of each head and number i + K/2 turned by their position's angle.
+
+    ``cos`` and ``sin`` are those of :func:`~nanotrain_core.models.rope.rotation`, in whose dtype it is turned.
+    Source: Su et al., arXiv 2104.09864, equation 34, in the "rotate half" order of Llama's public weights.
+    """
+    x1, x2 = x_BSHK.to(cos_S1K.dtype).chunk(2, dim=-1)
+    cos, sin = cos_S1K.chunk(2, dim=-1)[0], sin_S1K.chunk(2, dim=-1)[1]
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x_BSHK.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up [..., F]. Source: Shazeer, arXiv 2002.05202, equation 6."""
+    return F.silu(gate) * up
+
+
+def embedding(tokens: Tensor, table_VD: Tensor) -> Tensor:
+    """Return the rows [..., D] of ``tokens`` [...]."""
+    return F.embedding(tokens, table_VD)
+
+
+def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return each expert's rows, ``counts_E`` of them, times its transposed weight; there may be none.
+
+    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts.
+    """
+    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and _aligned(weight_ENK):
+        return F.grouped_mm(rows_NK, weight_ENK.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
+    pieces = torch.split(rows_NK, counts_E.tolist())
+    return torch.cat([F.linear(rows, weight) for rows, weight in zip(pieces, weight_ENK, strict=True)])
+
+
+def _aligned(weight: Tensor) -> bool:
+    return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+
+
+def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """Return the SwiGLU experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them each.
+
+    An expert may have no rows, and there may be none at all. Of experts split along F, a partial sum.
+    """
+    hidden_NF = swiglu(grouped_linear(rows_ND, gate_EFD, counts_E), grouped_linear(rows_ND, up_EFD, counts_E))
+    return grouped_linear(hidden_NF, down_EDF, counts_E)
+
+
+def permute(x_TD: Tensor, order_N: Tensor, back_N: Tensor, chosen: int) -> Tensor:
+    """Return rows [N, D]: each token once for each of its ``chosen`` experts, sorted into ``order_N``.
+
+    ``back_N`` is the inverse of that permutation: the backward pass may gather by it, in place of adding.
+    """
+    return x_TD.unsqueeze(1).expand(-1, chosen, -1).flatten(0, 1).index_select(0, order_N)
+
+
+def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: Tensor) -> Tensor:
+    """Return each token's weighted sum [T, D] of its experts' outputs, in the order its router named them."""
+    each_TCD = outputs_ND.index_select(0, back_N).view(*weights_TC.shape, -1)
+    return (each_TCD * weights_TC.unsqueeze(-1).to(each_TCD.dtype)).sum(1)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Who computes each function of a model. Each field has the signature and meaning of its default."""
+
+    attention: Callable[..., Tensor] = attention
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor] = rope
+    swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+    embedding: Callable[[Tensor, Tensor], Tensor] = embedding
+    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_cross_entropy
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = experts
+    permute: Callable[[Tensor, Tensor, Tensor, int], Tensor] = permute
+    unpermute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = unpermute
+
+
+#: Plain PyTorch.
+TORCH = Ops()

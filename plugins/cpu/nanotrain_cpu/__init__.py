@@ -1,0 +1,34 @@
+"""Everything that only makes a CPU faster: kernels, and exchanges through memory that ranks of a host share.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.hookspecs import Register
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class CPUKernelsConfig:
+    """``[kernels] use = "cpu"``."""
+
+    shared_memory: bool = True
+    """Let ranks of one host exchange through memory that they share, in place of gloo's sockets."""
+
+
+@hookimpl
+def nanotrain_register_kernels(register: Register) -> None:
+    """Announce ``cpu``."""
+    register(
+        Component(
+            name="cpu",
+            config=CPUKernelsConfig,
+            factory="nanotrain_cpu.kernels:CPUKernels",
+            summary="attention, norms, experts and exchanges that are faster on a CPU",
+            provides={"kernels:cpu"},
+        )
+    )
