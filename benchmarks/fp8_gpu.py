@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks.gpu import Call, Compared, turns
 from benchmarks.report import verdict
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.precision.gemm import give_products, steady_weights
+from nanotrain_core.precision.gemm import steady_weights, use_gemm
 
 #: Tokens, inputs and outputs of DeepSeek-V3's gate of an expert, output of attention, and dense gate.
 SHAPES = ((4096, 7168, 2048), (4096, 16384, 7168), (4096, 7168, 18432))
@@ -112,7 +112,7 @@ def layer(name: str, shape: tuple[int, int, int], rounds: int, bar: float) -> La
     wide = nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16)
     narrow = tag(nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16), Role.COLUMN)
     narrow.weight.grad_dtype = torch.float32  # as a run has it: dW is not rounded
-    give_products(narrow, {"weight": BACKENDS[name].make(Recipe())})
+    use_gemm(narrow, {"weight": BACKENDS[name].make(Recipe())})
     x, d_y = normal(M, K).requires_grad_(), normal(M, N)
 
     def step(module: nn.Module) -> None:
@@ -138,8 +138,8 @@ def experts(rounds: int) -> Layer:
         products = BACKENDS["triton"].make(Recipe()).grouped(counts)
         with steady_weights():
             _, kept = products.forward(x, w)
-            products.input_gradient(d_y, w)
-            products.weight_gradient(d_y, kept)
+            products.dgrad(d_y, w)
+            products.wgrad(d_y, kept)
 
     def theirs() -> None:
         F.grouped_mm(x, w.mT, offs=ends)
@@ -177,4 +177,4 @@ def agreement(name: str) -> Iterator[Agreement]:
 def three(products: Any, x: torch.Tensor, w: torch.Tensor, d_y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return y, dx and dW."""
     (y,), kept = products.forward(x, w)
-    return y, products.input_gradient(d_y, w), products.weight_gradient(d_y, kept)
+    return y, products.dgrad(d_y, w), products.wgrad(d_y, kept)

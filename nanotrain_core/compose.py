@@ -34,8 +34,11 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged
 from nanotrain_core.models.kernels import kernels_for
+from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.quantized_storage import settle
 from nanotrain_core.recipe.model_table import model_table, training_keys
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
@@ -70,6 +73,8 @@ class Run:
     loss_scale: LossScale
     actions: Sequence[Action]
     """This rank's part of the schedule."""
+    passes: Passes = attrs.field(factory=Passes)
+    """What layers may ask of the pass that they are in."""
     feed: Feed
     evaluation: EvaluationConfig
     checkpoint: Checkpoint | None = None
@@ -102,8 +107,6 @@ def compose(
     model: Model = build(recipe.model)
     wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
     precision: Precision = build(recipe.precision)
-    if hasattr(precision, "seed"):
-        precision.seed(recipe.run.seed)
     optimizer: Optimizer = build(recipe.optimizer)
     schedule: Schedule = build(recipe.schedule)
     checkpoint: Checkpoint = build(recipe.checkpoint)
@@ -117,6 +120,8 @@ def compose(
     timeout = timedelta(seconds=recipe.run.timeout)
     kernels_used, kernels = kernels_for(recipe.kernels, registry, torch.device(device))
     kernels.prepare(torch.device(device))
+    passes = Passes()
+    precision.setup(recipe.run.seed, passes, kernels.gemm())
     mesh = Mesh(layout, rank=rank, device=device, timeout=timeout, transport=kernels.transport())
     _check_meta(data, mesh, recipe)
 
@@ -124,15 +129,20 @@ def compose(
     costs = model.flops(recipe.batch.length)
     _check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
-    stages = build_stages(model, parts, mesh)
+    stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
     placements = share_between_stages(place(stages.values(), layout), mesh)
     for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         _check_wrapped(selection, stages.values(), placements)
     _check_experts(stages.values(), mesh)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
-    if hasattr(precision, "settle"):
-        precision.settle(tuple(stages.values()), mesh)
+    precision.settle(tuple(stages.values()), mesh)
+    actions = schedule.actions(pp, microbatches_of(recipe, mesh))
+    passes.splits_backward = any(action.kind == "W" for rank in actions for action in rank)
+    for part in stages.values():
+        if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
+            split_linear_layers(part, kernels.gemm(), passes)
+        kernels.apply(part, passes)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -141,19 +151,17 @@ def compose(
     of_parameters = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)
     equalise(placed, mesh)
-    if hasattr(precision, "pack"):
-        precision.pack(tuple(stages.values()))
-        placed = _placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
+    precision.pack(tuple(stages.values()))
+    placed = _placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
     )
-    gradients.attach(placed, mesh, precision.gradient_dtype)
+    gradients.attach(placed, mesh, precision.gradient_dtype, passes)
     optimizer.setup(placed, precision, gradients, mesh)
     for parameter in placed:
         settle(parameter.parameter)
 
     shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
-    microbatches = len(shard.rows(recipe.batch.sequences)) // recipe.batch.microbatch
     return Run(
         name=recipe.run.name,
         recipe=recipe,
@@ -170,7 +178,8 @@ def compose(
         optimizer=optimizer,
         optimizer_config=recipe.optimizer.config,
         loss_scale=precision.loss_scale,
-        actions=schedule.actions(pp, microbatches)[pp_rank],
+        actions=actions[pp_rank],
+        passes=passes,
         feed=DataFeed(data, model, recipe.batch, recipe.evaluation, shard, mesh.device),
         evaluation=recipe.evaluation,
         checkpoint=checkpoint,
@@ -179,7 +188,8 @@ def compose(
         log_every=recipe.run.log_every,
         described=(
             *((describe_stages(parts, costs),) if pp > 1 else ()),
-            *(precision.describe() if hasattr(precision, "describe") else ()),
+            *((f"kernels: {kernels_used}",) if recipe.kernels.use != kernels_used else ()),
+            *precision.describe(),
         ),
     )
 
@@ -191,11 +201,25 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     return mesh.size("pp"), mesh.coordinate("pp")
 
 
-def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh) -> dict[int, nn.Module]:
+def microbatches_of(recipe: Recipe, mesh: Mesh) -> int:
+    """Return how many microbatches a rank has in a step."""
+    rows = Shard(mesh.coordinate("dp"), mesh.size("dp")).rows(recipe.batch.sequences)
+    return len(rows) // recipe.batch.microbatch
+
+
+def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
+    """Have linear layers and experts that compute by themselves make dgrad and wgrad apart."""
+    for _, module, _ in tagged(part):
+        names = gemm_parameters(module)
+        if names and gemms_of(module) is None:
+            use_gemm(module, dict.fromkeys(names, gemm), passes)
+
+
+def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
     _, rank = pipeline(mesh)
     with torch.device("meta"):
-        return {stage: model.build(part) for stage, part in enumerate(parts) if part.rank == rank}
+        return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 
 
 def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:

@@ -115,7 +115,7 @@ class RuntimeEngine:
         """Optimizer steps done, those before a resume included; and whether a wish to stop cut the evaluation
         of this one short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
-        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners)
+        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.stop = StopRequest()
         self.weights_ready = fence(run.stages.values(), run.optimizer)
         """Waits for weights that the optimizer's last step left on their way."""

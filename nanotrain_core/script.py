@@ -28,6 +28,7 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.precision.uniform import NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
@@ -91,7 +92,7 @@ def adapt(
     mesh = Mesh(layout, rank=dist.get_rank() if ranks > 1 else 0, device=device)
     placed = placed_parameters([model], place([model], layout))
     gradients = gradient_sync or LocalGradients()
-    gradients.attach(placed, mesh, None)
+    gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
     return Run(
         name=config.name,

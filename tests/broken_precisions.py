@@ -8,7 +8,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.layout.placement import RANGE
 from nanotrain_core.layout.roles import tagged
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.gemm import give_products, multiplied
+from nanotrain_core.precision.gemm import gemm_parameters, use_gemm
 from nanotrain_core.precision.quantized_storage import PackedWeight
 from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
 
@@ -41,8 +41,8 @@ class ForgetsItsMasters(Uniform):
 
 
 class NoWeightGradient(DequantizingGEMM):
-    def weight_gradient(self, d_y_MN, kept):
-        return torch.zeros_like(super().weight_gradient(d_y_MN, kept))
+    def wgrad(self, d_y_MN, kept):
+        return torch.zeros_like(super().wgrad(d_y_MN, kept))
 
 
 class LosesOneGradient(Uniform):
@@ -52,8 +52,8 @@ class LosesOneGradient(Uniform):
         super().__init__(torch.bfloat16, NoLossScale())
 
     def convert(self, part):
-        module = next(module for _, module, _ in tagged(part) if multiplied(module))
-        give_products(module, dict.fromkeys(multiplied(module), NoWeightGradient()))
+        module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
+        use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()))
         return super().convert(part)
 
 
@@ -80,13 +80,13 @@ class LosesTheLastRow(Uniform):
 
     def convert(self, part):
         for _, module, _ in tagged(part):
-            give_products(module, dict.fromkeys(multiplied(module), DequantizingGEMM()))
+            use_gemm(module, dict.fromkeys(gemm_parameters(module), DequantizingGEMM()))
         return super().convert(part)
 
     def pack(self, parts):
         for part in parts:
             for _, module, _ in tagged(part):
-                for name in multiplied(module):
+                for name in gemm_parameters(module):
                     setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
 
 

@@ -16,7 +16,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.batch import Shard
 from nanotrain_core.builtin import configs
 from nanotrain_core.component import Component
-from nanotrain_core.contracts import Monitor, PartOutput
+from nanotrain_core.contracts import Monitor, Parallel, PartOutput
 from nanotrain_core.data.synthetic import Synthetic
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
@@ -54,8 +54,8 @@ class RankInTwoGroups(Grid):
 class MeanLoss(Transformer):
     """Divides by the microbatch's own count, so that unequal microbatches weigh the same."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         module.register_forward_hook(self.mean)
         return module
 
@@ -68,8 +68,8 @@ class MeanLoss(Transformer):
 class ReadsAhead(Transformer):
     """Reads a weight of its first layer before it calls it."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         if part.has_embedding:
             layer = module.layers["0"].attn.q
             module.embed.register_forward_hook(lambda embed, tokens, x: x + 0 * layer.weight.sum())
@@ -79,8 +79,8 @@ class ReadsAhead(Transformer):
 class MixesHeads(Transformer):
     """What its queries are made of crosses the units that it says must stay together."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         for layer in module.layers.values():
             layer.attn.q.register_forward_hook(lambda q, x, y: y.roll(1, -1))
         return module
@@ -96,8 +96,8 @@ class CountsAll(Transformer):
 class HidesExperts(Routed):
     """Its stacked experts say nothing of themselves: every wrapper leaves them whole, on all ranks."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         for _, experts, found in list(tagged(module)):
             if found.role is Role.EXPERTS:
                 del experts.nanotrain_tag
@@ -107,8 +107,8 @@ class HidesExperts(Routed):
 class CountsTwice(Routed):
     """Its routers count a token again when their layer is run again."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         for _, router, found in tagged(module):
             if found.role is Role.ROUTER:
                 router.register_forward_hook(self.count)
@@ -124,8 +124,8 @@ class CountsTwice(Routed):
 class NumbersExperts(Routed):
     """Its experts know which of all they are by their place."""
 
-    def build(self, part):
-        module = super().build(part)
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
         for _, experts, found in tagged(module):
             if found.role is Role.EXPERTS:
                 experts.compute = MethodType(self.compute, experts)
@@ -153,7 +153,7 @@ class SumsOnlyWhatItHas(SummedGradients):
         return [placed for placed in self.placed if placed.parameter.grad is not None]
 
 
-class ChangesNothing:
+class ChangesNothing(Parallel):
     """Says that it handles a dimension, and lets all ranks along it do the same work."""
 
     def __init__(self, config):

@@ -15,7 +15,7 @@ def build(config):
     import torch
 
     from nanotrain_core.layout.roles import tagged
-    from nanotrain_core.precision.gemm import give_products, multiplied, steady
+    from nanotrain_core.precision.gemm import gemm_parameters, steady, use_gemm
     from nanotrain_core.precision.uniform import NoLossScale, Uniform
 
     class Exact:
@@ -35,10 +35,10 @@ def build(config):
         def keep(self, x_MK):
             return (x_MK / 2,)
 
-        def input_gradient(self, d_y_MN, weight_NK):
+        def dgrad(self, d_y_MN, weight_NK):
             return self.times(d_y_MN, weight_NK)
 
-        def weight_gradient(self, d_y_MN, kept):
+        def wgrad(self, d_y_MN, kept):
             if self.groups is None:
                 return d_y_MN.T @ kept[0] * 2
             pairs = zip(d_y_MN.split(self.groups), kept[0].split(self.groups), strict=True)
@@ -54,8 +54,8 @@ def build(config):
             self.names = []
             for part in parts:
                 for name, module, _ in tagged(part):
-                    give_products(module, dict.fromkeys(multiplied(module), Exact()))
-                    self.names += [f"{name}.{key}" for key in multiplied(module)]
+                    use_gemm(module, dict.fromkeys(gemm_parameters(module), Exact()))
+                    self.names += [f"{name}.{key}" for key in gemm_parameters(module)]
 
         def describe(self):
             return self.names

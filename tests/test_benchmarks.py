@@ -233,8 +233,8 @@ def test_a_product_beyond_its_bound_fails(monkeypatch):
     """The torch backend's place is taken by products of which one element is wrong."""
 
     class Wrong(EmulatedFP8):
-        def input_gradient(self, d_y_MN, weight_NK):
-            d_x = super().input_gradient(d_y_MN, weight_NK)
+        def dgrad(self, d_y_MN, weight_NK):
+            d_x = super().dgrad(d_y_MN, weight_NK)
             d_x[3, 5] *= 1.5
             return d_x
 

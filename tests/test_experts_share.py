@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.pool import RankFailure
 from nanotrain_core.testing.probe import placements
@@ -22,7 +23,7 @@ def nanotrain_register_parallel(register):
     register(Component(name="lazy", config=Config, factory=f"{__name__}:Lazy", mesh_dims={"tp"}))
 
 
-class Lazy:
+class Lazy(Parallel):
     def __init__(self, config):
         pass
 

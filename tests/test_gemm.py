@@ -8,7 +8,7 @@ from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag, take_over
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.gemm import give_products, multiplied, products_of, steady, steady_weights
+from nanotrain_core.precision.gemm import gemm_parameters, products_of, steady, steady_weights, use_gemm
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
 from nanotrain_core.testing.compare import assert_same, whole
@@ -69,7 +69,7 @@ def test_plain_products_are_those_of_each_group_by_itself(counts, dtype):
     (y,), kept = products.forward(x, weight)
     each = list(zip(x.split(counts), d_y.split(counts), weight, strict=True))
     tolerance = {torch.bfloat16: 0.02, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
-    found = [y, products.input_gradient(d_y, weight), products.weight_gradient(d_y, kept)]
+    found = [y, products.dgrad(d_y, weight), products.wgrad(d_y, kept)]
     wanted = [
         torch.cat([a.double() @ w.double().T for a, _, w in each]),
         torch.cat([d.double() @ w.double() for _, d, w in each]),
@@ -82,16 +82,16 @@ def test_plain_products_are_those_of_each_group_by_itself(counts, dtype):
 
 def test_a_layer_that_a_wrapper_computes_keeps_its_products():
     layer = take_over(tag(nn.Linear(2, 2), Role.COLUMN), lambda module, x: x)
-    assert multiplied(layer) == ()
+    assert gemm_parameters(layer) == ()
     assert multiplied(nn.Linear(2, 2)) == ()
     assert products_of(layer) == {}
 
 
 def test_products_can_be_given_anew():
     layer = tag(nn.Linear(2, 2), Role.ROW)
-    give_products(layer, {"weight": "one"})
-    assert multiplied(layer) == ("weight",)
-    give_products(layer, {"weight": "other"})
+    use_gemm(layer, {"weight": "one"})
+    assert gemm_parameters(layer) == ("weight",)
+    use_gemm(layer, {"weight": "other"})
     assert products_of(layer) == {"weight": "other"}
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.precision.gemm import GEMMBackend, TorchGEMM
 
 if TYPE_CHECKING:
     from nanotrain_core.pipeline.passes import Passes
@@ -31,6 +32,10 @@ class Kernels:
         :data:`~nanotrain_core.models.ops.TORCH`, to the rounding of the tensors' dtype.
         """
         return TORCH
+
+    def gemm(self) -> GEMMBackend:
+        """Return who makes forward, dgrad and wgrad of a linear layer where these are needed apart."""
+        return TorchGEMM()
 
     def apply(self, part: nn.Module, passes: Passes) -> None:
         """Change how modules of ``part`` compute, by role, once precision and wrappers are done.

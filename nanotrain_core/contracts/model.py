@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import Batch
+from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -54,8 +55,14 @@ class Model(Protocol):
     loss_weights: Mapping[str, float]
     """Weight of each loss term in the training loss. ``"lm"`` is the next-token loss."""
 
-    def build(self, part: Part) -> nn.Module:
-        """Return a :class:`ModelPart`. Parameters need no values: they are initialised by name."""
+    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+        """Return a :class:`ModelPart`. Parameters need no values: they are initialised by name.
+
+        Args:
+            part: which layers.
+            ops: the functions that modules of the part call for attention, norms and so on. Whoever has a
+                use for none of them leaves them out; what they compute is never the model's business.
+        """
         ...
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:

@@ -10,14 +10,22 @@ from torch import nn
 
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter, Placements
+from nanotrain_core.pipeline.passes import Passes
 
 
-class Parallel(Protocol):
-    """Transforms a model part while it is still on ``meta``."""
+class Parallel:
+    """A base class: transforms a model part while it is still on ``meta``."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Return the transformed part (it may be the same object) and update ``placements`` to match."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no apply(part, placements, mesh)")
+
+    def splits_linear(self, mesh: Mesh) -> bool:
+        """Return whether linear layers are to make dgrad and wgrad apart, so that the wrapper can place them.
+
+        They then have a :class:`~nanotrain_core.precision.gemm.LinearGEMMs`.
+        """
+        return False
 
 
 @runtime_checkable
@@ -28,10 +36,17 @@ class GradientSync(Protocol):
     :class:`~nanotrain_core.layout.gradients.LocalGradients` serves, on a layout that needs no sums.
     """
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes,
+    ) -> None:
         """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
-        Layers may return gradients in ``dtype``. Autograd rounds them unless that is the parameter's
+        ``passes.splits_backward`` tells whether a weight's gradient may come later than others of its
+        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is the parameter's
         ``grad_dtype``.
         """
         ...

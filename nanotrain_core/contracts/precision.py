@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import GEMMBackend
 
 
 class MasterWeight(Protocol):
@@ -62,19 +65,8 @@ class LossScale(Protocol):
     def load_meta(self, meta: Mapping[str, Any]) -> None: ...
 
 
-class Precision(Protocol):
-    """Dtypes of a run.
-
-    It may also have, and the core then calls in this order:
-
-    * ``seed(number)``, of the run, before anything else: one that rounds at random rounds alike in two runs.
-    * ``settle(parts, mesh)``, once on every rank when all parts are converted. It may talk to other ranks,
-      to learn whether a pattern of the recipe matches any module of the whole model.
-    * ``pack(parts)``, once on every rank when weights are initialised, loaded and equal on all replicas:
-      it may replace parameters by ones of the same names and shapes which take less memory, each a
-      :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. Give their layers products that unpack them, in ``convert``.
-    * ``describe()``: lines that say what each module got, the same on every rank. The console shows them.
-    """
+class Precision:
+    """Dtypes of a run: a base class, whose methods do nothing unless it is said what they must do."""
 
     parameter_dtype: torch.dtype
     """Of the model's parameters and activations."""
@@ -82,13 +74,41 @@ class Precision(Protocol):
     """Of accumulated and reduced gradients; None keeps the parameter's."""
     loss_scale: LossScale
 
+    def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
+        """Learn of the run, before anything else.
+
+        Args:
+            seed: of the run: a precision that rounds at random rounds alike in two runs.
+            passes: for layers that must know about the pass that they are in.
+            gemm: who multiplies in the dtype of what comes in, fastest on this device: for a precision that
+                only changes how weights are held.
+        """
+
     def convert(self, part: nn.Module) -> nn.Module:
         """Return the part, still on ``meta``, with the dtypes and modules of this precision.
 
         Parameters keep their names and shapes. Their initial values, drawn in float32, are then
         rounded into the dtypes chosen here.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no convert(part)")
+
+    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        """Look at all parts, once on every rank when they are converted.
+
+        It may talk to other ranks, to learn whether a pattern of the recipe matches any module of the model.
+        """
+
+    def pack(self, parts: Sequence[nn.Module]) -> None:
+        """Quantize weights, once on every rank when they are initialised, loaded and equal on all replicas.
+
+        It may replace parameters by ones of the same names and shapes which take less memory, each a
+        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. Give their layers a
+        :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`, in :meth:`convert`.
+        """
+
+    def describe(self) -> Sequence[str]:
+        """Return lines that say what each module got, the same on every rank. The console shows them."""
+        return ()
 
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Return the master of ``weight``: a parameter, or a live view of a range of one.
@@ -101,4 +121,4 @@ class Precision(Protocol):
             piece: its name, and where it sits in the whole model. A range begins and ends at a multiple of
                 :data:`~nanotrain_core.layout.placement.RANGE` elements of its block, or at the block's end.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no master(weight, piece)")

@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.pipeline.weight_gradients import is_pending
+from nanotrain_core.pipeline.passes import Passes
 
 
 def watch(parameter: nn.Parameter, gradients: LocalGradients) -> None:
@@ -46,10 +46,16 @@ class LocalGradients:
         self.placed: Sequence[PlacedParameter] = ()
         self._completing: set[nn.Parameter] = set()
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
         """Watch ``parameters``. See :class:`~nanotrain_core.contracts.GradientSync`."""
         self.placed = parameters
-        self.dtype = dtype
+        self.dtype, self.passes = dtype, passes or Passes()
         self.check(mesh)
         for placed in parameters:
             if placed.parameter.requires_grad:
@@ -70,7 +76,7 @@ class LocalGradients:
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Take a microbatch's gradient, and say so if it completes the sum."""
         assert isinstance(parameter, nn.Parameter)
-        if parameter in self._completing and not is_pending(parameter):
+        if parameter in self._completing:
             self.completed(parameter)
 
     def completed(self, parameter: nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""Layers that are run again in backward in place of keeping what they computed in forward.
+"""Activation checkpointing (recompute): layers run again in backward and keep only their input.
 
 Of a layer only its input [B, S, D] is kept: the memory of one layer at a time for a third more computing.
 
@@ -9,7 +9,6 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.builtin.configs import RecomputeConfig
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
-from nanotrain_core.moe.routing import running_again
 
 
-class Recompute:
+class Recompute(Parallel):
     """The ``recompute`` component. See :class:`~nanotrain_core.contracts.Parallel`."""
 
     def __init__(self, config: RecomputeConfig) -> None:
@@ -57,9 +56,4 @@ def run_twice(before: Callable[..., Any] | None, block: nn.Module, *args: Any, *
     forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds the first run, and the second."""
-    return nullcontext(), running_again()
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.models.ops import TORCH, Ops
 
 
 class Head(nn.Module):
@@ -20,8 +20,9 @@ class Head(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, vocab: int, width: int, *, tied: bool) -> None:
+    def __init__(self, vocab: int, width: int, *, tied: bool, ops: Ops = TORCH) -> None:
         super().__init__()
+        self.ops = ops
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab, width)))
 
     def forward(
@@ -32,4 +33,4 @@ class Head(nn.Module):
         assert weight_VD is not None
         if targets_BS is None:
             return F.linear(x_BSD, weight_VD)
-        return linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())
+        return self.ops.linear_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten())

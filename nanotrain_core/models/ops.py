@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
 
@@ -55,11 +56,6 @@ def rope(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1K: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., F]. Source: Shazeer, arXiv 2002.05202, equation 6."""
     return F.silu(gate) * up
-
-
-def embedding(tokens: Tensor, table_VD: Tensor) -> Tensor:
-    """Return the rows [..., D] of ``tokens`` [...]."""
-    return F.embedding(tokens, table_VD)
 
 
 def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
@@ -108,12 +104,18 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = rope
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
-    embedding: Callable[[Tensor, Tensor], Tensor] = embedding
-    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_cross_entropy
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = experts
+    linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
+    experts: Callable[..., Tensor] = experts
     permute: Callable[[Tensor, Tensor, Tensor, int], Tensor] = permute
     unpermute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = unpermute
 
 
 #: Plain PyTorch.
 TORCH = Ops()
+
+
+def ops_of(module: nn.Module) -> Ops:
+    """Return the table that a module was built with: its attribute ``ops``, or plain PyTorch."""
+    found = vars(module).get("ops", TORCH)
+    assert isinstance(found, Ops)
+    return found

@@ -9,7 +9,7 @@ Source: Su et al., arXiv 2104.09864, equation 34.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanotrain_core.builtin.configs import RopeScalingConfig
 
 #: For each position the cosines of all angles twice over, and their sines, negative in the first half:
-#: each [S, 1, K].
+#: each [S, 1, K]. :func:`nanotrain_core.models.ops.rope` turns queries and keys by them.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -54,30 +54,3 @@ def rotation(
     cos, sin = angle_S1P.cos() * magnitude, angle_S1P.sin() * magnitude
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-
-
-def rotate(x_BSHK: torch.Tensor, turn: Rotation) -> torch.Tensor:
-    """Return ``x_BSHK`` with each pair turned by its position's angle, in the dtype of ``x_BSHK``."""
-    y_BSHK: torch.Tensor = _Rotate.apply(x_BSHK, *turn)  # type: ignore[no-untyped-call]
-    return y_BSHK
-
-
-class _Rotate(torch.autograd.Function):
-    """Forward: turn. Backward: turn back, which is cheaper than what autograd would derive."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x_BSHK, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, d_y_BSHK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _turn(d_y_BSHK, cos, -sin), None, None
-
-
-def _turn(x_BSHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Whole heads at a time: on a CPU, arithmetic on half heads, 16 numbers in a row, is slow."""
-    wide = x_BSHK.to(cos.dtype)
-    other = wide.roll(wide.shape[-1] // 2, dims=-1)
-    return other.mul_(sin).addcmul_(wide, cos).to(x_BSHK.dtype)

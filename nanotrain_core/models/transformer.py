@@ -21,13 +21,11 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.attention import causal_attention
-from nanotrain_core.models.embedding import Embedding
+from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
-from nanotrain_core.models.linear import Linear
-from nanotrain_core.models.rms_norm import RMSNorm
-from nanotrain_core.models.rope import Rotation, frequencies, rotate, rotation
-from nanotrain_core.models.swiglu import swiglu
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.rope import Rotation, frequencies, rotation
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -46,10 +44,10 @@ class Transformer:
         self.max_length = config.max_length or None
         self.loss_weights: Mapping[str, float] = {"lm": 1.0}
 
-    def build(self, part: Part) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
-            return TransformerPart(self.config, part)
+            return TransformerPart(self.config, part, ops)
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of target tokens."""
@@ -76,19 +74,19 @@ class TransformerPart(nn.Module):
     the first part is elsewhere, under the same name.
     """
 
-    def __init__(self, config: TransformerConfig, part: Part) -> None:
+    def __init__(self, config: TransformerConfig, part: Part, ops: Ops) -> None:
         super().__init__()
         self.config, self.part = config, part
         if part.has_embedding or (part.has_head and config.tied):
-            self.embed = tag(Embedding(config.vocab, config.width), Role.VOCAB)
+            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
         if part.has_embedding and config.positions == "learned":
             self.positions = tag(Positions(config), Role.POSITION)
         self.layers = nn.ModuleDict(
-            {str(index): tag(Block(config), Role.BLOCK) for index in range(part.first, part.last)}
+            {str(index): tag(Block(config, ops), Role.BLOCK) for index in range(part.first, part.last)}
         )
         if part.has_head:
-            self.norm = _norm(config)
-            self.head = tag(Head(config.vocab, config.width, tied=config.tied), Role.HEAD)
+            self.norm = _norm(config, ops)
+            self.head = tag(Head(config.vocab, config.width, tied=config.tied, ops=ops), Role.HEAD)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
@@ -136,12 +134,13 @@ class TransformerPart(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then the feed-forward layer, each adding to the residual stream."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
-        self.attn_norm = _norm(config)
-        self.attn = Attention(config)
-        self.ffn_norm = _norm(config)
-        self.ffn = SwiGLU(config) if config.activation == "swiglu" else GELU(config)
+        self.attn_norm = _norm(config, ops)
+        self.attn = Attention(config, ops)
+        self.ffn_norm = _norm(config, ops)
+        swiglu = config.activation == "swiglu"
+        self.ffn = SwiGLU(config.width, config.ffn, ops, bias=config.bias) if swiglu else GELU(config)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
@@ -152,14 +151,14 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with as many or fewer key and value heads than query heads."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()
         D, K = config.width, config.head_size
-        self.head_size = K
-        self.q = tag(Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.o = tag(Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
+        self.head_size, self.ops = K, ops
+        self.q = tag(nn.Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
+        self.k = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
+        self.v = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
+        self.o = tag(nn.Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         heads = (-1, self.head_size)
@@ -167,23 +166,9 @@ class Attention(nn.Module):
         k_BSHK = self.k(x_BSD).unflatten(-1, heads)
         v_BSHK = self.v(x_BSD).unflatten(-1, heads)
         if turn is not None:
-            q_BSHK, k_BSHK = rotate(q_BSHK, turn), rotate(k_BSHK, turn)
-        y_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK)
+            q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *turn), self.ops.rope(k_BSHK, *turn)
+        y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK)
         y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
-        return y_BSD
-
-
-class SwiGLU(nn.Module):
-    """Feed-forward layer with a gate. Source: Shazeer, arXiv 2002.05202, equation 6."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.gate = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
-
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        y_BSD: torch.Tensor = self.down(swiglu(self.gate(x_BSD), self.up(x_BSD), self.down))
         return y_BSD
 
 
@@ -192,8 +177,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.up = tag(nn.Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
+        self.down = tag(nn.Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(F.gelu(self.up(x_BSD), approximate="tanh"))
@@ -212,7 +197,7 @@ class Positions(nn.Module):
         return self.weight[:length]
 
 
-def _norm(config: TransformerConfig) -> nn.Module:
+def _norm(config: TransformerConfig, ops: Ops) -> nn.Module:
     if config.norm == "rmsnorm":
-        return tag(RMSNorm(config.width, eps=config.norm_eps), Role.NORM)
+        return tag(RMSNorm(config.width, eps=config.norm_eps, ops=ops), Role.NORM)
     return tag(nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias), Role.NORM)

@@ -10,17 +10,16 @@ and chosen expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-import attrs
 import torch
 from torch import nn
 
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tagged, taken_over_by
-from nanotrain_core.moe.permutation import combine, inverted, spread
+from nanotrain_core.models.ops import TORCH, Ops
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@attrs.define(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """What a router decided for a batch of tokens."""
 
@@ -36,8 +35,11 @@ class Routing:
     """Chosen experts [B, S, K], int64."""
     weights: torch.Tensor
     """What their outputs are multiplied by [B, S, K]."""
-    losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    losses: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Sums of balance losses over whole sequences, which the model adds to its part's losses."""
+    load: torch.Tensor | None = None
+    """Tokens of each expert [E], int64, over whole sequences: what the model's part adds to the router's
+    count. Not the router itself, which activation checkpointing runs a second time."""
     meanwhile: Callable[[], object] | None = None
     """What a model has to do that needs no expert of these, as its shared experts: who waits for tokens may
     call it, and the model itself asks for the result afterwards, so a second call must cost nothing."""
@@ -50,7 +52,14 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: int) -> torch.Tensor:
+def inverted(order: torch.Tensor) -> torch.Tensor:
+    """Return the permutation [N] that undoes ``order`` [N]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def run_locally(
+    compute: Compute, x: torch.Tensor, routing: Routing, experts: int, ops: Ops = TORCH
+) -> torch.Tensor:
     """Run experts that are all on this rank: sort, compute, sort back, weigh and add up.
 
     Args:
@@ -58,32 +67,15 @@ def run_locally(compute: Compute, x: torch.Tensor, routing: Routing, experts: in
         x: tokens [..., D].
         routing: of those tokens.
         experts: how many there are.
+        ops: who permutes.
 
     Returns:
         [..., D].
     """
     order, counts = sort_by_expert(routing.experts, experts)
     back = inverted(order)
-    outputs = compute(spread(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
-    return combine(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
-
-
-_again = [False]
-
-
-@contextmanager
-def running_again() -> Iterator[None]:
-    """Tell layers, while this lasts, that they have been run before in this step."""
-    before, _again[0] = _again[0], True
-    try:
-        yield
-    finally:
-        _again[0] = before
-
-
-def runs_again() -> bool:
-    """Say whether a layer is run a second time, for its backward pass: its tokens have been counted."""
-    return _again[0]
+    outputs = compute(ops.permute(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
+    return ops.unpermute(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
 
 
 def counting_routers(parts: Iterable[nn.Module]) -> dict[str, Any]:

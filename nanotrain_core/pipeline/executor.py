@@ -16,11 +16,10 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import GradientSync, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.pipeline import weight_gradients
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.pipeline.p2p import StageP2P
-from nanotrain_core.pipeline.weight_gradients import Postponed, add_in_place, postpone
-from nanotrain_core.precision.gemm import steady_weights
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 
 Losses = dict[str, torch.Tensor]
 
@@ -42,8 +41,18 @@ class Executor:
         gradients: GradientSync,
         mesh: Mesh,
         owners: Sequence[int] = (0,),
+        passes: Passes | None = None,
     ) -> None:
-        """``owners``: the pipeline rank of every stage of the model. Collective over the pipeline."""
+        """Open the exchanges between stages. Collective over the pipeline.
+
+        Args:
+            stages: of this rank, by number.
+            gradients: told of every microbatch.
+            mesh: of the run.
+            owners: the pipeline rank of every stage of the model.
+            passes: what layers were given to ask; this executor keeps it up to date.
+        """
+        self.passes = passes or Passes()
         self.stages, self.gradients, self.mesh = stages, gradients, mesh
         self.owners, self.final = owners, len(owners) - 1
         self.p2p = StageP2P(owners, mesh)
@@ -53,7 +62,6 @@ class Executor:
 
     # --- training -----------------------------------------------------------------------------
 
-    @steady_weights()
     def run(
         self, actions: Sequence[Action], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
     ) -> Losses:
@@ -67,7 +75,7 @@ class Executor:
         """
         self._begin(actions, weights, microbatches)
         began, waited = time.perf_counter(), self.p2p.waited
-        try:
+        with self.passes.weights_stand_still():
             for position, action in enumerate(actions):
                 closing = self._closing.get(position, ())
                 if closing:
@@ -77,9 +85,6 @@ class Executor:
                     self.gradients.microbatch(self._parameters[action.stage])
                 if closing:
                     self.gradients.complete(closing)
-        finally:  # all are done, unless the step is broken off
-            for postponed in self._postponed.values():
-                postponed.forget()
         self.p2p.flush()
         self.idle = (self.p2p.waited - waited) / (time.perf_counter() - began)
         return self._sums
@@ -91,7 +96,7 @@ class Executor:
             case "B":
                 self._backward(action)
             case "W":
-                self._postponed.pop((action.stage, action.microbatch)).compute()
+                self._deferred.pop((action.stage, action.microbatch)).compute()
 
     def _begin(
         self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]
@@ -101,13 +106,11 @@ class Executor:
         self._passes: dict[tuple[int, int], Pass] = {}
         self._sums: Losses = {}
         self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
-        self._postponed: dict[tuple[int, int], Postponed] = {}
+        self._deferred: dict[tuple[int, int], DeferredGradients] = {}
         self._closing = self._find_closing(actions)
-        if self._split:
-            weight_gradients.use()
 
     def _ends_backward(self, action: Action) -> bool:
-        """Say whether a microbatch has all gradients of a stage with ``action``: B, or the W split off it."""
+        """Return whether a microbatch has all gradients of a stage with ``action``: B, or the W split off it."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 
@@ -166,13 +169,11 @@ class Executor:
             seeds = [self.p2p.receive_gradient(stage, number, done.output.value)]
             roots = [done.output.value, *roots]
         gradients = [*seeds, *(None for _ in range(len(roots) - len(seeds)))]
+        deferred = None
         if (stage, number) in self._split:
-            into = self._postponed[stage, number] = Postponed()
-            with postpone(into):
-                torch.autograd.backward(roots, gradients)
-        else:
-            with add_in_place():
-                torch.autograd.backward(roots, gradients)
+            deferred = self._deferred[stage, number] = DeferredGradients()
+        with self.passes.backward(deferred):
+            torch.autograd.backward(roots, gradients)
         if stage:
             assert done.inputs.grad is not None
             like = tuple(self._microbatches[number].tokens.shape)
@@ -188,7 +189,6 @@ class Executor:
 
     # --- without gradients --------------------------------------------------------------------
 
-    @steady_weights()
     @torch.no_grad()
     def forward(self, batch: Batch) -> Losses:
         """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
@@ -197,7 +197,6 @@ class Executor:
             _add(output.losses, sums)
         return sums
 
-    @steady_weights()
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
@@ -222,7 +221,7 @@ class Executor:
         self.p2p.begin(1)
         outputs = {}
         for stage in sorted(self.stages):
-            with evaluating(self.stages[stage]):
+            with self.passes.weights_stand_still(), evaluating(self.stages[stage]):
                 outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
             if stage != self.final:
                 self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))

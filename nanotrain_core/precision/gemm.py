@@ -1,49 +1,50 @@
-"""The three products of a linear layer, for a precision to make in its own way.
+"""A linear layer's forward, dgrad and wgrad, apart: for whoever needs more than ``nn.Linear``.
 
-A model says by its roles where it has linear layers, and its wrappers cut them up. Neither knows in which
-format they are multiplied: :func:`give_products` puts that in, inside all hooks.
+A precision (FP8, quantized storage), a schedule with W passes, tensor parallelism that overlaps communication
+and CPU kernels all put a :class:`GEMMBackend` behind layers when a run is composed, with :func:`use_gemm`. It
+runs inside all hooks of the layer. Where nobody does, ``nn.Linear`` itself runs, and the experts' function
+of the model's :class:`~nanotrain_core.models.ops.Ops`.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import count
 from typing import Any, Protocol
 
-import attrs
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.layout.roles import Role, tag_of, take_over, taken_over_by
-from nanotrain_core.pipeline.weight_gradients import Place, take_place, weight_gradient
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.placed_wgrad import Place
 
 #: Roles of layers that are ``x @ weight.T + bias`` and nothing else.
 LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
+#: What a backend keeps of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
 
 
 class GEMMBackend(Protocol):
-    """Makes products of 2-D rows. Nothing here is differentiable: callers have their own backward pass."""
+    """Makes the three products of 2-D rows. Nothing here is differentiable: callers have their own backward."""
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight [M, N], and what of x :meth:`weight_gradient` needs."""
+        """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
         ...
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return what :meth:`weight_gradient` needs of x, which was not kept but made again."""
+        """Return what :meth:`wgrad` needs of x, which was not kept but recomputed."""
         ...
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return the gradient of x [M, K]."""
         ...
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
 
         A run that adds gradients up in float32 adds it as it is; elsewhere autograd rounds it.
@@ -58,143 +59,203 @@ class GEMMBackend(Protocol):
         ...
 
 
-class Narrowing(Protocol):
-    """What :class:`GEMMBackend` may offer too: to hold what the input x is made of in fewer bits."""
+class QuantizedActivations:
+    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of in fewer bits."""
 
-    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return what to keep for the backward pass in its place; None: it as it is."""
-        ...
+        return None
 
-    def widen(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """Return about what was kept."""
-        ...
+        raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
 
 
-@attrs.define(frozen=True, eq=False)
-class MadeAgain:
-    """How an input of a linear layer is made anew in the backward pass, which then need not be kept."""
+class TorchGEMM:
+    """Plain PyTorch. See :class:`GEMMBackend`."""
 
-    of: Kept
-    make: Callable[..., torch.Tensor]
-    """``make(*of)``, not differentiable."""
+    def matmul(self, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+        """Return ``a_MK @ b_KN``; either may be a transposed view."""
+        return a_MK @ b_KN
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and x."""
+        return [self.matmul(x_MK, weight_NK.mT) for weight_NK in weights_NK], (x_MK,)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return x."""
+        return (x_MK,)
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        return self.matmul(d_y_MN, weight_NK)
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        return self.matmul(d_y_MN.T, kept[0])
+
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for stacked weights."""
+        return TorchGroupedGEMM(counts_E)
 
 
-_MADE_AGAIN = "nanotrain_made_again"
+class TorchGroupedGEMM:
+    """The products of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
+
+    def __init__(self, counts_E: torch.Tensor) -> None:
+        self.counts_E, self.counts = counts_E, counts_E.tolist()
+
+    def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return each weight's rows times its transpose, and x."""
+        return [self._rows(x_MK, weight_ENK.mT) for weight_ENK in weights_ENK], (x_MK,)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return x."""
+        return (x_MK,)
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_ENK: torch.Tensor) -> torch.Tensor:
+        """Return each weight's rows of dy times it."""
+        return self._rows(d_y_MN, weight_ENK)
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
+        pairs = zip(torch.split(d_y_MN, self.counts), torch.split(kept[0], self.counts), strict=True)
+        return torch.stack([d_y.T @ x for d_y, x in pairs])
+
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for other rows."""
+        return TorchGroupedGEMM(counts_E)
+
+    def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:
+        pairs = zip(torch.split(rows, self.counts), right_EAB, strict=True)
+        return torch.cat([own @ right_AB for own, right_AB in pairs])
 
 
-def make_again(x: torch.Tensor, how: MadeAgain) -> torch.Tensor:
-    """Return ``x``; a linear layer with products given that reads it next keeps ``how.of`` in its place.
+class Recomputed:
+    """The input of a linear layer that is made anew in the backward pass, and so need not be kept.
 
-    Whoever writes to ``x`` in between has it kept as it is then.
+    Who makes it offers it to the layer that reads it; a layer that gets another tensor keeps that.
     """
-    setattr(x, _MADE_AGAIN, (x._version, how))
-    return x
+
+    def __init__(self) -> None:
+        self._x: torch.Tensor | None = None
+
+    def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor]) -> None:
+        """Say that ``x``, as it is now, is ``make(*of)``, which is not differentiable."""
+        self._x, self._version, self._how = x, x._version, (of, make)
+
+    def take(self, x: torch.Tensor) -> tuple[Kept, Callable[..., torch.Tensor]] | None:
+        """Return what was offered for ``x``, if it is unchanged, and forget it."""
+        same = x is self._x and x._version == self._version
+        self._x = None
+        return self._how if same else None
 
 
-def _how_made_again(x: torch.Tensor) -> MadeAgain | None:
-    version, how = getattr(x, _MADE_AGAIN, (None, None))
-    return how if version == x._version else None
+class LinearGEMMs:
+    """What a module computes its products with, in place of its own."""
+
+    def __init__(self, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
+        self.backends = dict(backends)
+        """By parameter. Those with one object share their input's form."""
+        self.passes = passes
+        self.place: Place | None = None
+        """Where the next call leaves its wgrad: tensor parallelism sets it, the call takes it."""
+        self.recomputed = Recomputed()
+
+    def take_place(self) -> Place | None:
+        """Return the place for this call."""
+        place, self.place = self.place, None
+        return place
 
 
-_ATTRIBUTE = "nanotrain_products"
+_ATTRIBUTE = "nanotrain_gemms"
 
 
-def multiplied(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of ``module`` whose products can be given: see :func:`give_products`."""
+def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
+    """Return the parameters of ``module`` whose products can be made elsewhere: see :func:`use_gemm`."""
     found = tag_of(module)
     if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
         return ()  # a wrapper computes on other rows than it is called with
     return ("weight",) if found.role in LINEAR else tuple(found.products)
 
 
-def give_products(module: nn.Module, products: Mapping[str, GEMMBackend]) -> None:
-    """Have ``module`` make the products of its parameters with ``products``, inside all its hooks.
+def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
+    """Have ``module`` make the products of its parameters with ``backends``, inside all its hooks.
 
     Args:
-        module: a linear layer of any class, or EXPERTS whose tag names ``products``.
-        products: for each name in :func:`multiplied`. Those with one object share their input's form.
+        module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``products``.
+        backends: for each name in :func:`gemm_parameters`.
+        passes: of the run.
     """
-    setattr(module, _ATTRIBUTE, dict(products))
+    from nanotrain_core.moe.expert_gemms import use_expert_gemms
+
+    gemms = LinearGEMMs(backends, passes)
+    setattr(module, _ATTRIBUTE, gemms)
     found = tag_of(module)
-    if products and found is not None and found.role in LINEAR:
-        take_over(module, _forward)
+    if backends and found is not None:
+        if found.role in LINEAR:
+            take_over(module, _forward)
+        else:
+            use_expert_gemms(module, gemms)
 
 
-def products_of(module: nn.Module) -> Mapping[str, GEMMBackend]:
-    """Return what :func:`give_products` was given for ``module``; nothing: it makes them as it likes."""
-    found: Mapping[str, GEMMBackend] = getattr(module, _ATTRIBUTE, {})
-    return found
+def gemms_of(module: nn.Module) -> LinearGEMMs | None:
+    """Return what :func:`use_gemm` gave ``module``; None: it computes by itself."""
+    return getattr(module, _ATTRIBUTE, None)
 
 
 def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Run in a linear layer's place; a hook may have taken its bias out."""
-    bias = module.bias
-    products, place = products_of(module)["weight"], take_place(module)
+    gemms = gemms_of(module)
+    assert gemms is not None
+    place, recomputed = gemms.take_place(), gemms.recomputed.take(x)
     handle = None if place is None else place.handle
-    made = _how_made_again(x)
-    y: torch.Tensor = _Linear.apply(x, module.weight, products, made, place, handle)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + bias  # type: ignore[operator]
+    y: torch.Tensor = _Linear.apply(x, module.weight, gemms, recomputed, place, handle)  # type: ignore[no-untyped-call]
+    return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
 
 class _Linear(torch.autograd.Function):
+    """y = x W^T. Backward: dgrad now, wgrad now or when the pass, or the place, has it."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         weight_NK: torch.Tensor,
-        products: GEMMBackend,
-        made: MadeAgain | None,
+        gemms: LinearGEMMs,
+        recomputed: tuple[Kept, Callable[..., torch.Tensor]] | None,
         place: Place | None,
         handle: torch.Tensor | None,
     ) -> torch.Tensor:
-        (y_MN,), kept = products.forward(x.reshape(-1, x.shape[-1]), weight_NK)
-        ctx.products, ctx.shape, ctx.place = products, x.shape, place
+        backend = gemms.backends["weight"]
+        (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), weight_NK)
+        ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.again = place and place.again
-        ctx.make = made.make if made else None
-        ctx.save_for_backward(weight_NK, *((ctx.again[0],) if ctx.again else made.of if made else kept))
+        ctx.make = recomputed[1] if recomputed else None
+        ctx.save_for_backward(
+            weight_NK, *((ctx.again[0],) if ctx.again else recomputed[0] if recomputed else kept)
+        )
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight_NK, *kept = ctx.saved_tensors
-        products, d_y_MN, d_x, d_weight_NK = ctx.products, d_y.reshape(-1, d_y.shape[-1]), None, None
+        backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
         make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
-        if ctx.needs_input_grad[1] and ctx.again:  # begins now, while the other product is made
+        if ctx.needs_input_grad[1] and ctx.again:  # begins now, while dgrad is made
             make = ctx.again[1](kept[0])
 
-        def product() -> torch.Tensor:
-            of_x = tuple(kept) if make is None else products.keep(make().reshape(-1, ctx.shape[-1]))
-            d_weight: torch.Tensor = products.weight_gradient(d_y_MN, of_x)
+        def wgrad() -> torch.Tensor:
+            of_x = tuple(kept) if make is None else backend.keep(make().reshape(-1, ctx.shape[-1]))
+            d_weight: torch.Tensor = backend.wgrad(d_y_MN, of_x)
             return d_weight
 
         if ctx.needs_input_grad[0]:
-            d_x = products.input_gradient(d_y_MN, weight_NK).view(ctx.shape)
+            d_x = backend.dgrad(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            d_weight_NK = weight_gradient(weight_NK, product, ctx.place)
+            if ctx.place is not None and not ctx.passes.defers(weight_NK):
+                ctx.place.left.append(wgrad)
+            else:
+                d_weight_NK = ctx.passes.weight_gradient(weight_NK, wgrad)
         return d_x, d_weight_NK, None, None, None, None
-
-
-# --- weights that stand still -------------------------------------------------------------------
-
-_numbers = count(1)
-_passes: list[int] = []
-
-
-@contextmanager
-def steady_weights() -> Iterator[None]:
-    """Announce that no weight changes once it has been used, while this lasts: a step's microbatches."""
-    _passes.append(next(_numbers))
-    try:
-        yield
-    finally:
-        _passes.pop()
-
-
-def steady() -> int | None:
-    """Return the number of the :func:`steady_weights` that lasts: what was made of weights in it still holds.
-
-    None: outside of one, where anybody may write to weights. A tensor's version does not tell: collectives
-    write through other views of the same memory.
-    """
-    return _passes[-1] if _passes else None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.builtin.configs import LARGEST_SCALE, FP16Config, PrecisionConfig
-from nanotrain_core.contracts import LossScale, MasterWeight
+from nanotrain_core.contracts import LossScale, MasterWeight, Precision
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.precision.dtypes import cast
 
@@ -104,7 +104,7 @@ class Float32Master:
         return {"master": self.master}
 
 
-class Uniform:
+class Uniform(Precision):
     """One dtype for every parameter and activation; masters and gradients at least float32."""
 
     def __init__(self, dtype: torch.dtype, loss_scale: LossScale) -> None:

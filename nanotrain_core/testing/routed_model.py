@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D width, R latent, H heads, K head size, E experts,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import nn
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.attention import causal_attention
 from nanotrain_core.models.head import Head
-from nanotrain_core.models.rms_norm import RMSNorm
-from nanotrain_core.moe.routing import Routing, run_locally, runs_again
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.moe.routing import Routing, run_locally
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.precision.dtypes import keep_dtype
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         q = self.q(x_BSD).unflatten(-1, heads)
         own_k, v = self.kv(self.norm(latent_BSR)).unflatten(-1, heads).chunk(2, dim=-1)
         shared_k = self.shared(shared_BSK).unsqueeze(2).expand_as(own_k)
-        y = causal_attention(q, torch.cat((own_k, shared_k), dim=-1), v)
+        y = TORCH.attention(q, torch.cat((own_k, shared_k), dim=-1), v)
         out_BSD: torch.Tensor = self.o(y.flatten(2))
         return out_BSD
 
@@ -79,12 +79,14 @@ class Router(nn.Module):
         experts_BSK = wanted_BSE.topk(K, dim=-1).indices
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
-        if self.training and not runs_again():
-            load = torch.bincount(experts_BSK.flatten(), minlength=E)
-            self.load = load if self.load is None else self.load + load
+        load = torch.bincount(experts_BSK.flatten(), minlength=E) if self.training else None
         share_BE = F.one_hot(experts_BSK, E).sum((1, 2)).to(scores_BSE) * E / K / x_BSD.shape[1]
         mean_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
-        return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()})
+        return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()}, load)
+
+    def add_load(self, load: torch.Tensor) -> None:
+        """Count tokens, outside of the layer, which may run twice."""
+        self.load = load if self.load is None else self.load + load
 
     def take_load(self) -> torch.Tensor:
         """Return the tokens of each expert since this was last asked."""
@@ -134,14 +136,13 @@ class Layer(nn.Module):
         self.shared_up = linear(D, config.ffn, Role.COLUMN)
         self.shared_down = linear(config.ffn, D, Role.ROW)
 
-    def forward(self, x_BSD: torch.Tensor, balance: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD))
         h_BSD = self.ffn_norm(x_BSD)
         routing = self.router(h_BSD)
-        balance.append(routing.losses["balance"])
         shared_BSD = self.shared_down(F.silu(self.shared_up(h_BSD)))
-        out_BSD: torch.Tensor = x_BSD + self.experts(h_BSD, routing) + shared_BSD
-        return out_BSD
+        out_BSD = x_BSD + self.experts(h_BSD, routing) + shared_BSD
+        return out_BSD, routing.losses["balance"], routing.load
 
 
 class RoutedPart(nn.Module):
@@ -163,7 +164,10 @@ class RoutedPart(nn.Module):
         x_BSD = self.embed(inputs) if self.part.has_embedding else inputs
         balance: list[torch.Tensor] = []
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, balance)
+            x_BSD, loss, load = layer(x_BSD)
+            balance.append(loss)
+            if load is not None:
+                cast(Layer, layer).router.add_load(load)
         losses = {"balance": torch.stack(balance).sum()} if balance else {}
         if not self.part.has_head:
             return PartOutput(x_BSD, losses)
@@ -185,7 +189,7 @@ class Routed:
         self.max_length: int | None = None
         self.loss_weights = {"lm": 1.0, "balance": 0.1}
 
-    def build(self, part: Part) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return a part on ``meta``."""
         with torch.device("meta"):
             return RoutedPart(self.config, part)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, share_tokens, tagged
@@ -47,7 +48,7 @@ class SumOutput(torch.autograd.Function):
         return d_y, None
 
 
-class Sliced:
+class Sliced(Parallel):
     """See :class:`~nanotrain_core.contracts.Parallel`. The units of every linear layer must divide."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:

@@ -8,22 +8,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
+from nanotrain_core.pipeline.passes import Passes
 
 
-class SummedGradients(LocalGradients):
+class SummedGradients(LocalGradients, Parallel):
     """Sums each gradient over the ranks that hold a part of it, one after the other, after backward."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave the model as it is."""
         return part
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
         """Remember the mesh."""
         self.mesh = mesh
-        super().attach(parameters, mesh, dtype)
+        super().attach(parameters, mesh, dtype, passes)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def check(self, mesh: Mesh) -> None:

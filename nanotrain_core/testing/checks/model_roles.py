@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -100,7 +100,7 @@ def _calls_of_experts(case: Case) -> Iterator[tuple[str, nn.Module, Tag, tuple[t
 
 
 def _every_second(module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-    share = attrs.evolve(routing, experts=routing.experts[:, ::2], weights=routing.weights[:, ::2])
+    share = replace(routing, experts=routing.experts[:, ::2], weights=routing.weights[:, ::2])
     result: torch.Tensor = module(x[:, ::2], share)
     return result
 

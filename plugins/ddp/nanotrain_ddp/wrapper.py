@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.host.shared_memory import SharedBuffers
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_ddp import DataParallelConfig
 
 
@@ -77,7 +79,7 @@ class SharedBucket(Bucket):
         self.reset()
 
 
-class DataParallel(LocalGradients):
+class DataParallel(LocalGradients, Parallel):
     """The ``ddp`` component: a wrapper that leaves the model alone, and the run's gradient sync."""
 
     def __init__(self, config: DataParallelConfig) -> None:
@@ -91,9 +93,15 @@ class DataParallel(LocalGradients):
         """Leave the model as it is: its placements already say that data ranks hold partial gradients."""
         return part
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
         """Assign every parameter with a partial gradient to a bucket."""
-        super().attach(parameters, mesh, dtype)
+        super().attach(parameters, mesh, dtype, passes)
         limit = int(self.config.bucket_mb * 2**20)
         share = self.config.shared_memory and mesh.device.type == "cpu"
         # Those that other stages hold too come last: all ranks reach them, whatever they did before.

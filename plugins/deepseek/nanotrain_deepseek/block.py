@@ -1,44 +1,59 @@
 """One layer: latent attention, then a feed-forward layer or experts, each adding to the residual stream.
 
-Shapes: B batch, S sequence, D width.
+Shapes: B batch, S sequence, D width, E experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.feed_forward import SwiGLU
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.models.ops import Ops
 from nanotrain_core.models.rope import Rotation
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.ffn import SwiGLU
 from nanotrain_deepseek.mla import LatentAttention
-from nanotrain_deepseek.moe import MixtureOfExperts, Tally
+from nanotrain_deepseek.moe import MixtureOfExperts
+
+
+class Routed(NamedTuple):
+    """What a layer of experts says beside its output. Nothing is counted inside of the layer: activation
+    checkpointing runs it twice."""
+
+    losses: dict[str, torch.Tensor]
+    """Balance losses, summed over sequences."""
+    load: torch.Tensor | None
+    """Tokens of each expert [E], in training."""
 
 
 class Block(nn.Module):
     """A dense block has ``ffn``, one with experts ``moe``."""
 
-    def __init__(self, config: DeepSeekConfig, *, dense: bool) -> None:
+    def __init__(self, config: DeepSeekConfig, ops: Ops, *, dense: bool) -> None:
         super().__init__()
         self.dense = dense
-        self.attn_norm = norm(config)
-        self.attn = LatentAttention(config)
-        self.ffn_norm = norm(config)
+        self.attn_norm = norm(config, ops)
+        self.attn = LatentAttention(config, ops)
+        self.ffn_norm = norm(config, ops)
         if dense:
-            self.ffn = SwiGLU(config.width, config.ffn)
+            self.ffn = SwiGLU(config.width, config.ffn, ops)
         else:
-            self.moe = MixtureOfExperts(config)
+            self.moe = MixtureOfExperts(config, ops)
         tag(self, Role.BLOCK)
 
-    def forward(self, x_BSD: torch.Tensor, turn: Rotation, tally: Tally) -> torch.Tensor:
+    def forward(self, x_BSD: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, Routed | None]:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
         h_BSD = self.ffn_norm(x_BSD)
-        y_BSD: torch.Tensor = self.ffn(h_BSD) if self.dense else self.moe(h_BSD, tally)
-        return x_BSD + y_BSD
+        if self.dense:
+            return x_BSD + self.ffn(h_BSD), None
+        y_BSD, routing = self.moe(h_BSD)
+        return x_BSD + y_BSD, Routed(dict(routing.losses), routing.load)
 
 
-def norm(config: DeepSeekConfig) -> nn.Module:
+def norm(config: DeepSeekConfig, ops: Ops) -> nn.Module:
     """Return a normalisation over the width."""
-    return tag(RMSNorm(config.width, eps=config.norm_eps), Role.NORM)
+    return tag(RMSNorm(config.width, eps=config.norm_eps, ops=ops), Role.NORM)

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.attention import causal_attention
-from nanotrain_core.models.linear import Linear
-from nanotrain_core.models.rms_norm import RMSNorm
-from nanotrain_core.models.rope import Rotation, rotate
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.models.ops import Ops
+from nanotrain_core.models.rope import Rotation
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.yarn import softmax_scale
 
@@ -25,27 +24,27 @@ from nanotrain_deepseek.yarn import softmax_scale
 class LatentAttention(nn.Module):
     """Causal attention; queries come from a latent of their own where ``q_rank`` says so."""
 
-    def __init__(self, config: DeepSeekConfig) -> None:
+    def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
-        self.config, self.scale = config, softmax_scale(config)
+        self.config, self.ops, self.scale = config, ops, softmax_scale(config)
         D, H, K, R = config.width, config.heads, config.qk_size, config.kv_rank
         keys_and_values = config.nope_size + config.value_size
         if config.q_rank:
-            self.q_a = tag(Linear(D, config.q_rank, bias=False), Role.REPLICATED)
-            self.q_a_norm = tag(RMSNorm(config.q_rank, eps=config.norm_eps), Role.NORM)
-            self.q_b = tag(Linear(config.q_rank, H * K, bias=False), Role.COLUMN, unit=K)
+            self.q_a = tag(nn.Linear(D, config.q_rank, bias=False), Role.REPLICATED)
+            self.q_a_norm = tag(RMSNorm(config.q_rank, eps=config.norm_eps, ops=ops), Role.NORM)
+            self.q_b = tag(nn.Linear(config.q_rank, H * K, bias=False), Role.COLUMN, unit=K)
         else:
-            self.q = tag(Linear(D, H * K, bias=False), Role.COLUMN, unit=K)
-        self.kv_a = tag(Linear(D, R + config.rope_size, bias=False), Role.REPLICATED)
-        self.kv_a_norm = tag(RMSNorm(R, eps=config.norm_eps), Role.NORM)
-        self.kv_b = tag(Linear(R, H * keys_and_values, bias=False), Role.COLUMN, unit=keys_and_values)
+            self.q = tag(nn.Linear(D, H * K, bias=False), Role.COLUMN, unit=K)
+        self.kv_a = tag(nn.Linear(D, R + config.rope_size, bias=False), Role.REPLICATED)
+        self.kv_a_norm = tag(RMSNorm(R, eps=config.norm_eps, ops=ops), Role.NORM)
+        self.kv_b = tag(nn.Linear(R, H * keys_and_values, bias=False), Role.COLUMN, unit=keys_and_values)
         self.k_shared = tag(nn.Identity(), Role.SHARED)
-        self.o = tag(Linear(H * config.value_size, D, bias=False), Role.ROW, unit=config.value_size)
+        self.o = tag(nn.Linear(H * config.value_size, D, bias=False), Role.ROW, unit=config.value_size)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation) -> torch.Tensor:
         q_BSHK = self._queries(x_BSD, turn)
         k_BSHK, v_BSHV = self._keys_and_values(x_BSD, turn)
-        y_BSHV = causal_attention(q_BSHK, k_BSHK, v_BSHV, scale=self.scale)
+        y_BSHV = self.ops.attention(q_BSHK, k_BSHK, v_BSHV, self.scale)
         y_BSD: torch.Tensor = self.o(y_BSHV.flatten(2))
         return y_BSD
 
@@ -53,7 +52,7 @@ class LatentAttention(nn.Module):
         c = self.config
         q = self.q_b(self.q_a_norm(self.q_a(x_BSD))) if c.q_rank else self.q(x_BSD)
         q_BSHN, q_BSHP = q.unflatten(-1, (-1, c.qk_size)).split((c.nope_size, c.rope_size), dim=-1)
-        return torch.cat((q_BSHN, rotate(q_BSHP, turn)), dim=-1)
+        return torch.cat((q_BSHN, self.ops.rope(q_BSHP, *turn)), dim=-1)
 
     def _keys_and_values(self, x_BSD: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary key has one head, which meets the others only after it entered their region."""
@@ -61,5 +60,5 @@ class LatentAttention(nn.Module):
         latent_BSR, rotary_BSP = self.kv_a(x_BSD).split((c.kv_rank, c.rope_size), dim=-1)
         kv = self.kv_b(self.kv_a_norm(latent_BSR)).unflatten(-1, (-1, c.nope_size + c.value_size))
         k_BSHN, v_BSHV = kv.split((c.nope_size, c.value_size), dim=-1)
-        k_BS1P = rotate(self.k_shared(rotary_BSP).unsqueeze(2), turn)
+        k_BS1P = self.ops.rope(self.k_shared(rotary_BSP).unsqueeze(2), *turn)
         return torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1), v_BSHV

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import later_targets
@@ -42,10 +43,10 @@ class DeepSeek:
             weights["mtp"] = c.mtp_weight
         return weights | {name: getattr(c, name) * c.moe_layers for name in BALANCE if getattr(c, name)}
 
-    def build(self, part: Part) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
-            return DeepSeekPart(self.config, part)
+            return DeepSeekPart(self.config, part, ops)
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return targets for ``lm``; those of every depth for ``mtp``; sequences times layers for balance."""

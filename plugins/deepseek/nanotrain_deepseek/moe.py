@@ -7,57 +7,50 @@ Source: DeepSeekMoE as in DeepSeek-V3, arXiv 2412.19437, section 2.1.2, equation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
 
-import attrs
 import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.feed_forward import SwiGLU
+from nanotrain_core.models.ops import Ops
+from nanotrain_core.moe.routing import Routing
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.experts import Experts
-from nanotrain_deepseek.ffn import SwiGLU
 from nanotrain_deepseek.router import Router
 
 
-class Tally:
-    """Balance losses of one forward pass of a part, layer by layer.
+class Once:
+    """Calls a module once, the first time that it is asked: while rows travel to their experts, or after."""
 
-    It is closed when the pass is over. A layer that is run again for its backward pass, to save memory,
-    meets a closed tally: its losses and its tokens have been counted.
-    """
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self.module, self.x = module, x
+        self.y: torch.Tensor | None = None
 
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.open = True
-
-    def add(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Add a layer's losses."""
-        if self.open:
-            for name, value in losses.items():
-                self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def close(self) -> dict[str, torch.Tensor]:
-        """Return the sums; nothing is added from now on."""
-        self.open = False
-        return self.sums
+    def __call__(self) -> torch.Tensor:
+        """Return its output."""
+        if self.y is None:
+            self.y = self.module(self.x)
+        return self.y
 
 
 class MixtureOfExperts(nn.Module):
     """Route, run the chosen experts, add the shared ones."""
 
-    def __init__(self, config: DeepSeekConfig) -> None:
+    def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
         self.router = tag(Router(config), Role.ROUTER)
-        self.experts = Experts(config)
+        self.experts = Experts(config, ops)
+        self.shared = None
         if config.shared_experts:
-            self.shared = SwiGLU(config.width, config.shared_experts * config.expert_ffn)
+            self.shared = SwiGLU(config.width, config.shared_experts * config.expert_ffn, ops)
 
-    def forward(self, x_BSD: torch.Tensor, tally: Tally) -> torch.Tensor:
-        self.router.counting = tally.open
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """Return the sum, and what the router decided."""
         routing = self.router(x_BSD)
-        tally.add(routing.losses)
-        shared = cache(lambda: self.shared(x_BSD)) if hasattr(self, "shared") else None
-        y_BSD: torch.Tensor = self.experts(x_BSD, attrs.evolve(routing, meanwhile=shared))
-        return y_BSD if shared is None else y_BSD + shared()
+        if self.shared is None:
+            return self.experts(x_BSD, routing), routing
+        shared = Once(self.shared, x_BSD)
+        y_BSD = self.experts(x_BSD, replace(routing, meanwhile=shared))
+        return y_BSD + shared(), routing

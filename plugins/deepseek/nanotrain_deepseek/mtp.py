@@ -16,33 +16,32 @@ from torch import nn
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.linear import Linear
+from nanotrain_core.models.ops import Ops
 from nanotrain_core.models.rope import Rotation
-from nanotrain_deepseek.block import Block, norm
+from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.moe import Tally
 
 
 class Predictor(nn.Module):
     """One module: join, one more block with experts, a norm before the head, which is the model's."""
 
-    def __init__(self, config: DeepSeekConfig) -> None:
+    def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
         self.hidden_first = config.mtp_input == "hidden_first"
-        self.hidden_norm = norm(config)
-        self.embed_norm = norm(config)
-        self.proj = tag(Linear(2 * config.width, config.width, bias=False), Role.REPLICATED)
-        self.block = Block(config, dense=False)
-        self.norm = norm(config)
+        self.hidden_norm = norm(config, ops)
+        self.embed_norm = norm(config, ops)
+        self.proj = tag(nn.Linear(2 * config.width, config.width, bias=False), Role.REPLICATED)
+        self.block = Block(config, ops, dense=False)
+        self.norm = norm(config, ops)
 
     def forward(
-        self, h_BSD: torch.Tensor, embedded_BSD: torch.Tensor, turn: Rotation, tally: Tally
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, h_BSD: torch.Tensor, embedded_BSD: torch.Tensor, turn: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, Routed | None]:
         """Return hidden states [B, S, D] for the next module, and normalised for the model's head."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
-        out_BSD = self.block(joined, turn, tally)
-        return out_BSD, self.norm(out_BSD)
+        out_BSD, routed = self.block(joined, turn)
+        return out_BSD, self.norm(out_BSD), routed
 
 
 def later_tokens(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:

@@ -5,19 +5,20 @@ Shapes: B batch, S sequence, D width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.embedding import Embedding
 from nanotrain_core.models.head import Head
+from nanotrain_core.models.ops import Ops
 from nanotrain_core.models.rope import Rotation
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_deepseek.block import Block, norm
+from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.moe import Tally
 from nanotrain_deepseek.mtp import Predictor, later_targets, later_tokens
 from nanotrain_deepseek.yarn import rotation
 
@@ -29,38 +30,47 @@ class DeepSeekPart(nn.Module):
     holds its own copy when the first part is elsewhere, under the same name.
     """
 
-    def __init__(self, config: DeepSeekConfig, part: Part) -> None:
+    def __init__(self, config: DeepSeekConfig, part: Part, ops: Ops) -> None:
         super().__init__()
         self.config, self.part = config, part
         if part.has_embedding or (part.has_head and (config.tied or config.mtp)):
-            self.embed = tag(Embedding(config.vocab, config.width), Role.VOCAB)
+            self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
         self.layers = nn.ModuleDict(
-            {str(n): Block(config, dense=n < config.dense_layers) for n in range(part.first, part.last)}
+            {str(n): Block(config, ops, dense=n < config.dense_layers) for n in range(part.first, part.last)}
         )
         if part.has_head:
-            self.norm = norm(config)
-            self.head = tag(Head(config.vocab, config.width, tied=config.tied), Role.HEAD)
-            self.mtp = nn.ModuleList(Predictor(config) for _ in range(config.mtp))
+            self.norm = norm(config, ops)
+            self.head = tag(Head(config.vocab, config.width, tied=config.tied, ops=ops), Role.HEAD)
+            self.mtp = nn.ModuleList(Predictor(config, ops) for _ in range(config.mtp))
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers.
 
         The length is the batch's: a wrapper may have left this rank a part of each sequence.
         """
-        tally = Tally()
+        losses: dict[str, torch.Tensor] = {}
         x_BSD = self._embed(inputs) if self.part.has_embedding else inputs
         turn = rotation(batch.tokens.shape[1], self.config, like=x_BSD)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, turn, tally)
+            x_BSD, routed = layer(x_BSD, turn)
+            self._count(layer, routed, losses)
         if not self.part.has_head:
-            return PartOutput(x_BSD, tally.close())
+            return PartOutput(x_BSD, losses)
         output = self._head(self.norm(x_BSD), batch.targets)
         if batch.targets is None:
             return PartOutput(output)
-        losses = {"lm": output}
         if self.training and self.config.mtp:
-            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, turn, tally)
-        return PartOutput(None, losses | tally.close())
+            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, turn, losses)
+        return PartOutput(None, {"lm": output, **losses})
+
+    def _count(self, layer: nn.Module, routed: Routed | None, losses: dict[str, torch.Tensor]) -> None:
+        """Add a layer's balance losses to ``losses``, and its load to its router's."""
+        if routed is None:
+            return
+        for name, value in routed.losses.items():
+            losses[name] = losses[name] + value if name in losses else value
+        if routed.load is not None:
+            cast(Block, layer).moe.router.add_load(routed.load)
 
     def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         length, limit = tokens_BS.shape[1], self.config.max_length
@@ -75,15 +85,21 @@ class DeepSeekPart(nn.Module):
         return out
 
     def _predict_further(
-        self, h_BSD: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor, turn: Rotation, tally: Tally
+        self,
+        h_BSD: torch.Tensor,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        turn: Rotation,
+        losses: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the summed cross-entropies of all depths; the first starts from the last layer's output."""
-        losses = []
+        found = []
         for depth, predictor in enumerate(self.mtp, start=1):
             embedded_BSD = self.embed(later_tokens(tokens, depth))
-            h_BSD, normed_BSD = predictor(h_BSD, embedded_BSD, turn, tally)
-            losses.append(self._head(normed_BSD, later_targets(targets, depth)))
-        return torch.stack(losses).sum()
+            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, turn)
+            self._count(cast(Predictor, predictor).block, routed, losses)
+            found.append(self._head(normed_BSD, later_targets(targets, depth)))
+        return torch.stack(found).sum()
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for the routers' bias, one normal for all else.

@@ -35,7 +35,6 @@ class Router(nn.Module):
             bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter("bias", bias)
         keep_dtype(self, "bias")
-        self.counting = True
         self._load: torch.Tensor | None = None
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
@@ -49,9 +48,8 @@ class Router(nn.Module):
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
         if not self.training:
             return Routing(experts_BSK, weights_BSK * c.route_scale)
-        if self.counting:
-            self._count(experts_BSK)
-        return Routing(experts_BSK, weights_BSK * c.route_scale, self._losses(scores_BSE, experts_BSK))
+        losses, load = self._losses(scores_BSE, experts_BSK), count(experts_BSK, c.experts)
+        return Routing(experts_BSK, weights_BSK * c.route_scale, losses, load)
 
     def _choose(self, scores_BSE: torch.Tensor) -> torch.Tensor:
         """Return the best K experts. The bias decides who is chosen and never how much it weighs."""
@@ -90,21 +88,18 @@ class Router(nn.Module):
 
     # --- load ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _count(self, experts_BSK: torch.Tensor) -> None:
-        """Add up choices in int64: a narrow float would lose counts and turn the sign of an update."""
-        choices = experts_BSK.flatten()
-        if self._load is None:
-            self._load = self._no_load()
-        self._load.scatter_add_(0, choices, torch.ones_like(choices))
-
-    def _no_load(self) -> torch.Tensor:
-        return torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
+    def add_load(self, load_E: torch.Tensor) -> None:
+        """Count tokens. The part calls it outside of its layers, which may run twice."""
+        self._load = load_E if self._load is None else self._load + load_E
 
     def take_load(self) -> torch.Tensor:
         """Return how many tokens each expert got [E] in training since the last call, int64."""
         load, self._load = self._load, None
-        return self._no_load() if load is None else load
+        return (
+            load
+            if load is not None
+            else torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
+        )
 
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
@@ -116,3 +111,10 @@ class Router(nn.Module):
             return
         missing = load.sum() - load * len(load)  # E times (mean - load): exact in integers
         self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.config.bias_update_rate)
+
+
+def count(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """Return how often each of ``number`` experts was chosen [E], int64: a narrow float would lose counts."""
+    choices = experts.flatten()
+    none = torch.zeros(number, dtype=torch.int64, device=choices.device)
+    return none.scatter_add(0, choices, torch.ones_like(choices))

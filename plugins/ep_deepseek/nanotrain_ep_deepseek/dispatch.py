@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.moe.permutation import combine, inverted, spread
-from nanotrain_core.moe.routing import Compute, Routing, dispatch_codec, sort_by_expert
+from nanotrain_core.models.ops import ops_of
+from nanotrain_core.moe.routing import Compute, Routing, dispatch_codec, inverted, sort_by_expert
 from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, from_experts, to_experts
 
 
@@ -74,9 +74,10 @@ class Dispatcher:
         """
         order_N, counts_E = sort_by_expert(routing.experts, self.experts)
         back_N, chosen = inverted(order_N), routing.experts.shape[-1]
-        rows_ND = spread(x.flatten(0, -2), order_N, back_N, chosen)
+        ops = ops_of(module)
+        rows_ND = ops.permute(x.flatten(0, -2), order_N, back_N, chosen)
         outputs_ND = self.run(module, rows_ND, self.plan(counts_E), routing.meanwhile)
-        return combine(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
+        return ops.unpermute(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
     def plan(self, counts_E: torch.Tensor) -> Plan:
         """Exchange counts by all-to-all over ep, then over etp, and bring them to the host.

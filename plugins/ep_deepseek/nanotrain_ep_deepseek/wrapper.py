@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.mesh import Mesh
@@ -18,7 +19,7 @@ from nanotrain_ep_deepseek import ExpertParallelConfig
 from nanotrain_ep_deepseek.dispatch import Dispatcher
 
 
-class ExpertParallel:
+class ExpertParallel(Parallel):
     """The ``ep_deepseek`` component."""
 
     def __init__(self, config: ExpertParallelConfig) -> None:

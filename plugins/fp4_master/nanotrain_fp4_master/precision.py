@@ -10,15 +10,16 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import MasterWeight
+from nanotrain_core.contracts import MasterWeight, Precision
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.layout.initialisation import hold
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import RANGE, Piece, Placement
 from nanotrain_core.layout.roles import tagged
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast
-from nanotrain_core.precision.gemm import give_products, multiplied
+from nanotrain_core.precision.gemm import GEMMBackend, TorchGEMM, gemm_parameters, use_gemm
 from nanotrain_core.precision.quantized_storage import PackedWeight, unquantized
 from nanotrain_core.precision.uniform import LiveMaster
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
@@ -52,7 +53,7 @@ class Row:
     """Of the weight and what is beside it, without the optimizer's moments."""
 
 
-class FP4Master:
+class FP4Master(Precision):
     """See :class:`~nanotrain_core.contracts.Precision`."""
 
     parameter_dtype = torch.bfloat16
@@ -60,14 +61,16 @@ class FP4Master:
 
     def __init__(self, config: FP4MasterConfig) -> None:
         self.config = config
+        self.passes = Passes()
+        self.gemm: GEMMBackend = TorchGEMM()
         self.loss_scale = self.clock = Clock(config.weights)
         self.roles: dict[str, str] = {}
         self.packed: set[str] = set()
         self.rows: list[Row] = []
 
-    def seed(self, number: int) -> None:
+    def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
         """Round at random after the run's seed."""
-        self.clock.seed = number
+        self.clock.seed, self.passes, self.gemm = seed, passes, gemm
 
     def convert(self, part: nn.Module) -> nn.Module:
         """Cast to bfloat16, and note what role each parameter's module has."""
@@ -111,10 +114,10 @@ class FP4Master:
     def _unpack_for_products(self, part: nn.Module) -> None:
         """Have the products of low weights made of what is unpacked, and note that these can be packed."""
         for prefix, module, _ in tagged(part):
-            names = {name: f"{prefix}.{name}" if prefix else name for name in multiplied(module)}
+            names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
             low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}
             if low:
-                give_products(module, dict.fromkeys(names, DequantizingGEMM()))
+                use_gemm(module, dict.fromkeys(names, DequantizingGEMM(self.gemm)), self.passes)
                 self.packed |= low
 
     def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:

@@ -151,7 +151,7 @@ def test_products_with_packed_weights_are_those_with_their_numbers():
     products = DequantizingGEMM()
     assert torch.equal(products.forward(x, weight)[0][0], products.forward(x, plain)[0][0])
     assert torch.equal(products.forward(x, weight)[0][0], x @ plain.T)
-    assert torch.equal(products.input_gradient(d_y, weight), d_y @ plain)
+    assert torch.equal(products.dgrad(d_y, weight), d_y @ plain)
 
 
 # --- in a run -----------------------------------------------------------------------------------------

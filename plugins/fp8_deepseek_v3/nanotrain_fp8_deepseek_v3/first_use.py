@@ -64,6 +64,6 @@ def _products(
     (y,), kept = made.forward(x, w)
     return {
         "y": y,
-        "gradient of the input": made.input_gradient(d_y, w),
-        "gradient of the weight": made.weight_gradient(d_y, kept),
+        "gradient of the input": made.dgrad(d_y, w),
+        "gradient of the weight": made.wgrad(d_y, kept),
     }

@@ -39,7 +39,7 @@ class Rounded(Narrowed):
         """Return codes and scales of x."""
         return cropped(self._input(x_MK), x_MK)
 
-    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not want it."""
         return cropped(quantise_rows(made_of_MK), made_of_MK) if self.recipe.narrow else None
 
@@ -71,13 +71,13 @@ class TritonFP8(Rounded):
             ys.append(multiply(tiles(x), block(blocks.codes_ENK, blocks.scales_Enk), shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[1])
         right = block(blocks.codes_EKN, blocks.scales_Ekn)
         return multiply(tiles(self._gradient(d_y_MN)), right, shape, d_y_MN.dtype)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         shape = d_y_MN.shape[1], kept[0].shape[1]
         if not len(d_y_MN):
@@ -108,13 +108,13 @@ class TritonExperts(Rounded):
             ys.append(multiply_rows(x, (blocks.codes_ENK, blocks.scales_Enk), groups, shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[2])
         right = blocks.codes_EKN, blocks.scales_Ekn
         return multiply_rows(self._gradient(d_y_MN), right, self.groups(d_y_MN.device), shape, d_y_MN.dtype)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, of each weight, in float32."""
         groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
         return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape)

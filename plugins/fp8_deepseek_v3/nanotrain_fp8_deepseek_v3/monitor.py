@@ -16,7 +16,7 @@ from torch import nn
 
 from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo
 from nanotrain_core.moe.routing import dispatch_codec, use_dispatch_codec
-from nanotrain_core.precision.gemm import GEMMBackend, give_products, products_of
+from nanotrain_core.precision.gemm import GEMMBackend, products_of, use_gemm
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, over_ranks
@@ -68,7 +68,7 @@ class FP8Monitor(Monitor):
                 yield name, SENT
             if given and all(hasattr(products, "recipe") for products in given.values()):
                 watched = self._watched(name, module, given)
-                give_products(module, watched)
+                use_gemm(module, watched)
                 for each in dict.fromkeys(watched.values()):
                     yield from ((each.name, operand) for operand in operands_of(each.recipe))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.precision.gemm import multiplied
+from nanotrain_core.precision.gemm import gemm_parameters
 from nanotrain_fp8_deepseek_v3 import ModuleFormats
 
 #: From the widest: the first whose pattern matches a module holds.
@@ -47,7 +47,7 @@ def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
     """Yield what each module of ``part`` that has parameters gets."""
     for name, module, tag in tagged(part):
         role = tag.role.name.lower()
-        if multiplied(module):
+        if gemm_parameters(module):
             yield Row(name, role, format_of(name, config))
         elif tag.role is Role.EXPERTS:
             yield Row(name, role, "bf16", "they make products of their own")

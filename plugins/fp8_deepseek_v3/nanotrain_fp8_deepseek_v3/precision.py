@@ -12,7 +12,7 @@ from torch import nn
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, Tag, tagged
 from nanotrain_core.moe.routing import use_dispatch_codec
-from nanotrain_core.precision.gemm import GEMMBackend, give_products, multiplied
+from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, use_gemm
 from nanotrain_core.precision.uniform import NoLossScale, Uniform
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
@@ -56,12 +56,12 @@ class ByModule(Uniform):
             for name, module, tag in tagged(part):
                 given = self._products(name, module, tag, backend.make)
                 if given:
-                    give_products(module, given)
+                    use_gemm(module, given)
         self.lines = table(attrs.evolve(row, format=self._label(row, backend.name)) for row in rows)
 
     def _products(self, name: str, module: nn.Module, tag: Tag, make: Any) -> dict[str, GEMMBackend]:
         """Return the products of a module's parameters; those rounded alike share one object."""
-        wanted = multiplied(module)
+        wanted = gemm_parameters(module)
         format_ = format_of(name, self.config) if wanted else "bf16"
         if format_ == "fp32":
             return dict.fromkeys(wanted, Float32Products())
@@ -88,7 +88,7 @@ class FP8DeepSeekV3(ByModule):
         """Cast, and have the rows of experts in FP8 travel so."""
         part = super().convert(part)
         for name, module, tag in tagged(part) if self.config.dispatch else ():
-            if tag.role is Role.EXPERTS and multiplied(module) and format_of(name, self.config) == "fp8":
+            if tag.role is Role.EXPERTS and gemm_parameters(module) and format_of(name, self.config) == "fp8":
                 use_dispatch_codec(module, Codec())
         return part
 

@@ -24,8 +24,7 @@ from typing import TypeVar
 import attrs
 import torch
 
-from nanotrain_core.models.linear import matmul
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.precision.gemm import Kept, QuantizedActivations
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise, quantise_groups
 from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
 
@@ -81,33 +80,33 @@ class Float32Products:
         """Return what to keep of x."""
         return self.of_input(x_MK)[1]
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         d_y = self.of_gradient(d_y_MN, for_weight=False)
         return self._rows_times(d_y, self.read_weight(weight_NK)).to(d_y_MN.dtype)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         inputs = self.kept_by_group(kept)
         if self.groups is None:
-            return matmul(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
+            return self.of_gradient(d_y_MN, for_weight=True).T @ inputs[0]
         shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
         total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
         for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
             if len(d_y):
-                matmul(self.of_gradient(d_y, for_weight=True).T, x, d_w_NK)
+                torch.mm(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
         return total
 
     def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
         if self.groups is None:
-            return matmul(rows_MK, right)
+            return rows_MK @ right
         out = rows_MK.new_empty(len(rows_MK), right.shape[-1])
         for rows, own, place in zip(
             torch.split(rows_MK, self.groups), right, torch.split(out, self.groups), strict=True
         ):
             if len(rows):
-                matmul(rows, own, place)
+                torch.mm(rows, own, out=place)
         return out
 
 
@@ -125,19 +124,19 @@ class Recipe:
     """Keep what the input is made of, as that of SwiGLU, in eight bits too."""
 
 
-class Narrowed:
-    """Holds activations as codes and scales of tiles: :class:`~nanotrain_core.precision.gemm.Narrowing`."""
+class Narrowed(QuantizedActivations):
+    """Holds activations as codes and scales of tiles: :class:`~nanotrain_core.precision.gemm.QuantizedActivations`."""
 
     recipe: Recipe
 
-    def narrow(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not want it."""
         if not self.recipe.narrow:
             return None
         tiled = quantise(made_of_MK, (1, TILE))
         return tiled.codes(), tiled.scales.flatten(1)
 
-    def widen(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """Return what they mean."""
         codes_MK, scales = kept
         return dequantise(codes_MK, scales, E4M3).to(dtype)

@@ -111,13 +111,13 @@ class ScaledFP8(Narrowed):
         groups = self._split(x_MK)
         return kept_of([self._of_input(x) for x in groups], groups)
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         pieces = zip(self._split(d_y_MN), self.read_weight(weight), strict=True)
         K, of = weight.shape[-1], self._of_gradient
         return torch.cat([multiply(of(d_y), b, (len(d_y), K), d_y.dtype) for d_y, (_, b) in pieces])
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         pieces = zip(self._split(d_y_MN), kept[::2], kept[1::2], strict=True)
         found = [self._weight_gradient(d_y, codes, scales) for d_y, codes, scales in pieces]

@@ -84,7 +84,7 @@ class TransformerEngineFP8(Narrowed):
         """Return x by columns, group by group."""
         return tuple(self._of_input(x, rows=False) if len(x) else x for x in self._split(x_MK))
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         found = []
         for d_y, w in zip(self._split(d_y_MN), self.read_weight(weight), strict=True):
@@ -92,7 +92,7 @@ class TransformerEngineFP8(Narrowed):
             found.append(product(w, q, "NN", d_y, (len(d_y), weight.shape[-1])))
         return torch.cat(found)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         found = []
         for d_y, x in zip(self._split(d_y_MN), kept, strict=True):

@@ -90,21 +90,21 @@ class Watched:
             self._count_input(x_MK, again=True)
         return self.behind.keep(x_MK)
 
-    def input_gradient(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Count dy."""
         if self.watch.on:
             self._count_gradient(DY, d_y_MN, self.along_row)
-        return self.behind.input_gradient(d_y_MN, weight)
+        return self.behind.dgrad(d_y_MN, weight)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Count dy in the tiles that it has here."""
         if self.watch.on and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
-        return self.behind.weight_gradient(d_y_MN, kept)
+        return self.behind.wgrad(d_y_MN, kept)
 
     def __getattr__(self, name: str) -> Any:
         """Pass on what is optional."""
-        if name in ("narrow", "widen"):
+        if name in ("quantize", "dequantize"):
             return getattr(self.behind, name)
         raise AttributeError(name)
 

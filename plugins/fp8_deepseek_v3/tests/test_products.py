@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.pipeline import weight_gradients
 from nanotrain_core.pipeline.weight_gradients import Postponed
-from nanotrain_core.precision.gemm import give_products, steady_weights
+from nanotrain_core.precision.gemm import steady_weights, use_gemm
 
 TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
 POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)
@@ -64,10 +64,10 @@ def test_each_product_is_as_near_as_the_formats_theory_allows(data, shape, recip
     assert ((y.double() - x.double() @ w.double().T).abs() <= furthest(x, of_x, w.T, of_w.T)).all()
 
     form, powers = recipe.gradients, recipe.gradient_power_of_two
-    d_x, of_d_y = products.input_gradient(d_y, w), half_units(d_y, tile, form, power_of_two=powers)
+    d_x, of_d_y = products.dgrad(d_y, w), half_units(d_y, tile, form, power_of_two=powers)
     assert ((d_x.double() - d_y.double() @ w.double()).abs() <= furthest(d_y, of_d_y, w, of_w)).all()
 
-    d_w, of_d_y = products.weight_gradient(d_y, kept), half_units(d_y, turned, form, power_of_two=powers)
+    d_w, of_d_y = products.wgrad(d_y, kept), half_units(d_y, turned, form, power_of_two=powers)
     once = quantise(x, tile, power_of_two=recipe.input_power_of_two).values()
     twice = half_units(once, turned, power_of_two=recipe.input_power_of_two) if recipe.tile else 0.0
     bound = furthest(d_y.T, of_d_y.T, x, of_x + twice)
@@ -109,14 +109,14 @@ def test_stacked_weights_are_multiplied_each_by_its_rows(recipe):
     x, weights, d_y = normal(200, 130), normal(5, 48, 130, seed=1), normal(200, 48, seed=2)
     one, grouped = EmulatedFP8(recipe), EmulatedFP8(recipe).grouped(torch.tensor(counts))
     (y,), kept = grouped.forward(x, weights)
-    d_x, d_w = grouped.input_gradient(d_y, weights), grouped.weight_gradient(d_y, kept)
+    d_x, d_w = grouped.dgrad(d_y, weights), grouped.wgrad(d_y, kept)
     first = 0
     for e, count in enumerate(counts):
         rows = slice(first, first + count)
         (own,), kept = one.forward(x[rows], weights[e])
         assert torch.equal(y[rows], own)
-        assert torch.equal(d_x[rows], one.input_gradient(d_y[rows], weights[e]))
-        assert torch.equal(d_w[e], one.weight_gradient(d_y[rows], kept))
+        assert torch.equal(d_x[rows], one.dgrad(d_y[rows], weights[e]))
+        assert torch.equal(d_w[e], one.wgrad(d_y[rows], kept))
         first += count
 
 
@@ -137,11 +137,11 @@ def test_an_expert_whose_rows_are_not_finite_spoils_no_other(worst):
     x[25, 3] = d_y[25, 3] = worst
     products = EmulatedFP8(WHOLE).grouped(torch.tensor([20, 10, 30]))
     (y,), kept = products.forward(x, weights)
-    for rows in (y, products.input_gradient(d_y, weights)):
+    for rows in (y, products.dgrad(d_y, weights)):
         assert rows[20:30].isnan().all()
         assert not rows[:20].isnan().any()
         assert not rows[30:].isnan().any()
-    d_w = products.weight_gradient(d_y, kept)
+    d_w = products.wgrad(d_y, kept)
     assert [each.isnan().any().item() for each in d_w] == [False, True, False]
 
 
@@ -176,9 +176,9 @@ def test_no_rows_at_all(recipe, counts):
         products, weight = products.grouped(torch.tensor(counts)), normal(2, 32, 128)
     (y,), kept = products.forward(normal(0, 128), weight)
     assert y.shape == (0, 32)
-    assert products.input_gradient(normal(0, 32), weight).shape == (0, 128)
-    assert products.weight_gradient(normal(0, 32), kept).shape == weight.shape
-    assert not products.weight_gradient(normal(0, 32), kept).any()
+    assert products.dgrad(normal(0, 32), weight).shape == (0, 128)
+    assert products.wgrad(normal(0, 32), kept).shape == weight.shape
+    assert not products.wgrad(normal(0, 32), kept).any()
 
 
 def test_what_is_kept_of_the_input_takes_a_byte_for_each_number():
@@ -193,7 +193,7 @@ def test_what_is_kept_of_the_input_takes_a_byte_for_each_number():
 def layer_of(products, *, bias=True):
     torch.manual_seed(0)
     layer = tag(nn.Linear(200, 72, bias=bias, dtype=torch.bfloat16), Role.COLUMN)
-    give_products(layer, {"weight": products})
+    use_gemm(layer, {"weight": products})
     return layer
 
 
@@ -205,8 +205,8 @@ def test_a_layer_of_any_class_uses_what_it_was_given(bias):
     products, rows = EmulatedFP8(TILED), x.detach().flatten(0, 1)
     (y,), kept = products.forward(rows, layer.weight)
     assert torch.equal(layer(x).flatten(0, 1), y + layer.bias if bias else y)
-    assert torch.equal(x.grad.flatten(0, 1), products.input_gradient(d_y.flatten(0, 1), layer.weight))
-    d_w = products.weight_gradient(d_y.flatten(0, 1), kept)
+    assert torch.equal(x.grad.flatten(0, 1), products.dgrad(d_y.flatten(0, 1), layer.weight))
+    d_w = products.wgrad(d_y.flatten(0, 1), kept)
     assert torch.equal(layer.weight.grad, d_w.bfloat16())
     layer.weight.grad, layer.weight.grad_dtype = None, torch.float32  # as a run has it
     layer(x).backward(d_y)
@@ -358,4 +358,4 @@ def assert_near(found, expected):
 
 def products_of_one(products, x, weight, d_y):
     (y,), kept = products.forward(x, weight)
-    return y, products.input_gradient(d_y, weight), products.weight_gradient(d_y, kept)
+    return y, products.dgrad(d_y, weight), products.wgrad(d_y, kept)

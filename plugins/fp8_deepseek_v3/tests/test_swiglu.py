@@ -4,16 +4,16 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from nanotrain_core.models.swiglu import swiglu
 from nanotrain_fp8_deepseek_v3.formats import quantise
 from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.layout.roles import tagged
-from nanotrain_core.models.swiglu import swiglu
 from nanotrain_core.models.transformer import SwiGLU
 from nanotrain_core.pipeline import weight_gradients
 from nanotrain_core.pipeline.weight_gradients import Postponed
-from nanotrain_core.precision.gemm import give_products
+from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
@@ -25,7 +25,7 @@ def layer_of(recipe, *, given=EmulatedFP8):
     layer = SwiGLU(TransformerConfig(layers=1, width=D, heads=2, ffn=INNER, vocab=8)).bfloat16()
     shared = given(recipe)
     for _, module, _ in tagged(layer):
-        give_products(module, {"weight": shared})
+        use_gemm(module, {"weight": shared})
     return layer
 
 
@@ -76,12 +76,12 @@ def test_gradients_are_those_of_the_rounded_inputs():
     products = EmulatedFP8(Recipe())
     (g, u), x_kept = products.forward(x, layer.gate.weight, layer.up.weight)
     g, u = (quantise(each, (1, 128)).values().bfloat16() for each in (g, u))
-    d_h = products.input_gradient(d_y, layer.down.weight)
+    d_h = products.dgrad(d_y, layer.down.weight)
     d_u, d_g = d_h * F.silu(g), torch.ops.aten.silu_backward(d_h * u, g)
-    assert torch.equal(found["up.weight"], products.weight_gradient(d_u, x_kept).bfloat16())
-    assert torch.equal(found["gate.weight"], products.weight_gradient(d_g, x_kept).bfloat16())
+    assert torch.equal(found["up.weight"], products.wgrad(d_u, x_kept).bfloat16())
+    assert torch.equal(found["gate.weight"], products.wgrad(d_g, x_kept).bfloat16())
     kept = products.keep(F.silu(g) * u)
-    assert torch.equal(found["down.weight"], products.weight_gradient(d_y, kept).bfloat16())
+    assert torch.equal(found["down.weight"], products.wgrad(d_y, kept).bfloat16())
 
 
 def test_gradients_stay_near_those_of_inputs_kept_whole():

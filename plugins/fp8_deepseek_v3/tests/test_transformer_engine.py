@@ -103,11 +103,11 @@ def test_products_are_the_emulations(backend, recipe, counts, K, N):
     (expected,), _ = theirs.forward(x, w)
     assert all(each.by_rows is None for each in kept if len(each))
     torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
-    d_x, wanted = (each.input_gradient(d_y, w) for each in (ours, theirs))
+    d_x, wanted = (each.dgrad(d_y, w) for each in (ours, theirs))
     torch.testing.assert_close(d_x, wanted, rtol=2.0**-7, atol=1e-3)
 
-    d_w = ours.weight_gradient(d_y, kept)
-    assert torch.equal(d_w, ours.weight_gradient(d_y, ours.keep(x)))
+    d_w = ours.wgrad(d_y, kept)
+    assert torch.equal(d_w, ours.wgrad(d_y, ours.keep(x)))
     exact = once_rounded(x, d_y, counts or [M], recipe)
     torch.testing.assert_close(d_w, exact.view_as(d_w), rtol=1e-5, atol=1e-5)
 

@@ -55,8 +55,8 @@ def products(M, K, N, E):
     x, w, d_y = empty(M, K), empty(E, N, K), empty(M, N)
     experts = TritonFP8(Recipe()).grouped(empty(E, dtype=torch.int64))
     _, kept = experts.forward(x, w)
-    experts.input_gradient(d_y, w)
-    experts.weight_gradient(d_y, kept)
+    experts.dgrad(d_y, w)
+    experts.wgrad(d_y, kept)
     TritonFP8(Recipe(input_power_of_two=True))._turned(d_y, TritonFP8(Recipe()).keep(x), None)
 
 

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.placement import Placement, share_of
-from nanotrain_core.models.cross_entropy import chunked_loss, wide_dtype
+from nanotrain_core.models.cross_entropy import wide_dtype
+from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_tp.collectives import Ranks
 
 
@@ -58,7 +59,12 @@ class Rows:
 
 
 def split_cross_entropy(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, target_T: torch.Tensor, rows: Rows, ranks: Ranks
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    target_T: torch.Tensor,
+    rows: Rows,
+    ranks: Ranks,
+    ops: Ops = TORCH,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of whole tokens, in nats: the same bits on every rank.
 
@@ -73,7 +79,7 @@ def split_cross_entropy(
     if wrong.device.type == "cpu" and wrong.any():
         raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {rows.vocabulary}")
     loss = partial(_cross_entropy, rows=rows, ranks=ranks)
-    return chunked_loss(hidden_TD, weight_VD, target_T, loss, rows.most(ranks))
+    return ops.linear_cross_entropy(hidden_TD, weight_VD, target_T, loss=loss, columns=rows.most(ranks))
 
 
 def _cross_entropy(

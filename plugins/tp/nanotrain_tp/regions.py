@@ -9,15 +9,17 @@ rank's part of the vocabulary, K experts chosen per token.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanotrain_core.models.ops import ops_of
 from nanotrain_core.moe.routing import Routing
-from nanotrain_core.pipeline.weight_gradients import Again, Place, give_place, take_place
+from nanotrain_core.precision.gemm import gemms_of
+from nanotrain_core.precision.placed_wgrad import Again, Place
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import Crossing
@@ -105,15 +107,20 @@ class Boundary:
 
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """As :meth:`enter`, and give ``layer`` the place for its weight's product where there can be one."""
-        entry = self._entry(x)
-        if entry.inside is None and self._overlaps(x):
+        entry, gemms = self._entry(x), gemms_of(layer)
+        if entry.inside is None and gemms is not None and self._overlaps(x):
             self._cross(entry, layer)
-        give_place(layer, None if entry.first is None else self._place(entry, layer))
+        if gemms is not None:
+            gemms.place = None if entry.first is None else self._place(entry, layer)
         return self.enter(x)
 
+    @property
+    def places_wgrad(self) -> bool:
+        """Whether the readers' wgrads are placed where they overlap with a collective."""
+        return not self.keep or (self.overlap and self.ranks.in_background)
+
     def _overlaps(self, x: torch.Tensor) -> bool:
-        wanted = x.requires_grad and torch.is_grad_enabled()
-        return wanted and (not self.keep or (self.overlap and self.ranks.in_background))
+        return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
         """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
@@ -172,7 +179,8 @@ class Boundary:
 
     def leave_linear(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> None:
         """Take back a place that the layer has not taken: the hook of COLUMN, also when the module failed."""
-        take_place(module)
+        if (gemms := gemms_of(module)) is not None:
+            gemms.take_place()
 
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Sum the output: the hook of a ROW without bias."""
@@ -242,7 +250,9 @@ class Head:
         if targets_BS is None:
             logits_BSV = self.rows.pad(F.linear(x_BSD, weight_VD), ranks)
             return self.rows.join(self.boundary.gather(logits_BSV, dim=-1), ranks)
-        return split_cross_entropy(x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.rows, ranks)
+        return split_cross_entropy(
+            x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.rows, ranks, ops_of(module)
+        )
 
 
 class Experts:
@@ -260,7 +270,7 @@ class Experts:
     def after_router(self, module: nn.Module, args: Args, routing: Routing) -> Routing:
         """Keep the choices of this rank's share; losses are of whole sequences and stay."""
         experts = self.boundary.ranks.own(routing.experts, SEQUENCE)
-        return attrs.evolve(routing, experts=experts, weights=self.boundary.slice(routing.weights))
+        return replace(routing, experts=experts, weights=self.boundary.slice(routing.weights))
 
     def before_experts(self, module: nn.Module, args: Args) -> Args:
         """Keep this rank's share of the tokens."""

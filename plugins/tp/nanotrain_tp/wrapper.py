@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placement, Placements
@@ -31,11 +32,12 @@ from nanotrain_tp.head import Rows
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
 
 
-class TensorParallel:
+class TensorParallel(Parallel):
     """The ``tp`` component."""
 
     def __init__(self, config: TensorParallelConfig) -> None:
         self.config = config
+        self._boundaries: list[Boundary] = []
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave this rank its blocks of ``part``, and hook in the collectives.
@@ -55,6 +57,7 @@ class TensorParallel:
             overlap=config.overlap,
             keep=not config.gather_again,
         )
+        self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
         for name, module, tag in tagged(part):
@@ -69,6 +72,10 @@ class TensorParallel:
                 hook(module, tag, boundary)
         self._sum_partial(part, placements)
         return part
+
+    def splits_linear(self, mesh: Mesh) -> bool:
+        """Return whether wgrads are placed where they overlap with the sum of dgrads over ranks."""
+        return any(boundary.places_wgrad for boundary in self._boundaries)
 
     def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
         """Note which gradients are partial because a rank saw a share of the tokens, or of the heads."""

@@ -46,8 +46,8 @@ def build(config):
             return self.norm(y).flatten(2)
 
     class QKNorm(Transformer):
-        def build(self, part):
-            built = super().build(part)
+        def build(self, part, *ops):
+            built = super().build(part, *ops)
             with torch.device("meta"):
                 for attn in (m for m in built.modules() if isinstance(m, Attention)):
                     attn.q, attn.k = (Normalised(each, attn.head_size) for each in (attn.q, attn.k))

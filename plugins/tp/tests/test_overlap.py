@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from nanotrain_core.models.linear import Linear
 from nanotrain_tp.collectives import Ranks
 from nanotrain_tp.regions import Boundary
 from nanotrain_tp.wrapper import hook
@@ -18,9 +19,8 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tag, tag_of
 from nanotrain_core.models import linear
-from nanotrain_core.models.linear import Linear
 from nanotrain_core.pipeline.weight_gradients import Postponed, postpone, take_place
-from nanotrain_core.precision.gemm import give_products
+from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.testing import run_ranks
 
 RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
@@ -68,11 +68,11 @@ class Noted:
     def keep(self, x):
         return (x,)
 
-    def input_gradient(self, d_y, weight):
+    def dgrad(self, d_y, weight):
         self.events.append(f"input {self.name}")
         return d_y @ weight
 
-    def weight_gradient(self, d_y, kept):
+    def wgrad(self, d_y, kept):
         self.events.append(f"weight {self.name}")
         return d_y.T @ kept[0]
 
@@ -234,7 +234,7 @@ def order_of_events(sp, shared, overlap, keep=True):
     words = {"begin_all_reduce": "sum", "begin_reduce_scatter": "sum", "begin_all_gather": "gather"}
     found, events = [], []
     for name in COLUMNS:
-        give_products(getattr(region, name), {"weight": Noted(name, events)})
+        use_gemm(getattr(region, name), {"weight": Noted(name, events)})
 
     def noted(name):
         begin, word = getattr(Ranks, name), words[name]

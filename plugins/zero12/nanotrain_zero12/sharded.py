@@ -24,7 +24,7 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.pipeline.weight_gradients import in_use
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.quantized_storage import form_of
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
@@ -84,9 +84,15 @@ class ShardedGradients(LocalGradients):
 
     config: Zero12Config
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
         """Move every trained parameter into a flat buffer, and cut these into buckets. Collective."""
-        super().attach(parameters, mesh, dtype)
+        super().attach(parameters, mesh, dtype, passes)
         trained = [placed for placed in parameters if placed.parameter.requires_grad]
         self.transports: dict[tuple[int, ...], Transport] = {}
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
@@ -133,7 +139,7 @@ class ShardedGradients(LocalGradients):
         line.arrived(parameter)
         # Where weight gradients are put off, a parameter may get the next microbatch's before this one's have
         # left: a bucket that went ahead would have only a part of what the rest of the parameter has.
-        if self.config.overlap and not (self.config.stage == 2 and in_use()):
+        if self.config.overlap and not (self.config.stage == 2 and self.passes.splits_backward):
             for bucket, transport in line.ready():
                 self._send(bucket, transport)
 

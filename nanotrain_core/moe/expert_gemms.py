@@ -1,0 +1,103 @@
+"""SwiGLU experts whose products a GEMM backend makes, for all experts of the rank at once.
+
+Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from nanotrain_core.layout.roles import tag_of
+from nanotrain_core.models.ops import ops_of
+from nanotrain_core.pipeline.passes import Passes
+
+if TYPE_CHECKING:
+    from nanotrain_core.precision.gemm import GEMMBackend, LinearGEMMs, QuantizedActivations
+
+
+def use_expert_gemms(module: nn.Module, gemms: LinearGEMMs) -> None:
+    """Have EXPERTS compute with ``gemms``: their table of functions gets another ``experts``."""
+    found = tag_of(module)
+    assert found is not None
+    names = found.products
+
+    def experts(rows_ND: torch.Tensor, counts_E: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        backends = gemms.backends
+        grouped = {backend: backend.grouped(counts_E) for backend in set(backends.values())}
+        three = tuple(grouped[backends[name]] for name in names)
+        y_ND: torch.Tensor = _Experts.apply(rows_ND, *weights, three, gemms.passes)  # type: ignore[no-untyped-call]
+        return y_ND
+
+    cast(Any, module).ops = replace(ops_of(module), experts=experts)
+
+
+class _Experts(torch.autograd.Function):
+    """Forward: y = down(h), h = silu(gate(x)) up(x). Backward recomputes h, and its quantized form too.
+
+    Of gate(x) and up(x) it keeps what ``down``'s backend quantizes them to, if it does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_ND: torch.Tensor,
+        gate_EFD: torch.Tensor,
+        up_EFD: torch.Tensor,
+        down_EDF: torch.Tensor,
+        backends: tuple[GEMMBackend, GEMMBackend, GEMMBackend],
+        passes: Passes,
+    ) -> torch.Tensor:
+        of_gate, of_up, of_down = backends
+        if of_gate is of_up:  # then they read one form of x
+            (g_NF, u_NF), x_gate = of_gate.forward(rows_ND, gate_EFD, up_EFD)
+            x_up = x_gate
+        else:
+            (g_NF,), x_gate = of_gate.forward(rows_ND, gate_EFD)
+            (u_NF,), x_up = of_up.forward(rows_ND, up_EFD)
+        (y_ND,), _ = of_down.forward(F.silu(g_NF).mul_(u_NF), down_EDF)
+        g, u = (_quantize(of_down, x_NF) for x_NF in (g_NF, u_NF))
+        ctx.dtype = g_NF.dtype if g and u else None
+        g, u = g or (g_NF,), u or (u_NF,)
+        ctx.backends, ctx.passes, ctx.cuts = backends, passes, (len(g), len(u), len(x_gate), len(x_up))
+        ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *g, *u, *x_gate, *x_up)
+        return y_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_ND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate_EFD, up_EFD, down_EDF, *kept = ctx.saved_tensors
+        of_gate, of_up, of_down = ctx.backends
+        rest = iter(kept)
+        g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
+        g_NF, u_NF = (of_down.dequantize(each, ctx.dtype) if ctx.dtype else each[0] for each in (g, u))
+        silu_NF = F.silu(g_NF)
+        d_h_NF = of_down.dgrad(d_y_ND, down_EDF)
+        d_u_NF = d_h_NF * silu_NF
+        d_g_NF = torch.ops.aten.silu_backward(d_h_NF.mul_(u_NF), g_NF)
+        h_NF, d_x_ND = silu_NF.mul_(u_NF), None
+        if ctx.needs_input_grad[0]:
+            d_x_ND = of_gate.dgrad(d_g_NF, gate_EFD).add_(of_up.dgrad(d_u_NF, up_EFD))
+        of_weights = (
+            (gate_EFD, lambda: of_gate.wgrad(d_g_NF, x_gate)),
+            (up_EFD, lambda: of_up.wgrad(d_u_NF, x_up)),
+            (down_EDF, lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF))),
+        )
+        wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
+        gradients = [ctx.passes.weight_gradient(*each) if needed else None for each, needed in wanted]
+        return d_x_ND, *gradients, None, None
+
+
+def _quantize(
+    backend: GEMMBackend | QuantizedActivations, x_NF: torch.Tensor
+) -> tuple[torch.Tensor, ...] | None:
+    """Return a narrow form of what an input is made of, if the backend has one."""
+    from nanotrain_core.precision.gemm import QuantizedActivations
+
+    return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None

@@ -1,0 +1,45 @@
+"""A wgrad that is made at a later place of the same backward pass, while something more urgent goes on.
+
+Autograd runs what is ready in the reverse order of forward. Who makes a place, then begins something, and
+then calls the layer, has in backward the layer's dgrad first, what that beginning's backward does next (an
+all-reduce of the dgrad), and the wgrad after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nanotrain_core.pipeline.weight_gradients import Product
+
+#: A tensor to keep for backward, and what begins there to make the input of it and returns what waits for it.
+Again = tuple[torch.Tensor, Callable[[torch.Tensor], Product]]
+
+
+class Place:
+    """Where in a backward pass one use of a weight has its wgrad made."""
+
+    def __init__(self, weight: torch.Tensor, again: Again | None = None) -> None:
+        """``again``: how the layer gets its input in backward, in place of keeping it."""
+        self.again = again
+        self.left: list[Product] = []
+        self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
+        """An input of the layer's autograd function, which returns no gradient for it."""
+
+
+class _Make(torch.autograd.Function):
+    """Forward: a handle. Backward: the wgrad that was left, if one was."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, left: list[Product]) -> torch.Tensor:
+        ctx.left = left
+        ctx.set_materialize_grads(False)
+        return weight.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_handle: None) -> tuple[torch.Tensor | None, None]:
+        return ctx.left.pop()() if ctx.left else None, None
