@@ -28,8 +28,8 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
-from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.uniform import NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
 

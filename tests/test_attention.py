@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from nanotrain_core.models.attention import BLOCK, SHORT, causal_attention
 
 

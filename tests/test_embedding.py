@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from nanotrain_core.models.embedding import Embedding
+from torch import nn
 
 
 def tables():

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from nanotrain_core.models.linear import Linear, matmul
 
 from nanotrain_core.models import linear
-from nanotrain_core.models.linear import Linear, matmul
 
 
 @pytest.fixture(params=["onednn", "torch"])

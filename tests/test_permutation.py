@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from nanotrain_core.moe.permutation import combine, inverted, spread
+
 from nanotrain_core.moe.routing import sort_by_expert
 
 

@@ -63,8 +63,8 @@ def extra_parameter(used_on: str) -> Iterator[None]:
     """Have every stage built with one more parameter, in the loss of the last dp rank or of none."""
     build = compose.build_stages
 
-    def build_with_extra(model: Any, parts: Any, mesh: Any) -> Any:
-        stages = build(model, parts, mesh)
+    def build_with_extra(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
+        stages = build(model, parts, mesh, ops)
         used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
         for number, part in stages.items():
             _add_extra(part, f"extra_{number}", used)
