@@ -22,6 +22,7 @@ from nanotrain_core.contracts import (
     StepReport,
     StepStats,
     TrainState,
+    UpdateReport,
 )
 from nanotrain_core.errors import CheckpointError, Diverged, PluginError
 from nanotrain_core.layout.parameters_in_flight import fence
@@ -148,6 +149,7 @@ class RuntimeEngine:
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
+        self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
         self._restore()
@@ -214,7 +216,7 @@ class RuntimeEngine:
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
-        self.events.before_update(self.step + 1)
+        self.events.before_update(UpdateReport(self.step + 1, scale, run.gradients, run.mesh, self._trained))
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm

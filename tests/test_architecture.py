@@ -127,7 +127,7 @@ FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 SMALL = {
     "recipe": 1120,
     "cli": 870,
-    "contracts": 400,
+    "contracts": 440,
     "host": 350,
     "launch": 650,
     "watch": 250,

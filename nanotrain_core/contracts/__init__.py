@@ -22,6 +22,7 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.contracts.schedule import Schedule
 from nanotrain_core.contracts.topology import Topology
+from nanotrain_core.contracts.update import PieceGradient, UpdateReport
 
 __all__ = [
     "Block",
@@ -42,6 +43,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "PartOutput",
+    "PieceGradient",
     "Precision",
     "Request",
     "RollbackReport",
@@ -52,5 +54,6 @@ __all__ = [
     "StepStats",
     "Topology",
     "TrainState",
+    "UpdateReport",
     "WeightReader",
 ]
