@@ -53,6 +53,7 @@ class Run:
     name: str
     recipe: Any
     """The recipe, or a script's config."""
+    seed: int = 0
     mesh: Mesh
     stages: Mapping[int, nn.Module]
     """This rank's model parts by stage number."""
@@ -165,6 +166,7 @@ def compose(
     return Run(
         name=recipe.run.name,
         recipe=recipe,
+        seed=recipe.run.seed,
         mesh=mesh,
         stages=stages,
         owners=[part.rank for part in parts],

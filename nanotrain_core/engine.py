@@ -22,6 +22,7 @@ from nanotrain_core.contracts import (
     StepReport,
     StepStats,
     TrainState,
+    UpdateReport,
 )
 from nanotrain_core.errors import CheckpointError, Diverged, PluginError
 from nanotrain_core.layout.parameters_in_flight import fence
@@ -44,7 +45,8 @@ from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
-    from nanotrain_core.script import Loader, ScriptConfig
+    from nanotrain_core.script import ScriptConfig
+    from nanotrain_core.script_feed import Loader
 
 
 #: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
@@ -55,7 +57,8 @@ MOST_SKIPPED = 30
 class RuntimeEngine:
     """Trains. Built from a recipe, or in a script from a model and an optimizer of your own::
 
-    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), ScriptConfig(clip_norm=1.0))
+    config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
+    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)
     engine.fit(train_loader, val_loader, steps=1000)
     """
 
@@ -71,7 +74,8 @@ class RuntimeEngine:
         """Wrap a plain model and optimizer; :func:`nanotrain_core.script.adapt` documents ``options``."""
         from nanotrain_core.script import adapt
 
-        self._take(adapt(model, optimizer, config, callbacks=callbacks, **options))
+        run = adapt(model, optimizer, config, callbacks=callbacks, **options)
+        self._take(run, folder=run.recipe.folder, resume=run.recipe.resume)
 
     @classmethod
     def from_recipe(
@@ -83,6 +87,7 @@ class RuntimeEngine:
         device: torch.device | str = "cpu",
         folder: Path | None = None,
         resume: str | None = None,
+        callbacks: Sequence[Monitor] = (),
     ) -> RuntimeEngine:
         """Compose a recipe on this rank.
 
@@ -94,6 +99,7 @@ class RuntimeEngine:
             folder: the run folder; without one nothing is saved.
             resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,
                 or the beginning if there is none.
+            callbacks: monitors beside the recipe's, told after them, on this rank: give all ranks the same.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry.registry import load_plugins
@@ -104,6 +110,7 @@ class RuntimeEngine:
         engine = cls.__new__(cls)
         weights = recipe.run.weights if resume in (None, "auto") else None  # a checkpoint replaces them
         run = compose(recipe, registry or load_plugins(), rank=rank, device=device, weights=weights)
+        run = attrs.evolve(run, monitors=[*run.monitors, *callbacks])
         engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)
         return engine
 
@@ -148,12 +155,14 @@ class RuntimeEngine:
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
+        self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
         self._restore()
         self._first = self.step
+        info = run_info(self)
         self.pace.restart(self.step)
-        self.events.start(run_info(self))
+        self.events.start(info)
         try:
             with self.stop.on_signals():
                 self._loop()
@@ -214,7 +223,7 @@ class RuntimeEngine:
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
-        self.events.before_update(self.step + 1)
+        self.events.before_update(UpdateReport(self.step + 1, scale, run.gradients, run.mesh, self._trained))
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
@@ -316,6 +325,7 @@ class RuntimeEngine:
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+        self.resume = None
 
     def load(self, which: str) -> bool:
         """Become what a checkpoint says; false if there is none."""
@@ -332,7 +342,7 @@ class RuntimeEngine:
         run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
-            random_state.seed_all(stream_seed(run.recipe.run.seed, "resumed", self.step), run.mesh.rank)
+            random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)
         return True
 
     def _state(self) -> TrainState:

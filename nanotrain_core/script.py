@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
 
 import attrs
 import torch
 import torch.distributed as dist
-from attrs.validators import ge
+from attrs.converters import optional
+from attrs.validators import ge, in_
 from torch import nn
 from torch.nn import functional as F
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin.configs import AccumulateConfig
+from nanotrain_core.builtin.configs import AccumulateConfig, FP16Config, SimpleCheckpointConfig
 from nanotrain_core.compose import Run
-from nanotrain_core.contracts import (
-    Block,
-    GradientSync,
-    Monitor,
-    PartOutput,
-    Precision,
-    StepStats,
-)
+from nanotrain_core.contracts import GradientSync, LossScale, Monitor, PartOutput
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.uniform import NoLossScale
+from nanotrain_core.precision.uniform import DynamicLossScale, NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
+from nanotrain_core.script_checkpoint import ScriptCheckpoint, claim
+from nanotrain_core.script_feed import LoaderFeed
+from nanotrain_core.script_optimizer import ScriptOptimizer
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-#: Yields ``(inputs, targets)`` or :class:`Batch`. Targets stand where they are predicted.
-Loader = Iterable[Pair | Batch]
 #: Takes the model's output and targets; returns the *sum* of the loss over all predicted positions.
 LossSum = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -53,6 +48,30 @@ class ScriptConfig:
     evaluate_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between evaluations; 0 evaluates only at the end."""
     log_every: int = attrs.field(default=1, validator=ge(1))
+    precision: Literal["fp32", "bf16", "fp16"] = attrs.field(
+        default="fp32", validator=in_(("fp32", "bf16", "fp16"))
+    )
+    """`fp32` calls the model as it is. `bf16` and `fp16` call model and loss under `torch.autocast`, and
+    leave weights as they are; `fp16` also scales the loss, dynamically, as a recipe's `fp16` does."""
+    folder: Path | None = attrs.field(default=None, converter=optional(Path))
+    """Where checkpoints go, to `checkpoints/` in it; made if need be. None saves nothing."""
+    save_every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
+    keep: int = attrs.field(default=2, validator=ge(1))
+    """Newest checkpoints to keep."""
+    resume: str | None = attrs.field(default=None, converter=optional(str))
+    """`"auto"`: from the newest checkpoint of the folder, or the beginning if there is none; `"latest"`: from
+    the newest; a step's number or a file's path: from that one. None begins anew, in a folder without any."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what needs a folder without one.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for name in ("save_every", "resume"):
+            if getattr(self, name) and self.folder is None:
+                raise ValueError(f"ScriptConfig: {name} needs a folder for checkpoints: folder=...")
 
 
 def cross_entropy_sum(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -83,7 +102,9 @@ def adapt(
         gradient_sync: sums gradients when the script's process group has several ranks.
 
     Raises:
-        ValueError: there are several ranks and nobody to sum their gradients.
+        NanotrainError: there are several ranks and nobody to sum their gradients.
+        CheckpointError: the folder cannot be used, or has checkpoints and nothing says to resume.
+        ValueError: there is a folder, and the optimizer has parameters that are not the model's.
     """
     config = config or ScriptConfig()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -94,181 +115,72 @@ def adapt(
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
+    own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
+    feed = LoaderFeed(config.accumulate, mesh)
     return Run(
         name=config.name,
         recipe=config,
         mesh=mesh,
-        stages={0: ScriptPart(model, loss)},
+        stages={0: ScriptPart(model, loss, config.precision)},
         placed=placed,
         model_table={},
         loss_weights={"lm": 1.0},
         flops_per_token=6.0 * sum(p.numel() for p in model.parameters()),
         gradients=gradients,
-        optimizer=ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm),
+        optimizer=own,
         optimizer_config=optimizer_config,
-        loss_scale=NoLossScale(),
+        loss_scale=loss_scale(config),
         actions=Accumulate(AccumulateConfig()).actions(1, config.accumulate)[0],
-        feed=LoaderFeed(config.accumulate, mesh),
+        feed=feed,
         evaluation=EvaluationConfig(every=config.evaluate_every),
+        checkpoint=checkpoint(config, model, own, feed),
         monitors=callbacks,
         log_every=config.log_every,
+    )
+
+
+def loss_scale(config: ScriptConfig) -> LossScale:
+    """Return a dynamic loss scale for float16, with a recipe's defaults; none for the others."""
+    if config.precision != "fp16":
+        return NoLossScale()
+    scale = FP16Config()
+    return DynamicLossScale(scale.initial_scale, scale.growth_interval)
+
+
+def checkpoint(
+    config: ScriptConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
+) -> ScriptCheckpoint | None:
+    """Return what saves the run, if it has a folder."""
+    if config.folder is None:
+        return None
+    strangers = [p for g in optimizer.inner.param_groups for p in g["params"] if p not in optimizer.names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer has {len(strangers)} parameters that are not the model's, the first of shape "
+            f"{tuple(strangers[0].shape)}: a checkpoint would lose them; make them parameters of the model"
+        )
+    claim(config.folder, config.resume)
+    return ScriptCheckpoint(
+        SimpleCheckpointConfig(every=config.save_every, keep=config.keep), model, optimizer, feed
     )
 
 
 class ScriptPart(nn.Module):
     """A plain model as the only part of itself."""
 
-    def __init__(self, model: nn.Module, loss: LossSum) -> None:
+    def __init__(self, model: nn.Module, loss: LossSum, precision: str) -> None:
         super().__init__()
         self.model, self.loss = model, loss
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Return the loss sum, or the model's output where there are no targets."""
-        output = self.model(inputs)
-        if batch.targets is None:
-            return PartOutput(output)
-        return PartOutput(None, {"lm": self.loss(output, batch.targets)})
+        with self.autocast(inputs.device):
+            output = self.model(inputs)
+            if batch.targets is None:
+                return PartOutput(output)
+            return PartOutput(None, {"lm": self.loss(output, batch.targets)})
 
-
-class Reached:
-    """Which parameters the backward passes of a step have reached, on any rank.
-
-    torch's optimizers skip a parameter without a gradient: they neither decay it nor move its moments.
-    """
-
-    def __init__(self, placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.flags = [False] * len(placed)
-        for index, each in enumerate(placed):
-            if each.parameter.requires_grad:
-                each.parameter.register_post_accumulate_grad_hook(self._setter(index))  # type: ignore[no-untyped-call]
-
-    def _setter(self, index: int) -> Callable[[torch.Tensor], None]:
-        flags = self.flags  # not the run: a tensor's hooks are out of the garbage collector's sight
-
-        def reached(_: torch.Tensor) -> None:
-            flags[index] = True
-
-        return reached
-
-    def take(self) -> list[bool]:
-        """All-reduce: return a flag for each parameter, and forget them for the next step."""
-        found = list(self.flags)
-        self.flags[:] = [False] * len(found)
-        if self.mesh.world_size == 1:
-            return found
-        numbers = torch.tensor(found, dtype=torch.int32, device=self.mesh.device)
-        self.mesh.all_reduce(numbers)
-        return [bool(number) for number in numbers.tolist()]
-
-
-class ScriptOptimizer:
-    """A torch optimizer that steps on the engine's gradients."""
-
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        placed: Sequence[PlacedParameter],
-        gradients: GradientSync,
-        mesh: Mesh,
-        clip_norm: float,
-    ) -> None:
-        self.inner, self.placed, self.gradients, self.mesh = inner, placed, gradients, mesh
-        self.clip_norm = clip_norm
-        self.reached = Reached(placed, mesh)
-
-    def setup(
-        self,
-        parameters: Sequence[PlacedParameter],
-        precision: Precision,
-        gradients: GradientSync,
-        mesh: Mesh,
-    ) -> None:
-        """Nothing: the script made its optimizer."""
-
-    @torch.no_grad()
-    def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Clip and update. A parameter that no backward reached, or is frozen, stays without gradient."""
-        for placed, reached in zip(self.placed, self.reached.take(), strict=True):
-            placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
-        pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
-        norm = global_norm(pairs, self.mesh)
-        if not torch.isfinite(norm):
-            return StepStats(norm, skipped=True)
-        if self.clip_norm and pairs:
-            torch._foreach_mul_([g for g, _ in pairs], (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        self.inner.step()
-        return StepStats(norm)
-
-    def blocks(self) -> Iterable[Block]:
-        """A script saves what it wants itself."""
-        return ()
-
-    def meta(self) -> dict[str, Any]:
-        """No state of its own."""
-        return {}
-
-    def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """No state of its own."""
-
-
-class LoaderFeed:
-    """Feeds from a script's loaders, going round the training loader as often as needed."""
-
-    bytes_per_token: float | None = None
-
-    def __init__(self, accumulate: int, mesh: Mesh) -> None:
-        self.accumulate, self.mesh = accumulate, mesh
-        self.data: Loader | None = None
-        self.skipped: list[tuple[int, int]] = []
-        self.tokens_per_step = self.tokens = 0
-
-    def use(self, train: Loader | None, validation: Loader | None) -> None:
-        """Take the loaders of one call of fit.
-
-        Raises:
-            TypeError: there is no training loader.
-        """
-        if train is None:
-            raise TypeError("fit needs a train_loader that yields (inputs, targets)")
-        self.data, self.held_out = train, validation
-        self.batches = self._forever(train)
-
-    def _forever(self, loader: Loader) -> Iterator[Batch]:
-        while True:
-            empty = True
-            for item in loader:
-                empty = False
-                yield self._batch(item)
-            if empty:
-                raise ValueError("the train_loader yields nothing")
-
-    def _batch(self, item: Pair | Batch) -> Batch:
-        batch = item if isinstance(item, Batch) else Batch(*item)
-        return batch.to(self.mesh.device)
-
-    def microbatches(self) -> list[Batch]:
-        """Return the loader's next batches."""
-        taken = list(islice(self.batches, self.accumulate))
-        self.tokens_per_step = sum(batch.tokens.numel() for batch in taken) * self.mesh.world_size
-        self.tokens += self.tokens_per_step
-        return taken
-
-    def validation(self) -> Iterator[Batch]:
-        """Yield all validation batches."""
-        return map(self._batch, self.held_out or ())
-
-    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the number of predicted positions."""
-        return {"lm": batch.target_tokens()}
-
-    def of_last(self, steps: int) -> tuple[int, int]:
-        """A script saves nothing, so nothing goes back."""
-        raise NotImplementedError
-
-    def meta(self) -> dict[str, Any]:
-        """A loader's position is the script's."""
-        return {}
-
-    def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """A loader's position is the script's."""
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return what model and loss are called in: nothing that changes anything without a narrow dtype."""
+        return torch.autocast(device.type, self.dtype) if self.dtype else nullcontext()

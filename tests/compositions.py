@@ -193,4 +193,6 @@ def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:
 
     It stands here because every rank imports the module of what it runs.
     """
-    return {name: train(case, {"optimizer": table}) for name, table in optimizers.items()}
+    return {
+        name: train(case, {"optimizer": table}, watch_gradients=True) for name, table in optimizers.items()
+    }

@@ -23,6 +23,7 @@ WRONG_GRADIENTS = {
     "accumulation_changes_nothing",
     "unused_parameter_does_not_hang[nowhere]",
     "unused_parameter_does_not_hang[on_one_rank]",
+    "monitors_see_gradients",
 }
 
 SUMMED = {"parallel": [{"use": "summed"}]}
@@ -54,6 +55,10 @@ FAULTS = [
     (Case("schedule", use="turns_around", plugins=TWINS), {"every_rank_gets_the_same"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
+    (
+        Case("optimizer", use="sums_in_its_step", topology={"dp": 2}, plugins=TWINS),
+        {"monitors_see_gradients"},
+    ),
     (
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},

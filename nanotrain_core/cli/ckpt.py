@@ -96,6 +96,10 @@ def show(args: argparse.Namespace, registry: Registry) -> int:
     return Exit.DONE
 
 
+#: Characters of what a line of ``show`` tells; ``--json`` has all.
+LONGEST = 1000
+
+
 def summary(described: Mapping[str, Any]) -> list[str]:
     """Return what is worth a line: everything short, tensors by kind, files."""
     lines = []
@@ -103,7 +107,8 @@ def summary(described: Mapping[str, Any]) -> list[str]:
         if key not in ("meta", "tensors", "files", "sha256"):
             lines.append(f"{key:12} {json.dumps(value)}")
     for key, value in described["meta"].items():
-        lines.append(f"{key:12} {'...' if key == 'recipe' else json.dumps(value)}")
+        text = json.dumps(value)
+        lines.append(f"{key:12} {'...' if key == 'recipe' or len(text) > LONGEST else text}")
     kinds: dict[str, list[int]] = {}
     for name, tensor in described["tensors"].items():
         kinds.setdefault(name.rpartition("/")[0] or "weights", []).append(prod(tensor["shape"]))

@@ -23,6 +23,7 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.contracts.schedule import Schedule
 from nanotrain_core.contracts.topology import Topology
+from nanotrain_core.contracts.update import PieceGradient, UpdateReport
 
 __all__ = [
     "Block",
@@ -44,6 +45,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "PartOutput",
+    "PieceGradient",
     "Precision",
     "Request",
     "RollbackReport",
@@ -54,5 +56,6 @@ __all__ = [
     "StepStats",
     "Topology",
     "TrainState",
+    "UpdateReport",
     "WeightReader",
 ]

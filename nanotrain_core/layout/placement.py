@@ -6,7 +6,7 @@ clipping, ZeRO, checkpoints, the planner, the replica check) reads placements an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -239,3 +239,29 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
         total += norms.double().square().sum() / replicas
     mesh.all_reduce(total)
     return total.sqrt().to(dtype)
+
+
+def named_norms(
+    gradients: Iterable[tuple[torch.Tensor, Placement]], names: Sequence[str], mesh: Mesh
+) -> list[float]:
+    """All-reduce: the 2-norm of each named tensor's gradient, from every rank's blocks or ranges of it.
+
+    As :func:`global_norm`, for each name by itself.
+
+    Args:
+        gradients: this rank's.
+        names: of the whole model, the same on every rank.
+        mesh: of the run.
+    """
+    import torch
+
+    position = {name: number for number, name in enumerate(names)}
+    totals = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+    for gradient, placement in gradients:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        runs = torch.split(gradient.reshape(-1), SUMMED.get(gradient.device.type, 2**62))
+        norms = torch.stack([torch.linalg.vector_norm(run, dtype=wide) for run in runs])
+        totals[position[placement.name]] += norms.double().square().sum() / placement.replicas(mesh.layout)
+    mesh.all_reduce(totals)
+    found: list[float] = totals.sqrt().tolist()
+    return found

@@ -39,7 +39,7 @@ class Chunks:
     def of(self, tokens: int, columns: int) -> list[slice]:
         """Return the rows of one chunk after another, whose logits have so many columns."""
         size = max(self.tokens, self.logits // columns)
-        return [slice(start, start + size) for start in range(0, tokens, size)]
+        return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
 #: Of a device with much memory.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from nanotrain_core.builtin.configs import ReplicasConfig
-from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo
+from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo, UpdateReport
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.placement import PlacedParameter
@@ -83,10 +83,10 @@ class Replicas(Monitor):
         """Compare what was read from the checkpoint as at the start."""
         self.first = report.restored + 1
 
-    def on_before_update(self, step: int) -> None:
+    def on_before_update(self, update: UpdateReport) -> None:
         """Compare the weights that the step's gradient was computed with, if it is their turn."""
-        if step == self.first or step % self.config.every == 0:
-            self._compare(step)
+        if update.step == self.first or update.step % self.config.every == 0:
+            self._compare(update.step)
 
     def on_before_save(self, step: int) -> None:
         """Compare what is about to be saved, whatever the interval."""

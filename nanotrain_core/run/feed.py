@@ -19,15 +19,19 @@ OWN_KEYS = frozenset({"taken", "tokens", "skipped", "batch_sizes"})
 class Feed(Protocol):
     """Microbatches on the run's device."""
 
-    tokens_per_step: int
-    """Of the whole run."""
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the whole run."""
+        ...
+
     tokens: int
     """Of the whole run, trained on since its beginning."""
     bytes_per_token: float | None
     data: Any
     """The data component or loader behind it, for monitors."""
     skipped: list[tuple[int, int]]
-    """Ranges of sequences, counted from the beginning of the run, that are not trained on."""
+    """Ranges of sequences (of a script's loader: of batches), counted from the beginning of the run, that are
+    not trained on."""
 
     def use(self, train: Any, validation: Any) -> None:
         """Take a script's loaders; a recipe's feed has its data already and refuses others."""
@@ -46,7 +50,7 @@ class Feed(Protocol):
         ...
 
     def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which sequences the last ``steps`` steps took: first, and one behind the last."""
+        """Return which sequences (batches) the last ``steps`` steps took: first, and one behind the last."""
         ...
 
     def meta(self) -> dict[str, Any]: ...

@@ -82,7 +82,12 @@ def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
         except CheckpointError as problem:  # on every rank
             if mesh.rank == 0:
                 log.warning("a checkpoint cannot be gone back to", step=step, problem=str(problem))
+    if checkpoint is None:
+        raise Diverged(
+            f"training went wrong at step {onset} and this run saves nothing that it could go back to: "
+            "it needs a folder (in a script, ScriptConfig(folder=..., save_every=...))"
+        )
     raise Diverged(
         f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
-        "(checkpoint.every), or keep more of them (checkpoint.keep)"
+        "(checkpoint.every; save_every of a script), or keep more of them (checkpoint.keep; keep)"
     )

@@ -14,7 +14,7 @@ from math import isnan
 import attrs
 from torch import nn
 
-from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo
+from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo, UpdateReport
 from nanotrain_core.moe.routing import dispatch_codec, use_dispatch_codec
 from nanotrain_core.precision.gemm import GEMMBackend, products_of, use_gemm
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
@@ -44,13 +44,13 @@ class FP8Monitor(Monitor):
         self.rows = list(dict.fromkeys(key for rank in run.mesh.gather(self.own) for key in rank))
         self._begin(after=run.first_step)
 
-    def on_before_update(self, step: int) -> None:
+    def on_before_update(self, update: UpdateReport) -> None:
         """Report a watched step, and decide whether to watch the next."""
         if self.watch.on and self.rows:
             found = over_ranks(self.watch.tallies, self.rows, self.run.mesh)
             if self.run.rank == 0 and found:
-                self._tell(step, found)
-        self._begin(after=step)
+                self._tell(update.step, found)
+        self._begin(after=update.step)
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Go on from an earlier step."""
