@@ -37,7 +37,7 @@ LISTED_KINDS = frozenset({"parallel", "monitor"})
 #: Kinds that commands without torch build too: their factories do not import it.
 TORCH_FREE_KINDS = frozenset({"topology", "schedule"})
 
-#: Capabilities that exactly one component of a run may provide: word -> what it means.
+#: Capabilities that at most one component of a run may provide: word -> what it means.
 EXCLUSIVE_CAPABILITIES = {
     "gradient_sync": "sums each gradient over the ranks that hold a part of it",
 }

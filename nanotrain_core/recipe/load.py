@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.combine import find_problems
+from nanotrain_core.recipe.combine import find_problems, remarks
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.resolve import Resolver
 from nanotrain_core.recipe.source import (
@@ -34,7 +34,8 @@ class Resolution:
     merged: Merged
     """Knows where each value came from."""
     notes: tuple[str, ...]
-    """What the user may want to know: versions other than those a resolved recipe was written with."""
+    """What the user may want to know: versions other than those a resolved recipe was written with, and what
+    could be faster."""
 
 
 def load_recipe(
@@ -80,7 +81,8 @@ def resolve_recipe(
     layout, problems = find_problems(recipe, registry)
     if problems or layout is None:
         raise RecipeError(_lines(merged, problems))
-    notes = tuple(_changed_versions(merged.label, resolver.written_versions(), recipe.versions))
+    changed = _changed_versions(merged.label, resolver.written_versions(), recipe.versions)
+    notes = (*changed, *remarks(recipe, registry, layout))
     return Resolution(recipe, registry, layout, merged, notes)
 
 
