@@ -101,6 +101,11 @@ class Component:
     folder, the folder of its checkpoints, or one of them) as :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`,
     oldest first; none if there are none of this format. For ``nanotrain ckpt``. Must not import torch."""
 
+    survey: str | None = None
+    """``"module:attribute"`` of a callable that says of a data component what a run will find: it takes the
+    config and the tokens of a sequence, and returns :class:`~nanotrain_core.survey.Survey`. For
+    ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
+
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.
 
@@ -112,7 +117,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["hf", "weights", "catalogue"]) -> Any:
+    def load_optional(self, field: Literal["hf", "weights", "catalogue", "survey"]) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

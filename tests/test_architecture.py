@@ -17,7 +17,7 @@ LEVELS = (
     (
         "vocabulary",
         "errors files foreign layout actions batch log dtypes memory roles pace random_state "
-        "foreign_rope stop timeline saved boxes cover divisibility plain_json watch watch.* weights "
+        "foreign_rope stop timeline saved boxes cover divisibility plain_json survey watch watch.* weights "
         "weights.shards weights.block_scaled",
     ),
     (
@@ -33,7 +33,7 @@ LEVELS = (
         "conform environment events executor feed fences folder gradients handover "
         "initialise lr_schedule saves model_table weights.foreign_weights",
     ),
-    ("recipe and registry", "catalogues discovery hints registry recipe recipe.* weights.* reformat"),
+    ("recipe and registry", "catalogues discovery hints inputs registry recipe recipe.* weights.* reformat"),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose measure script show rollback run_info engine"),
     ("launch", "launch launch.*"),

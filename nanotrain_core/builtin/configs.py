@@ -12,6 +12,7 @@ from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
+from nanotrain_core.survey import Survey
 
 if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout
@@ -306,3 +307,8 @@ class SyntheticConfig:
     def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
         if value > self.vocab:
             raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")
+
+
+def survey_synthetic(config: SyntheticConfig, length: int) -> Survey:
+    """Say what there will be, of any length."""
+    return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

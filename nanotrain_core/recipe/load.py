@@ -79,8 +79,8 @@ def resolve_recipe(
         files = _missing_files(resolver.written_versions(), registry)
         raise RecipeError([*_lines(merged, resolver.problems), *files])
     layout, problems = find_problems(recipe, registry)
-    if problems or layout is None:
-        raise RecipeError(_lines(merged, problems))
+    refuse(merged, problems)
+    assert layout is not None
     changed = _changed_versions(merged.label, resolver.written_versions(), recipe.versions)
     notes = (*changed, *remarks(recipe, registry, layout))
     return Resolution(recipe, registry, layout, merged, notes)
@@ -97,6 +97,12 @@ def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | 
     if merged.problems:
         raise RecipeError([f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems])
     return merged
+
+
+def refuse(merged: Merged, problems: Sequence[Problem]) -> None:
+    """Raise a RecipeError with a line for each problem, if there is any."""
+    if problems:
+        raise RecipeError(_lines(merged, problems))
 
 
 def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
