@@ -20,6 +20,7 @@ FREE = [
     "nanotrain_core.recipe.write",
     "nanotrain_core.builtin",
     "nanotrain_core.builtin.configs",
+    "nanotrain_core.builtin.moment_groups",
     "nanotrain_core.builtin.text_survey",
     "nanotrain_core.checkpoint.simple_listing",
     "nanotrain_core.layout.grid",

@@ -5,6 +5,7 @@ Only descriptions live here: this module is imported by every command and never 
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
+from nanotrain_core.builtin.moment_groups import check_moments
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 
@@ -59,6 +60,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=configs.AdamWConfig,
             factory="nanotrain_core.optim.adamw:AdamW",
             summary="AdamW, fused, decay on matrices only",
+            check=check_moments,
         )
     )
     register(

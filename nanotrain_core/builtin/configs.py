@@ -103,13 +103,13 @@ class TransformerConfig:
     def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+        split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
+        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * size)
         if self.kv_heads:
-            yield Divisible(
-                (Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True
-            )
+            what, row = "key and value heads", self.kv_heads * size if self.bias else 0
+            yield Divisible((Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, row=row)
         ffn = self.ffn or 4 * self.width
-        yield Divisible((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
+        yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
