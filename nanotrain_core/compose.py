@@ -28,7 +28,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.hf.open_weights import load_weights
-from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
@@ -243,12 +243,12 @@ def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
 def _gradient_sync(
     recipe: Recipe, registry: Registry, built: Sequence[tuple[Selection, Any]]
 ) -> GradientSync:
-    """Return the one component that provides gradient sync, else the core's local one."""
+    """Return the one component that provides gradient sync, else the core's plain one."""
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
             sync: GradientSync = component
             return sync
-    return LocalGradients()
+    return AllReduceGradients()
 
 
 def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ Only descriptions live here: this module is imported by every command and never 
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
+from nanotrain_core.builtin.moment_groups import check_moments
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 
@@ -80,6 +81,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=configs.AdamWConfig,
             factory="nanotrain_core.optim.adamw:AdamW",
             summary="AdamW, fused, decay on matrices only",
+            check=check_moments,
         )
     )
     register(
@@ -209,6 +211,7 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.TextConfig,
             factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
+            survey=f"{_HERE}.text_survey:survey",
         )
     )
     register(
@@ -217,5 +220,6 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.SyntheticConfig,
             factory="nanotrain_core.data.synthetic:Synthetic",
             summary="a seeded Markov chain whose entropy is known",
+            survey=f"{_HERE}.configs:survey_synthetic",
         )
     )

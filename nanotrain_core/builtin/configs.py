@@ -12,6 +12,7 @@ from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
+from nanotrain_core.survey import Survey
 
 if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout
@@ -112,13 +113,13 @@ class TransformerConfig:
     def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+        split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
+        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * size)
         if self.kv_heads:
-            yield Divisible(
-                (Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True
-            )
+            what, row = "key and value heads", self.kv_heads * size if self.bias else 0
+            yield Divisible((Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, row=row)
         ffn = self.ffn or 4 * self.width
-        yield Divisible((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
+        yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
@@ -316,3 +317,8 @@ class SyntheticConfig:
     def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
         if value > self.vocab:
             raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")
+
+
+def survey_synthetic(config: SyntheticConfig, length: int) -> Survey:
+    """Say what there will be, of any length."""
+    return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.errors import NanotrainError, nearby
+from nanotrain_core.inputs import check_inputs
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.recipe import Recipe, load_recipe
 from nanotrain_core.run.stop import end_on_sigterm
@@ -71,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     joined = Ranks.detect()
     if joined is not None:
         return EXIT_OF[train(job, joined)]
-    recipe = resolve(args).recipe
+    found = resolve(args)
+    recipe = found.recipe
     nnodes = args.nnodes or 1
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))
+    check_inputs(found, weights=args.resume is None)
     if args.nproc is None and nnodes == 1:
         recipe = fit_to_gpus(args, recipe)
     nodes = Nodes(

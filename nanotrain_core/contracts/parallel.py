@@ -33,7 +33,7 @@ class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
-    :class:`~nanotrain_core.layout.gradients.LocalGradients` serves, on a layout that needs no sums.
+    :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.
     """
 
     def attach(

@@ -28,11 +28,10 @@ import attrs
 import torch
 from torch.optim.adamw import adamw
 
+from nanotrain_core.builtin.moment_groups import GROUP
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
 
-#: Neighbours in a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a multiple of it.
-GROUP = 32
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 CODE, SCALE = "_code", "_scale"
 

@@ -208,18 +208,25 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
 def _dimensions(
     members: list[Member], layout: Layout, recipe: Recipe, registry: Registry
 ) -> Iterator[Problem]:
-    """Check that some component handles each dimension that has more than one rank."""
-    handled = {dim for member in members for dim in member.component.mesh_dims}
-    synced = any("gradient_sync" in member.component.provides for member in members)
-    experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
-    data = {*layout.data_dims} & {*layout.views["dense"].dims} | ({"edp"} if experts_split else set())
-    for dim in (dim for dim in layout.dims if layout.size(dim) > 1):
-        size = f"{dim} = {layout.size(dim)}"
-        if dim in data and not synced:
-            remedy = 'add [[parallel]] with use = "ddp", or change the number of ranks'
-            yield Problem("parallel", f"{size}, but nothing sums the gradients of these ranks; {remedy}")
-        elif dim not in {*handled, "dp", "edp"}:
-            remedy = for_idle_ranks(dim, recipe.model, registry)
-            yield Problem(
-                f"topology.{dim}", f"{size}, but no component of this recipe handles {dim}; {remedy}"
-            )
+    """Check that some component handles each dimension that has more than one rank.
+
+    Data-parallel dimensions need none: the core itself adds up gradients that are partial.
+    """
+    handled = {"dp", "edp"}.union(*(member.component.mesh_dims for member in members))
+    for dim in (dim for dim in layout.dims if layout.size(dim) > 1 and dim not in handled):
+        remedy = for_idle_ranks(dim, recipe.model, registry)
+        text = f"{dim} = {layout.size(dim)}, but no component of this recipe handles {dim}; {remedy}"
+        yield Problem(f"topology.{dim}", text)
+
+
+def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]:
+    """Yield what works, but could work better."""
+    chosen = (registry.get(selection.kind, selection.use) for selection in recipe.selections())
+    faster = registry.providers("gradient_sync")
+    if not faster or any("gradient_sync" in component.provides for component in chosen):
+        return
+    for dim in ("dp", "edp"):
+        if dim in layout.dims and layout.size(dim) > 1:
+            size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
+            yield f"{size}: gradients are summed after backward; {others} would sum them meanwhile"
+            return

@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.combine import find_problems
+from nanotrain_core.recipe.combine import find_problems, remarks
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.resolve import Resolver
 from nanotrain_core.recipe.source import (
@@ -34,7 +34,8 @@ class Resolution:
     merged: Merged
     """Knows where each value came from."""
     notes: tuple[str, ...]
-    """What the user may want to know: versions other than those a resolved recipe was written with."""
+    """What the user may want to know: versions other than those a resolved recipe was written with, and what
+    could be faster."""
 
 
 def load_recipe(
@@ -78,9 +79,10 @@ def resolve_recipe(
         files = _missing_files(resolver.written_versions(), registry)
         raise RecipeError([*_lines(merged, resolver.problems), *files])
     layout, problems = find_problems(recipe, registry)
-    if problems or layout is None:
-        raise RecipeError(_lines(merged, problems))
-    notes = tuple(_changed_versions(merged.label, resolver.written_versions(), recipe.versions))
+    refuse(merged, problems)
+    assert layout is not None
+    changed = _changed_versions(merged.label, resolver.written_versions(), recipe.versions)
+    notes = (*changed, *remarks(recipe, registry, layout))
     return Resolution(recipe, registry, layout, merged, notes)
 
 
@@ -95,6 +97,12 @@ def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | 
     if merged.problems:
         raise RecipeError([f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems])
     return merged
+
+
+def refuse(merged: Merged, problems: Sequence[Problem]) -> None:
+    """Raise a RecipeError with a line for each problem, if there is any."""
+    if problems:
+        raise RecipeError(_lines(merged, problems))
 
 
 def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:

@@ -163,6 +163,18 @@ def divisibility_is_true(case: Case) -> None:
     assert built <= told, f"not said by divisibility(): {built - told}"
     false = [extent for extent in said if not built & {(r, extent.width, extent.units) for r in extent.roles}]
     assert not false, f"said by divisibility(), but nothing that is built has it: {false}"
+    rows = {found for _, module, tag in tagged(part) for found in _rows(module, tag)}
+    false = [extent for extent in said if extent.row and not rows & {(r, extent.row) for r in extent.roles}]
+    assert not false, f"rows said by divisibility(), but nothing that is built has them: {false}"
+
+
+def _rows(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, int]]:
+    """Yield (role, length) of the rows that ranks cut if they split a module."""
+    for name, parameter in module.named_parameters():
+        if tag.role is Role.COLUMN and parameter.dim() == 1:
+            yield tag.role, parameter.shape[0]
+        elif (tag.role is Role.ROW and parameter.dim() > 1) or tag.split.get(name) == parameter.dim() - 1:
+            yield tag.role, parameter.shape[-1]
 
 
 def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:

@@ -138,18 +138,21 @@ class DeepSeekConfig:
         """Say how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible(split, "model.heads", self.heads, "heads")
+        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * self.value_size)
         if self.dense_layers:
-            yield Divisible(split, "model.ffn", self.ffn, "columns of the dense feed-forward layers")
+            yield Divisible(
+                split, "model.ffn", self.ffn, "columns of the dense feed-forward layers", row=self.ffn
+            )
         if not self.moe_layers:
             return
         yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
+        width = self.expert_ffn
         yield Divisible(
-            (Role.EXPERTS,), "model.expert_ffn", self.expert_ffn, "columns of an expert", width=True
+            (Role.EXPERTS,), "model.expert_ffn", width, "columns of an expert", width=True, row=width
         )
         if self.shared_experts:
             shared = self.shared_experts * self.expert_ffn
-            yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts")
+            yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts", row=shared)
 
 
 def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:

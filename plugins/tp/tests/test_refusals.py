@@ -12,8 +12,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import place
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.testing import Case, RankFailure, run_ranks
-from nanotrain_core.testing.probe import make_run
+from nanotrain_core.testing import Case
 
 SIZES = {"layers": 1, "width": 48, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 60}
 
@@ -83,9 +82,3 @@ def test_a_length_need_not_divide_where_sequences_stay_whole():
 def test_tokens_that_do_not_divide_are_refused_in_forward():
     with pytest.raises(SplitError, match=r"axis 1 of \[2, 7, 3\] does not divide by tp = 4.*4 or 8"):
         Ranks(Paper(4)).own(torch.zeros(2, 7, 3), 1)
-
-
-def test_partial_gradients_that_nobody_would_sum_are_refused():
-    case = Case("parallel", use="tp", topology={"tp": 2})
-    with pytest.raises(RankFailure, match=r"NanotrainError: the gradient of \S+ is partial along tp.*ddp"):
-        run_ranks(make_run, 2, case, {})

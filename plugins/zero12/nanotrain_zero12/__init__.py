@@ -8,6 +8,7 @@ from attrs.validators import gt, in_
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig
+from nanotrain_core.builtin.moment_groups import check_moments
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 
@@ -41,5 +42,6 @@ def nanotrain_register_optimizer(register: Register) -> None:
             summary="AdamW with optimizer state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
+            check=check_moments,
         )
     )
