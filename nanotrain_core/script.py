@@ -27,7 +27,13 @@ from nanotrain_core.contracts import (
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.layout.placement import (
+    PlacedParameter,
+    clip_factor,
+    global_norm,
+    place,
+    placed_parameters,
+)
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.precision.uniform import NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
@@ -195,7 +201,8 @@ class ScriptOptimizer:
         if not torch.isfinite(norm):
             return StepStats(norm, skipped=True)
         if self.clip_norm and pairs:
-            torch._foreach_mul_([g for g, _ in pairs], (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            gradients = [gradient for gradient, _ in pairs]
+            torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients))
         self.inner.step()
         return StepStats(norm)
 
