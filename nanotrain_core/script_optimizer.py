@@ -11,7 +11,7 @@ from torch import nn
 from nanotrain_core.contracts import Block, GradientSync, Precision, StepStats
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, global_norm
+from nanotrain_core.layout.placement import PlacedParameter, clip_factor, global_norm
 
 #: Options that say how a step is computed, not what: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}
@@ -86,12 +86,12 @@ class ScriptOptimizer:
         for placed, reached in zip(self.placed, self.reached.take(), strict=True):
             placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
+        gradients = [gradient for gradient, _ in pairs]
         norm = global_norm(pairs, self.mesh) / loss_scale
         if not torch.isfinite(norm):
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
-            limit = self.clip_norm or torch.inf
-            torch._foreach_mul_([g for g, _ in pairs], (limit / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
+            torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
         self.inner.step()
         return StepStats(norm)
 

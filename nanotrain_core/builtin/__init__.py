@@ -211,7 +211,7 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.TextConfig,
             factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
-            survey=f"{_HERE}.text_survey:survey",
+            survey="nanotrain_core.data.text_survey:survey",
         )
     )
     register(
@@ -220,6 +220,6 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.SyntheticConfig,
             factory="nanotrain_core.data.synthetic:Synthetic",
             summary="a seeded Markov chain whose entropy is known",
-            survey=f"{_HERE}.configs:survey_synthetic",
+            survey="nanotrain_core.builtin.configs:survey_synthetic",
         )
     )

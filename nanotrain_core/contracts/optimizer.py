@@ -69,7 +69,7 @@ class StepStats:
     """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
 
     grad_norm: torch.Tensor
-    """Global 2-norm before clipping, equal on every rank."""
+    """Global 2-norm before clipping: a scalar, the same bits on every rank, also on one without a share."""
     skipped: bool = False
 
 

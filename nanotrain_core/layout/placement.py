@@ -220,10 +220,11 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     """All-reduce: the 2-norm of a whole model's gradient from every rank's blocks.
 
     A block held by n ranks counts 1/n on each, so one sum over the world counts every element once,
-    whatever the layout. The result is equal on every rank.
+    whatever the layout. The result is equal on every rank, bit for bit.
 
     Returns:
-        A scalar tensor on the mesh's device, float64 for float64 gradients, else float32.
+        A float64 scalar tensor on the mesh's device, whatever the gradients' dtype: a rank may have none to
+        take it from, and would round what others do not.
     """
     import torch
 
@@ -231,14 +232,11 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     for gradient, placement in gradients:
         runs = torch.split(gradient.reshape(-1), SUMMED.get(gradient.device.type, 2**62))
         squares.setdefault(placement.replicas(mesh.layout), []).extend(runs)
-    dtype = torch.float32
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for replicas, blocks in squares.items():
-        norms = torch.stack(torch._foreach_norm(blocks)) if blocks else torch.zeros(1)
-        dtype = torch.promote_types(dtype, norms.dtype)
-        total += norms.double().square().sum() / replicas
+        total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
     mesh.all_reduce(total)
-    return total.sqrt().to(dtype)
+    return total.sqrt()
 
 
 def named_norms(
@@ -265,3 +263,14 @@ def named_norms(
     mesh.all_reduce(totals)
     found: list[float] = totals.sqrt().tolist()
     return found
+
+
+def clip_factor(norm: torch.Tensor, limit: float, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return by what to multiply ``gradients``, at least one, so that a global norm is at most ``limit``.
+
+    A scalar tensor in their dtype, or float32 where that is narrower; 1 for a limit of 0.
+    """
+    import torch
+
+    norm = norm.to(torch.promote_types(torch.float32, gradients[0].dtype))
+    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)

@@ -33,8 +33,9 @@ from nanotrain_zero12.transport import Transport, choose
 #: Where a parameter that several stages hold, of this rank or of others, is reduced: after all of them.
 LATE = -1
 
-#: What the members of one buffer have in common: model part or LATE, ranks to sum over, how they are held.
-Key = tuple[int, Span, str]
+#: What the members of one buffer have in common: model part or LATE, ranks to sum over, all ranks that hold
+#: the same blocks, how they are held.
+Key = tuple[int, Span, Span, str]
 
 
 class Line:
@@ -99,7 +100,7 @@ class ShardedGradients(LocalGradients):
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
         arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
         buckets: dict[int, list[tuple[Bucket, Transport]]] = defaultdict(list)
-        for (part, span, _), flat in flats:
+        for (part, span, *_), flat in flats:
             transport = self.transports[mesh.layout.members(mesh.rank, span)]
             buckets[part] += [(bucket, transport) for bucket in flat.buckets]
         for part, found in buckets.items():
@@ -111,7 +112,7 @@ class ShardedGradients(LocalGradients):
         self.gathering: dict[Bucket, Sequence[dist.Work]] = {}
 
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
-        _, span, _ = key
+        _, span, *_ = key
         sharers, ranks = mesh.group_of(span), mesh.layout.members(mesh.rank, span)
         if ranks not in self.transports:
             limit = int(self.config.bucket_mb * 2**20)
@@ -237,12 +238,18 @@ def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, 
 
     All ranks that share a buffer out find it among the others in the same place, and its members in the
     same order: of tied parameters by name, since stages hold them in different places.
+
+    So do all ranks that hold the same blocks without summing them, as tensor-parallel ranks hold norms: no
+    buffer mixes norms with a vocabulary, whose shares differ by a row, so ranges of norms are the same on all
+    of these ranks. Otherwise ranges would overlap, and the blocks of a checkpoint would not tile the tensor.
     """
     found: dict[Key, list[PlacedParameter]] = defaultdict(list)
     for placed in reversed(parameters):
         span = placed.placement.sync_span(mesh.layout)
+        holders = placed.placement.replica_span(mesh.layout)
         late = len(placed.parts) > 1 or bool(span.stages)
-        found[LATE if late else placed.parts[0], span, form_of(placed.parameter)].append(placed)
+        part = LATE if late else placed.parts[0]
+        found[part, span, holders, form_of(placed.parameter)].append(placed)
     late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: key[1:])
     for key in late_keys:
         found[key].sort(key=lambda placed: placed.placement.name)

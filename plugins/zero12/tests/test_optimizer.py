@@ -14,7 +14,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.precision.uniform import bf16, fp32
 from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.probe import make_run, push
+from nanotrain_core.testing.probe import drive, make_run, push
 
 ZERO = {"bucket_mb": 0.01, "stage": 2}
 
@@ -128,6 +128,25 @@ def test_gradients_of_narrow_weights_are_summed_in_float32(stage, shared_memory)
     """bfloat16 would not see 1 beside 256."""
     found = run_ranks(sum_of_small_gradients, 2, case(stage=stage, shared_memory=shared_memory), 8)
     assert max(found) == 2 * (256 + 8)
+
+
+# --- a rank without a share -------------------------------------------------------------------------
+
+#: Twelve parameters of at most 64 weights: the last of five ranks gets none of them.
+TWELVE = {"layers": 1, "width": 4, "heads": 1, "ffn": 16, "vocab": 16, "tied": False}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e40], ids=["ordinary", "above float32"])
+def test_a_rank_without_a_share_has_the_same_gradient_norm_to_the_last_bit(scale):
+    """In float32 it would skip a step that the others make, and leave them waiting for its weights."""
+    around = {"model": TWELVE, "data": {"vocab": 16}, "batch": {"sequences": 10}}
+    tiny = Case("optimizer", use="zero12", config={"clip_norm": 0.5}, topology={"dp": 5}, overrides=around)
+    (alone,) = run_ranks(drive, 1, tiny.alone(), {}, [scale])
+    found = run_ranks(drive, 5, tiny, {}, [scale])
+    assert [len(each.state) > 0 for each in found] == [True] * 4 + [False]
+    assert len({each.norms[0] for each in found}) == 1
+    assert found[0].norms == pytest.approx(alone.norms, rel=1e-14)
+    assert [each.skipped for each in found] == [[False]] * 5
 
 
 # --- refusals ---------------------------------------------------------------------------------------
