@@ -105,7 +105,7 @@ class Component:
 
     survey: str | None = None
     """``"module:attribute"`` of a callable that says of a data component what a run will find: it takes the
-    config and the tokens of a sequence, and returns :class:`~nanotrain_core.survey.Survey`. For
+    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. For
     ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:

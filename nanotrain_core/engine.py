@@ -46,7 +46,7 @@ from nanotrain_core.watch.progress import Progress
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
     from nanotrain_core.script import ScriptConfig
-    from nanotrain_core.script_feed import Loader
+    from nanotrain_core.script.feed import Loader
 
 
 #: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale

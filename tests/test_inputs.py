@@ -11,9 +11,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from nanotrain_core.builtin.configs import SyntheticConfig, TextConfig, survey_synthetic
-from nanotrain_core.builtin.text_survey import survey
 from nanotrain_core.data.synthetic import Synthetic
 from nanotrain_core.data.text import Text
+from nanotrain_core.data.text_survey import survey
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch import launcher
 from nanotrain_core.testing import Case, failures, trials
@@ -208,7 +208,7 @@ def test_a_survey_of_synthetic_data_is_what_is_opened():
 
 
 def test_a_survey_counts_no_tokens_of_much_text(folder, monkeypatch):
-    monkeypatch.setattr("nanotrain_core.builtin.text_survey.SMALL", 999)
+    monkeypatch.setattr("nanotrain_core.data.text_survey.SMALL", 999)
     found = survey(TextConfig(paths=("text",), tokenizer="words.json"), 9)
     assert (found.vocab, found.train, found.validation) == (300, None, None)
 
@@ -218,7 +218,7 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import DataError, Problem
-from nanotrain_core.survey import Survey
+from nanotrain_core.data.survey import Survey
 
 @attrs.define(frozen=True)
 class Config:
@@ -260,7 +260,7 @@ def survey(config, length):
             "odd",
             [
                 "data 'own' of plugin 'own_data' (FILE): its survey returned {'vocab': 3}; "
-                "expected a nanotrain_core.survey.Survey"
+                "expected a nanotrain_core.data.survey.Survey"
             ],
         ),
         (
@@ -287,7 +287,7 @@ TELLS = """
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin.configs import SyntheticConfig, survey_synthetic
 from nanotrain_core.component import Component
-from nanotrain_core.survey import Survey
+from nanotrain_core.data.survey import Survey
 
 @hookimpl
 def nanotrain_register_data(register):

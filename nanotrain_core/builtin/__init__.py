@@ -5,9 +5,9 @@ Only descriptions live here: this module is imported by every command and never 
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
-from nanotrain_core.builtin.moment_groups import check_moments
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
+from nanotrain_core.optim.moment_groups import check_moments
 
 
 @hookimpl

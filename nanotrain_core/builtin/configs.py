@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import attrs
 from attrs.validators import and_, ge, gt, le, lt
 
+from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, path_field
-from nanotrain_core.survey import Survey
 
 if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout

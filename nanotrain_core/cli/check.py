@@ -6,7 +6,7 @@ import argparse
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.errors import Exit
-from nanotrain_core.inputs import check_inputs
+from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.layout.layout import View
 from nanotrain_core.recipe.write import explain
 

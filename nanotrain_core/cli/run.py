@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.errors import NanotrainError, nearby
-from nanotrain_core.inputs import check_inputs
 from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.recipe import Recipe, load_recipe
 from nanotrain_core.run.stop import end_on_sigterm
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanotrain_core.builtin.configs import TextConfig
-from nanotrain_core.builtin.text_survey import held_out
 from nanotrain_core.data.documents import fingerprint, read_documents
 from nanotrain_core.data.order import Integers, SequenceData
+from nanotrain_core.data.text_survey import held_out
 from nanotrain_core.data.tokenizers import make_tokenizer
 from nanotrain_core.errors import DataError
 

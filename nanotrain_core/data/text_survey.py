@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import Source, fingerprint, sources
+from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, Problem
-from nanotrain_core.survey import Survey
 
 #: Bytes of text up to which tokens are counted by running the tokenizer: more are enough, or take long.
 SMALL = 2**21

@@ -139,9 +139,15 @@ class AllReduceGradients(LocalGradients):
     #: memory is needed on top of the gradients.
     LIMIT = 32 * 2**20
 
-    def attach(self, parameters: Sequence[PlacedParameter], mesh: Mesh, dtype: torch.dtype | None) -> None:
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
         """Watch ``parameters``, and fix in which order which of them are summed."""
-        super().attach(parameters, mesh, dtype)
+        super().attach(parameters, mesh, dtype, passes)
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
 
     def check(self, mesh: Mesh) -> None:

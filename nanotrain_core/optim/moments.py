@@ -28,9 +28,9 @@ import attrs
 import torch
 from torch.optim.adamw import adamw
 
-from nanotrain_core.builtin.moment_groups import GROUP
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
+from nanotrain_core.optim.moment_groups import GROUP
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 CODE, SCALE = "_code", "_scale"

@@ -12,7 +12,7 @@ import torch
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import Data
 from nanotrain_core.errors import DataError
-from nanotrain_core.inputs import survey_of
+from nanotrain_core.launch.inputs import survey_of
 from nanotrain_core.run.feed import OWN_KEYS
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -20,7 +20,7 @@ from nanotrain_core.testing.checks import check
 SEQUENCES = 8
 _SURVEY = """
 import sys
-from nanotrain_core.inputs import survey_of
+from nanotrain_core.launch.inputs import survey_of
 from nanotrain_core.testing import Case
 case = {case!r}
 print(survey_of(case.recipe(), case.registry()))

@@ -27,9 +27,9 @@ from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.uniform import DynamicLossScale, NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
-from nanotrain_core.script_checkpoint import ScriptCheckpoint, claim
-from nanotrain_core.script_feed import LoaderFeed
-from nanotrain_core.script_optimizer import ScriptOptimizer
+from nanotrain_core.script.checkpoint import ScriptCheckpoint, claim
+from nanotrain_core.script.feed import LoaderFeed
+from nanotrain_core.script.optimizer import ScriptOptimizer
 
 #: Takes the model's output and targets; returns the *sum* of the loss over all predicted positions.
 LossSum = Callable[[Any, torch.Tensor], torch.Tensor]

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe, nearby
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.survey import Survey
 
 
 def check_inputs(found: Resolution, *, weights: bool = True) -> None:
@@ -55,7 +55,7 @@ def survey_of(recipe: Recipe, registry: Registry) -> Survey:
     except Exception as error:
         raise PluginError(f"{label} raised {describe(error)}") from error
     if not isinstance(found, Survey):
-        raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.survey.Survey")
+        raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.data.survey.Survey")
     return found
 
 

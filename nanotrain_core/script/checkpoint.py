@@ -14,8 +14,8 @@ from nanotrain_core.checkpoint.simple import SimpleCheckpoint
 from nanotrain_core.checkpoint.simple_listing import catalogue
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.script_feed import LoaderFeed
-from nanotrain_core.script_optimizer import ScriptOptimizer
+from nanotrain_core.script.feed import LoaderFeed
+from nanotrain_core.script.optimizer import ScriptOptimizer
 
 #: Stands before the names of the loader's random-number streams, among those of the rank.
 LOADER = "loader/"
