@@ -33,7 +33,10 @@ LEVELS = (
         "conform environment events executor feed fences folder gradients handover "
         "initialise lr_schedule saves model_table weights.foreign_weights",
     ),
-    ("recipe and registry", "catalogues discovery hints registry recipe recipe.* weights.* reformat"),
+    (
+        "recipe and registry",
+        "catalogues discovery hints local_plugins registry recipe recipe.* weights.* reformat",
+    ),
     ("built-ins", "builtin builtin.*"),
     ("engine", "compose measure script show rollback run_info engine"),
     ("launch", "launch launch.*"),
@@ -126,13 +129,13 @@ FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
 SMALL = {
     "recipe": 1120,
-    "cli": 870,
+    "cli": 930,
     "contracts": 400,
     "host": 350,
     "launch": 650,
     "watch": 250,
     "weights": 550,
-    "": 3900,
+    "": 4020,
 }
 
 

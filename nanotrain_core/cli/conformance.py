@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc", type=positive, metavar="N", help="ranks, if not the fewest that have the degrees"
     )
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also load this file or folder as a plugin",
     )
 
 
