@@ -12,7 +12,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.testing import Case
 
-TWINS = str(Path(__file__).with_name("broken_twins.py"))
+TWINS, FLAT = (str(Path(__file__).with_name(f"{name}.py")) for name in ("broken_twins", "flat_topology"))
 
 
 def call(*words):
@@ -100,56 +100,18 @@ def test_a_mistake_on_the_command_line_is_explained(words, text):
         call(*words)
 
 
-#: Tensor and data parallelism, and nothing else; ``way`` is a key that is no dimension.
-FLAT = """
-import attrs
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.layout.layout import Layout, View
-
-
-@attrs.define(frozen=True, kw_only=True)
-class FlatConfig:
-    tp: int = 1
-    way: int = 1
-
-
-@hookimpl
-def nanotrain_register_topology(register):
-    register(Component(name="flat", config=FlatConfig, factory=f"{__name__}:Flat", summary="dp x tp"))
-
-
-class Flat:
-    def __init__(self, config):
-        self.config = config
-
-    def layout(self, world_size):
-        dp, rest = divmod(world_size, self.config.tp)
-        if rest:
-            raise ValueError(f"{world_size} does not divide")
-        return Layout({"dense": View(("dp", "tp"), (dp, self.config.tp))})
-"""
-
-
-@pytest.fixture
-def flat(tmp_path):
-    path = tmp_path / "flat.py"
-    path.write_text(FLAT)
-    return str(path)
-
-
 @pytest.mark.parametrize(("kind", "use"), [("parallel", "sliced"), ("topology", "flat")])
-def test_degrees_reach_whatever_topology_there_is(flat, kind, use):
+def test_degrees_reach_whatever_topology_there_is(kind, use):
     """Those of another topology than grid were left out without a word."""
     around = {"topology": {"use": "flat"}, "parallel": [{"use": "sliced"}, {"use": "summed"}]}
-    case = Case(kind, use=use, topology={"dp": 3, "tp": 2, "way": 5}, overrides=around, plugins=[flat])
+    case = Case(kind, use=use, topology={"dp": 3, "tp": 2, "way": 5}, overrides=around, plugins=[FLAT])
     config = case.recipe(batch={"sequences": 12}).topology.config
     assert (case.world_size, config.tp, config.way) == (6, 2, 5)
     assert case.alone().recipe().topology.use == "grid"
 
 
-def test_a_degree_that_another_topology_lacks_is_refused(flat):
-    words = ["parallel:summed", "--with", "topology.use=flat", "--plugin", flat, "--degree", "ep=2"]
+def test_a_degree_that_another_topology_lacks_is_refused():
+    words = ["parallel:summed", "--with", "topology.use=flat", "--plugin", FLAT, "--degree", "ep=2"]
     with pytest.raises(NanotrainError, match=r"^degree ep = 2: topology 'flat' has no ep.*; it has dp, tp$"):
         call(*words)
 
