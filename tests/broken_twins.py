@@ -28,6 +28,7 @@ from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
 from nanotrain_core.testing.routed import RoutedConfig
 from nanotrain_core.testing.routed_model import Routed
+from nanotrain_core.testing.sliced_layers import Sliced
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
@@ -160,6 +161,33 @@ class ChangesNothing(Parallel):
         self.config = config
 
     def apply(self, part, placements, mesh):
+        return part
+
+
+class ForgetsInner(Sliced):
+    """Takes a rank's gradient of a norm of its own heads for the whole: right where a model has none."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        before = dict(placements)
+        super().apply(part, placements, mesh)
+        for name, module, found in tagged(part):
+            if found.role is Role.INNER:
+                for key, _ in module.named_parameters():
+                    placements[f"{name}.{key}"] = before[f"{name}.{key}"]
+        return part
+
+
+class AddsEveryBias(ForgetsInner):
+    """Adds the bias of a ROW as often as there are ranks: of a model without biases it is right."""
+
+    def apply(self, part, placements, mesh):
+        Sliced.apply(self, part, placements, mesh)
+        for _, module, found in tagged(part):
+            if found.role is Role.ROW and module.bias is not None and mesh.size("tp") > 1:
+                module.register_forward_hook(lambda row, x, y: y + (mesh.size("tp") - 1) * row.bias)
         return part
 
 
@@ -311,7 +339,8 @@ def nanotrain_register_model(register):
 def nanotrain_register_parallel(register):
     for cls in (DropsOneSum, SumsOnlyWhatItHas):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
-    register(twin(ChangesNothing, mesh_dims={"tp"}))
+    for cls in (ChangesNothing, ForgetsInner, AddsEveryBias):
+        register(twin(cls, mesh_dims={"tp"}))
 
 
 @hookimpl

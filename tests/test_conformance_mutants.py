@@ -14,12 +14,15 @@ TWINS, PRECISIONS, CHECKPOINTS = (
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
 
+MORE_LAYERS = "inner_shared_and_biased_layers"
+
 WRONG_GRADIENTS = {
     "gradients_equal[fp64]",
     "gradients_equal[fp32]",
     "weights_equal[sgd]",
     "weights_equal[adamw]",
     "a_precision_may_replace_modules",
+    MORE_LAYERS,
     "accumulation_changes_nothing",
     "unused_parameter_does_not_hang[nowhere]",
     "unused_parameter_does_not_hang[on_one_rank]",
@@ -50,6 +53,7 @@ FAULTS = [
         {"unused_parameter_does_not_hang[on_one_rank]"},
     ),
     (Case("parallel", use="changes_nothing", topology={"tp": 2}, plugins=TWINS), {"its_dimensions_are_used"}),
+    (Case("parallel", use="forgets_inner", topology={"tp": 2}, plugins=TWINS), {MORE_LAYERS}),
     (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
     (Case("schedule", use="drops_backward_of_models", plugins=TWINS), {"gradients_equal"}),
     (Case("schedule", use="turns_around", plugins=TWINS), {"every_rank_gets_the_same"}),
@@ -145,6 +149,14 @@ def test_a_fault_fails_exactly_the_checks_meant_for_it(case, faults):
     found = failures(t for t in trials(case) if t.check.kind == case.kind)
     report = "\n".join(f"{label}: {error}" for label, error in found.items())
     assert set(found) == faults, report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("use", "faults"), [("sliced", set()), ("adds_every_bias", {MORE_LAYERS})])
+def test_tensor_parallelism_fails_exactly_the_checks_meant_for_its_fault(use, faults):
+    test_a_fault_fails_exactly_the_checks_meant_for_it(
+        Case("parallel", use=use, topology={"tp": 2}, plugins=TWINS), faults
+    )
 
 
 def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):

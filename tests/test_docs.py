@@ -86,6 +86,27 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ("tag.role is Role.INNER", "False", "layers.0.attn.q.inner.weight"),
+        ("tag.role in (Role.COLUMN, Role.SHARED)", "tag.role is Role.COLUMN", "embed.weight: rank 1"),
+    ],
+    ids=["inner", "shared"],
+)
+def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_path, old, new, where):
+    """It did not, and passed every check: the model that it was tested with has neither."""
+    label = "inner_shared_and_biased_layers"
+    case = Case("parallel", use="mini_tp", topology={"tp": 2})
+    now = write_example(tmp_path, "mini_tp.py")
+    assert failed(attrs.evolve(case, plugins=[now]), label) == {}
+    (tmp_path / "old").mkdir()
+    before = write_example(tmp_path / "old", "mini_tp.py", old, new)
+    found = failed(attrs.evolve(case, plugins=[before]), "gradients_equal[fp64]", label)
+    assert set(found) == {label}
+    assert where in found[label]
+
+
 @pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting")])
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}

@@ -67,6 +67,7 @@ def _call(words: list[str]) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return Exit.USER
+    arguments.words = words
     code: int = module.run(arguments)
     return code
 

@@ -12,7 +12,11 @@ from nanotrain_core.registry.discovery import PluginArguments
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugin`` and ``--no-plugin``."""
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also load this file or folder as a plugin",
     )
     parser.add_argument(
         "--no-plugin", action="append", default=[], metavar="NAME", help="do not load this plugin"

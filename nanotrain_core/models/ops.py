@@ -92,7 +92,7 @@ def permute(x_TD: Tensor, order_N: Tensor, back_N: Tensor, chosen: int) -> Tenso
 
 def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: Tensor) -> Tensor:
     """Return each token's weighted sum [T, D] of its experts' outputs, in the order its router named them."""
-    each_TCD = outputs_ND.index_select(0, back_N).unflatten(0, weights_TC.shape)
+    each_TCD = outputs_ND.index_select(0, back_N).view(*weights_TC.shape, outputs_ND.shape[1])
     return (each_TCD * weights_TC.unsqueeze(-1).to(each_TCD.dtype)).sum(1)
 
 

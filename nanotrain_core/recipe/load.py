@@ -110,10 +110,10 @@ def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
 
 
 def _missing_files(written: Mapping[str, str], registry: Registry) -> Iterator[str]:
-    """Yield the one-file plugins that a resolved recipe was made with and that were not given now."""
+    """Yield the local plugins that a resolved recipe was made with and that were not given now."""
     given = {plugin.distribution for plugin in registry.plugins}
     for name in sorted(set(written) - given):
-        if name.endswith(".py"):
+        if written[name].startswith("sha256-"):
             yield f"this recipe was made with {name}: give --plugin {name}"
 
 

@@ -1,4 +1,4 @@
-"""What ranks run for a check that trains a model it has altered: other modules, one more parameter."""
+"""What ranks run for a check that trains a model it has altered: other modules, more parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 
 from nanotrain_core import compose
 from nanotrain_core.contracts import Initializer
-from nanotrain_core.layout.roles import Role, replace, tagged
+from nanotrain_core.layout.roles import Role, replace, tag, tagged
+from nanotrain_core.models.rms_norm import RMSNorm
 from nanotrain_core.precision.uniform import Uniform
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import Trace, train
@@ -47,6 +48,63 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
 
     with mock.patch.object(Uniform, "convert", replace_all):
         return train(case, changes)
+
+
+# --- what the model at hand may lack: the roles INNER and SHARED, and biases --------------------------
+
+
+class NormOfUnits(nn.Module):
+    """A COLUMN, then a norm of each unit of its outputs, as of each head's queries: ``inner.weight`` [unit].
+
+    All units are multiplied with one number per token, SHARED by them.
+    """
+
+    def __init__(self, column: nn.Module, unit: int) -> None:
+        super().__init__()
+        self.column, self.unit = column, unit
+        self.inner = tag(RMSNorm(unit, eps=1e-5), Role.INNER)
+        self.shared = tag(nn.Identity(), Role.SHARED)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.inner(self.column(x).unflatten(-1, (-1, self.unit)))
+        y: torch.Tensor = units.flatten(-2) * (1 + self.shared(x[..., :1]))
+        return y
+
+
+def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
+    """Train with a bias in each tagged linear, and INNER and SHARED modules at each COLUMN that has units."""
+    build = compose.build_stages
+
+    def build_with_more(model: Any, parts: Any, mesh: Any) -> Any:
+        stages = build(model, parts, mesh)
+        with torch.device("meta"):
+            for part in stages.values():
+                _add_roles_and_biases(part)
+        return stages
+
+    with mock.patch.object(compose, "build_stages", build_with_more):
+        return train(case, changes)
+
+
+def _add_roles_and_biases(part: Any) -> None:
+    before = set(dict(part.named_parameters()))
+    renamed: dict[str, str] = {}
+    for name, module, found in list(tagged(part)):
+        if found.role not in (Role.COLUMN, Role.ROW, Role.REPLICATED):
+            continue
+        if module.bias is None:
+            module.register_parameter("bias", nn.Parameter(torch.empty(len(module.get_parameter("weight")))))
+        if found.role is Role.COLUMN and found.unit > 1:
+            parent, _, last = name.rpartition(".")
+            setattr(part.get_submodule(parent), last, NormOfUnits(module, found.unit))
+            renamed |= {f"{name}.column.{key}": f"{name}.{key}" for key, _ in module.named_parameters()}
+    known = part.initializer
+
+    def initializer(name: str) -> Initializer:
+        old = renamed.get(name, name)
+        return known(old) if old in before else Initializer("normal", 0.5)
+
+    part.initializer = initializer
 
 
 # --- a parameter that not every rank uses ---------------------------------------------------------
