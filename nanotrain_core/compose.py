@@ -150,7 +150,6 @@ def compose(
         settle(parameter.parameter)
 
     shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
-    microbatches = len(shard.rows(recipe.batch.sequences)) // recipe.batch.microbatch
     return Run(
         name=recipe.run.name,
         recipe=recipe,
@@ -167,7 +166,7 @@ def compose(
         optimizer=optimizer,
         optimizer_config=recipe.optimizer.config,
         loss_scale=precision.loss_scale,
-        actions=schedule.actions(pp, microbatches)[pp_rank],
+        actions=schedule.actions(pp, recipe.batch.microbatches(shard.count))[pp_rank],
         feed=DataFeed(data, model, recipe.batch, recipe.evaluation, shard, mesh.device),
         evaluation=recipe.evaluation,
         checkpoint=checkpoint,

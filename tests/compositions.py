@@ -24,14 +24,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "schedule": ("accumulate", *SCHEDULES),
     "sp": (False, True),
     "tied": (False, True),
-    "microbatch": (1, 2),
+    "microbatch": (2, 3),
     "experts_first": (False, True),
     "zero": (0, 1, 2),
     "recompute": (False, True),
 }
 
-#: 8 sequences a step leave one to eight microbatches on a rank.
-BATCH = {"sequences": 8, "length": 8}
+#: 11 sequences a step leave one to six microbatches on a rank, the last of them smaller wherever it can be;
+#: ranks of dp have 5 and 6, or 2 and 3.
+BATCH = {"sequences": 11, "length": 8}
 
 #: Ranks' shares of it differ, whatever their number.
 VOCAB = 33

@@ -158,8 +158,11 @@ REFUSED = {
     "sequences": (
         GPT,
         3,
-        [],
-        ["recipe.toml:4: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"],
+        ["batch.microbatch=1"],
+        [
+            "recipe.toml:4: batch.sequences: 8 leave some of dp = 3 ranks without a sequence in the last of "
+            "3 microbatches, in which all take part; nearest: 6 or 9, or batch.microbatch = 2"
+        ],
     ),
     "ranks": (
         GPT,
