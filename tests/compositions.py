@@ -62,9 +62,9 @@ _DEEPSEEK: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "transformer": {
         "use": "transformer",
-        "width": 16,
-        "heads": 4,
-        "kv_heads": 2,  # of four tensor-parallel ranks two use each
+        "width": 24,
+        "heads": 12,
+        "kv_heads": 6,  # three for each of two tensor-parallel ranks; four repeat them
         "ffn": 32,
         "vocab": VOCAB,
         "init_std": 0.3,

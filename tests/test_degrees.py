@@ -68,11 +68,8 @@ REFUSED = {
     "kv_heads": (
         GPT,
         2,
-        ["topology.tp=2", "model.kv_heads=3"],
-        [
-            "--set #2: model.kv_heads: 3 key and value heads do not divide by tp = 2; tp could be 1 or 3, "
-            "their number 2 or 4"
-        ],
+        ["topology.tp=2", "model.kv_heads=4"],
+        ["--set #2: model.kv_heads: 4 kv_heads do not divide 6 heads"],
     ),
     "vocabulary": (
         GPT,

@@ -42,7 +42,7 @@ def apply(tp, **sizes):
 @pytest.mark.parametrize(
     ("tp", "sizes", "words"),
     [
-        (2, {}, ["layers.0.attn.k.weight has 24 = 3 units of 8", "tp = 2", "1 or 3", "16 or 32"]),
+        (2, {"heads": 3}, ["attn.q.weight has 48 = 3 units of 16", "tp = 2", "1 or 3", "32 or 64"]),
         (4, {"kv_heads": 6}, ["attn.q.weight has 48 = 6 units of 8", "3 or 6", "32 or 64"]),
         (3, {"ffn": 100}, ["layers.0.ffn.gate.weight has 100", "2 or 4", "99 or 102"]),
         (6, {"vocab": 5}, ["embed.weight has 5"]),
