@@ -31,8 +31,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 #: 11 sequences a step leave one to six microbatches on a rank, the last of them smaller wherever it can be;
-#: ranks of dp have 5 and 6, or 2 and 3.
-BATCH = {"sequences": 11, "length": 8}
+#: ranks of dp have 5 and 6, or 2 and 3. Of 7 tokens ranks of tp have 3 and 4, or 1 and 2.
+BATCH = {"sequences": 11, "length": 7}
 
 #: Ranks' shares of it differ, whatever their number.
 VOCAB = 33

@@ -89,17 +89,20 @@ REFUSED = {
     "length": (
         GPT,
         2,
-        ["topology.tp=2", "batch.length=13"],
+        ["topology.tp=2", "batch.length=1"],
         [
-            "--set #2: batch.length: 13 tokens do not divide by tp = 2, which sequence_parallel needs; "
-            "nearest: 12 or 14"
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for sequence_parallel; nearest: 2"
         ],
     ),
     "length with experts": (
         DEEPSEEK.replace("expert_ffn = 9", "expert_ffn = 10"),
         2,
-        ["topology.tp=2", "batch.length=13", "parallel.0.sequence_parallel=false"],
-        ["--set #2: batch.length: 13 tokens do not divide by tp = 2, which experts need; nearest: 12 or 14"],
+        ["topology.tp=2", "batch.length=1", "parallel.0.sequence_parallel=false"],
+        [
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for its experts; nearest: 2"
+        ],
     ),
     "shared experts": (
         DEEPSEEK,

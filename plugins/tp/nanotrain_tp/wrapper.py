@@ -68,6 +68,7 @@ class TensorParallel:
                 hook_vocabulary(module, tag, boundary, Rows.of(table_of(name, module, part, placements)))
             else:
                 hook(module, tag, boundary)
+        part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
         self._sum_partial(part, placements)
         return part
 

@@ -68,21 +68,22 @@ def test_placements_are_of_the_blocks_left():
     assert placements["embed.weight"].shape == (20, 48)
 
 
-def test_a_length_that_does_not_divide_is_refused_before_a_process_starts():
-    case = Case("parallel", use="tp", topology={"tp": 2}, overrides={"batch": {"length": 15}})
-    with pytest.raises(RecipeError, match=r"batch.length: 15 tokens do not divide by tp = 2.*14 or 16"):
+def test_sequences_with_less_than_a_token_for_each_rank_are_refused_before_a_process_starts():
+    case = Case("parallel", use="tp", topology={"tp": 4}, overrides={"batch": {"length": 3}})
+    reason = r"batch.length: 3 tokens are fewer than tp = 4 ranks, .* for sequence_parallel; nearest: 4"
+    with pytest.raises(RecipeError, match=reason):
         case.recipe()
 
 
-def test_a_length_need_not_divide_where_sequences_stay_whole():
+def test_short_sequences_will_do_where_they_stay_whole():
     config = {"sequence_parallel": False}
-    around = {"batch": {"length": 15}}
-    Case("parallel", use="tp", config=config, topology={"tp": 2}, overrides=around).recipe()
+    around = {"batch": {"length": 3}}
+    Case("parallel", use="tp", config=config, topology={"tp": 4}, overrides=around).recipe()
 
 
-def test_tokens_that_do_not_divide_are_refused_in_forward():
-    with pytest.raises(SplitError, match=r"axis 1 of \[2, 7, 3\] does not divide by tp = 4.*4 or 8"):
-        Ranks(Paper(4)).own(torch.zeros(2, 7, 3), 1)
+def test_what_is_not_this_ranks_share_is_refused_in_forward():
+    with pytest.raises(SplitError, match=r"axis 1 of \[2, 2, 3\] is not the share of 7 .*rank 0 .*is 1"):
+        Ranks(Paper(4)).all_gather(torch.zeros(2, 2, 3), 1, 7)
 
 
 def test_partial_gradients_that_nobody_would_sum_are_refused():

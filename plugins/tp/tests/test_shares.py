@@ -1,4 +1,4 @@
-"""Ranks need not get equal shares: a vocabulary that does not divide, and key heads that do not."""
+"""Ranks need not get equal shares: of a vocabulary, of key heads and of the tokens of a sequence."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_key_heads_that_do_not_divide_are_repeated(sequence_parallel):
 @pytest.mark.parametrize(("tp", "heads", "kv_heads"), [(3, 6, 2), (4, 12, 3), (6, 12, 4), (3, 12, 4)])
 def test_any_key_heads_that_divide_the_query_heads(tp, heads, kv_heads):
     shape = {"width": 48, "ffn": 96, "heads": heads, "kv_heads": kv_heads}
-    gradients_equal(case(tp, sequence_parallel=False, **shape), "fp64")
+    gradients_equal(case(tp, **shape), "fp64")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shares", "whole"])
