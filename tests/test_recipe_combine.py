@@ -67,12 +67,15 @@ def test_ranks_that_the_degrees_do_not_divide_are_refused(tmp_path):
     assert line.endswith("2 or 4 ranks would do")
 
 
-def test_batch_that_does_not_divide_names_the_nearest(tmp_path):
-    (line,) = reasons(tmp_path, "syncs", ranks=3)
-    assert (
-        line
-        == "recipe.toml:5: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"
-    )
+def test_batch_with_less_than_a_sequence_for_each_rank_names_the_nearest(tmp_path):
+    (line,) = reasons(tmp_path, "syncs", ranks=9)
+    text = "batch.sequences: 8 leave some of dp = 9 ranks without a sequence; nearest: 9"
+    assert line == f"recipe.toml:5: {text}"
+
+
+def test_a_batch_need_not_divide(tmp_path):
+    assert reasons(tmp_path, "syncs", ranks=3) == []
+    assert reasons(tmp_path, overrides=["batch.sequences=7"]) == []
 
 
 def test_rows_are_shared_out_over_dp_alone(tmp_path):

@@ -71,7 +71,7 @@ class Tag:
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
     grouped: bool = False
     """Of COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
-    Where there are fewer units than ranks, several ranks may use the same one."""
+    Where a number of ranks does not divide the units, several ranks may use the same one."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
     products: tuple[str, ...] = ()

@@ -97,7 +97,7 @@ def pipeline_of(layout: Layout) -> int:
 def microbatches_of(recipe: Recipe, layout: Layout) -> int:
     """Return how many microbatches one rank takes in a step."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
-    return recipe.batch.sequences // (dp * recipe.batch.microbatch)
+    return recipe.batch.microbatches(dp)
 
 
 def model_layers(recipe: Recipe) -> int | None:
@@ -195,14 +195,20 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that every rank gets whole microbatches. dp alone shares out rows: cp ranks see the same ones."""
+    """Check that no rank has an empty microbatch. dp alone shares out rows: cp ranks see the same ones."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
-    unit = dp * recipe.batch.microbatch
-    sequences = recipe.batch.sequences
-    if sequences % unit:
-        nearest = either(multiples_near(sequences, unit))
-        product = f"{unit} = dp {dp} x microbatch {recipe.batch.microbatch}"
-        yield Problem("batch.sequences", f"{sequences} is not a multiple of {product}; nearest: {nearest}")
+    batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
+    fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)
+    if fewest == 0:
+        text = f"{batch.sequences} leave some of dp = {dp} ranks without a sequence; nearest: {nearest}"
+        yield Problem("batch.sequences", text)
+    elif fewest < microbatches:  # of one sequence each: with larger ones there is always one for the last
+        text = (
+            f"{batch.sequences} leave some of dp = {dp} ranks without a sequence in the last of "
+            f"{microbatches} microbatches, in which all take part; nearest: {nearest}, or "
+            "batch.microbatch = 2"
+        )
+        yield Problem("batch.sequences", text)
 
 
 def _dimensions(

@@ -40,7 +40,7 @@ class Divisible:
 
     def fits(self, degree: int) -> bool:
         """Say whether ``degree`` ranks can share the units out."""
-        return self.units % degree == 0 or (self.grouped and degree % self.units == 0)
+        return self.units % degree == 0 or self.grouped
 
     def problem(self, dim: str, degree: int) -> Problem:
         """Say that ``degree`` ranks along ``dim`` cannot share the units out, and what would do."""

@@ -96,7 +96,12 @@ class DataFeed:
         while self._is_skipped(self.taken, self.batch.sequences):
             self._take()
         self.tokens += self.tokens_per_step
-        return list(self._take().to(self.device).split(self.batch.microbatch))
+        return list(self._split(self._take()))
+
+    def _split(self, batch: Batch) -> Iterator[Batch]:
+        """Yield microbatches, on every data-parallel rank as many."""
+        count = self.batch.microbatches(self.shard.count)
+        return batch.to(self.device).split(self.batch.microbatch, count)
 
     def _take(self) -> Batch:
         self.taken += self.batch.sequences
@@ -153,4 +158,4 @@ class DataFeed:
             batch = self.data.validation_batch(index, self.batch.sequences, self.shard)
             if batch is None:
                 return
-            yield from self._checked("validation_batch", batch).to(self.device).split(self.batch.microbatch)
+            yield from self._split(self._checked("validation_batch", batch))

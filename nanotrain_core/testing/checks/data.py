@@ -80,7 +80,7 @@ def targets_are_the_next_tokens(case: Case) -> None:
     assert_equal(targets[:, :-1][predicted], tokens[:, 1:][predicted], "targets against the tokens after")
 
 
-@check("data", since="0.1", variants=("2", "4"))
+@check("data", since="0.1", variants=("2", "3", "4"))
 def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
     """Side by side, the rows of all shards are the global batch that one process sees, step after step."""
     count = int(shards)
@@ -88,7 +88,7 @@ def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
     assert_equal(torch.cat(parts, dim=2), batches(opened(case), 3), f"{count} shards against one")
 
 
-@check("data", since="0.1", variants=("2", "4"))
+@check("data", since="0.1", variants=("2", "3", "4"))
 def validation_shards_make_up_the_batch(case: Case, shards: str) -> None:
     """So are the rows of the validation batches."""
     expected = [_both(batch) for batch in validation(opened(case), 4)]

@@ -29,9 +29,9 @@ from nanotrain_tp.collectives import Pending, Ranks
 class Crossing:
     """One tensor's way into split layers."""
 
-    def __init__(self, ranks: Ranks, dim: int | None) -> None:
-        """``dim``: along which ranks have shares of it; None: it is whole."""
-        self.ranks, self.dim = ranks, dim
+    def __init__(self, ranks: Ranks, dim: int | None, length: int | None = None) -> None:
+        """``dim``: along which ranks have shares of it, which make up ``length``; None: it is whole."""
+        self.ranks, self.dim, self.length = ranks, dim, length
         self._under_way: list[Pending] = []
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class Crossing:
         """All-gather: begin to make whole, in backward, what entered; once for all layers that wait."""
         if self._gathering is None:
             assert self.dim is not None
-            self._gathering = self.ranks.begin_all_gather(share, self.dim)
+            self._gathering = self.ranks.begin_all_gather(share, self.dim, self.length)
         self._waiting += 1
         return self._take
 
@@ -80,7 +80,9 @@ class _Hold(torch.autograd.Function):
         ctx.crossing = crossing
         if crossing.dim is None:
             return x.view_as(x)
-        return crossing.ranks.all_gather(x, crossing.dim) if known is None else known.view_as(known)
+        if known is not None:
+            return known.view_as(known)
+        return crossing.ranks.all_gather(x, crossing.dim, crossing.length)
 
     @staticmethod
     @once_differentiable

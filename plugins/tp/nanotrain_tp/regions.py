@@ -3,7 +3,8 @@
 Hooks use the module they are called with, never a parameter known at ``apply``: materialisation
 makes new parameters, and a precision may put another module in the old one's place.
 
-Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers), D width, V this
+Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers: ranks' shares may
+differ by one token), D width, V this
 rank's part of the vocabulary, K experts chosen per token.
 """
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanotrain_core.batch import Batch
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.moe.routing import Routing
 from nanotrain_core.precision.gemm import gemms_of
@@ -86,9 +88,19 @@ class Boundary:
         """
         self.ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
         self.keep = keep or not sequence_parallel
+        self.length: int | None = None
+        """Tokens of a sequence, S; None: as many as all ranks' shares if they are alike."""
         self._last: Entry | None = None
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read one tensor, by the first of them, as they came in a pass before."""
+
+    def begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
+        """Note how long sequences are, which a share of one does not tell: the pre-hook of a model part.
+
+        Those of a step are all as long, so what is noted is true for layers that run again in backward, too.
+        """
+        batches = (each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
+        self.length = next((batch.tokens.shape[1] for batch in batches), None)
 
     def _entry(self, x: torch.Tensor) -> Entry:
         if self._last is None or not self._last.is_of(x):
@@ -99,7 +111,7 @@ class Boundary:
         """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence."""
         entry = self._entry(x)
         if entry.inside is None and self.sequence_parallel:
-            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
         elif entry.inside is None:
             entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         inside: torch.Tensor = entry.inside
@@ -124,7 +136,7 @@ class Boundary:
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
         """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
-        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None)
+        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         held = crossing.hold(entry.outside, entry.values)
         if not self.keep:
             entry.again = (entry.outside.detach(), crossing.gather_again)
@@ -147,7 +159,7 @@ class Boundary:
         """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""
         entry = self._entry(x)
         if entry.whole is None:
-            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
         whole: torch.Tensor = entry.whole
         return whole
 
@@ -165,9 +177,12 @@ class Boundary:
         """Return this rank's share of tokens ``x`` that are whole."""
         return Slice.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
 
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return whole what every rank has a part of, for all of them to treat alike."""
-        return GatherWhole.apply(x, self.ranks, dim, None)  # type: ignore[no-any-return, no-untyped-call]
+    def gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """Return whole what every rank has a part of, for all of them to treat alike.
+
+        ``length``: of the whole along ``dim``; by default all parts are alike.
+        """
+        return GatherWhole.apply(x, self.ranks, dim, length, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter_first(self, module: nn.Module, args: Args) -> Args:
         """Take the first argument in: the pre-hook of SHARED."""
@@ -278,4 +293,6 @@ class Experts:
 
     def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Make the tokens whole again where they were."""
-        return output if self.boundary.sequence_parallel else self.boundary.gather(output, SEQUENCE)
+        if self.boundary.sequence_parallel:
+            return output
+        return self.boundary.gather(output, SEQUENCE, self.boundary.length)

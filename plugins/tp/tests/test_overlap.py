@@ -22,7 +22,7 @@ from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.gemm import TorchGEMM, gemms_of, use_gemm
 from nanotrain_core.testing import run_ranks
 
-RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
+RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 5, 6, 8
 COLUMNS = ("q", "k", "v")
 PASSES = Passes()
 
@@ -108,6 +108,7 @@ def split(region, kind=Apart, *, sp, shared=True, overlap=True, keep=True):
     team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
     team.in_background = True  # in shared memory too, where it works but does not pay
     boundary = Boundary(team, sequence_parallel=sp, overlap=overlap, keep=keep)
+    boundary.length = LENGTH  # of which ranks have 2 and 3
     region = fill(region(kind), rank, RANKS)
     for name in (*COLUMNS, "o"):
         module = getattr(region, name)
@@ -139,7 +140,7 @@ def compare(ranks, region, *, sp):
     y, d_x, d_weights = expected(region)
     for rank, (mine, my_d_x, mine_d) in enumerate(ranks):
         pairs = [(mine, y), (my_d_x, d_x)]
-        pairs = [(got, want.chunk(RANKS, 1)[rank] if sp else want) for got, want in pairs]
+        pairs = [(got, want.split([2, 3], 1)[rank] if sp else want) for got, want in pairs]
         pairs += [
             (got, d_weights[name].chunk(RANKS, 1 if name.startswith("o.") else 0)[rank])
             for name, got in mine_d.items()
@@ -177,7 +178,7 @@ def tokens_kept(keep):
 
 def test_a_share_is_kept_of_what_is_gathered_again():
     assert run_ranks(tokens_kept, RANKS, True) == [LENGTH] * RANKS
-    assert run_ranks(tokens_kept, RANKS, False) == [LENGTH // RANKS] * RANKS
+    assert run_ranks(tokens_kept, RANKS, False) == [2, 3]
 
 
 def recomputed(region, x):
