@@ -14,7 +14,7 @@ from torch import nn
 from nanotrain_core import compose
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.layout.roles import Role, replace, tag, tagged
-from nanotrain_core.models.rms_norm import RMSNorm
+from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.precision.uniform import Uniform
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import Trace, train
