@@ -89,6 +89,8 @@ def test_data_parallel_ranks_need_no_gradient_sync_but_are_told_of_a_faster_one(
     assert 'parallel "ddp"' in note
     assert resolve_recipe(write(tmp_path, SMALL), ranks=1).notes == ()
     assert resolve_recipe(write(tmp_path, SMALL + DDP), ranks=2).notes == ()
+    tensor = SMALL + '[topology]\ntp = 2\n[[parallel]]\nuse = "tp"\n'
+    assert resolve_recipe(write(tmp_path, tensor), ranks=2).notes == (), "edp is 2, but there are no experts"
 
 
 def test_ranks_along_any_dimension_need_no_gradient_sync(tmp_path):

@@ -231,7 +231,8 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
     faster = registry.providers("gradient_sync")
     if not faster or any("gradient_sync" in component.provides for component in chosen):
         return
-    for dim in ("dp", "edp"):
+    experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
+    for dim in ("dp", *(("edp",) if experts_split else ())):
         if dim in layout.dims and layout.size(dim) > 1:
             size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
             yield f"{size}: gradients are summed after backward; {others} would sum them meanwhile"
