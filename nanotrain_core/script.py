@@ -19,6 +19,7 @@ from nanotrain_core.compose import Run
 from nanotrain_core.contracts import (
     Block,
     GradientSync,
+    Kernels,
     Monitor,
     PartOutput,
     Precision,
@@ -28,6 +29,7 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, global_norm, place, placed_parameters
+from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.precision.uniform import NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
@@ -70,6 +72,7 @@ def adapt(
     callbacks: Sequence[Monitor] = (),
     loss: LossSum = cross_entropy_sum,
     gradient_sync: GradientSync | None = None,
+    kernels: Kernels | None = None,
 ) -> Run:
     """Dress a script's objects as a run.
 
@@ -80,6 +83,7 @@ def adapt(
         callbacks: monitors.
         loss: sum of the loss; the engine divides by the global number of predicted positions.
         gradient_sync: sums gradients when the script's process group has several ranks.
+        kernels: whose transport such ranks exchange through; by default those that ``auto`` takes.
 
     Raises:
         ValueError: there are several ranks and nobody to sum their gradients.
@@ -88,7 +92,9 @@ def adapt(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout({"dense": View(("dp",), (ranks,))})
     device = next(model.parameters()).device
-    mesh = Mesh(layout, rank=dist.get_rank() if ranks > 1 else 0, device=device)
+    kernels = kernels or (installed_kernels(device) if ranks > 1 else Kernels())
+    rank = dist.get_rank() if ranks > 1 else 0
+    mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
     placed = placed_parameters([model], place([model], layout))
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None)

@@ -47,7 +47,7 @@ class TensorParallel:
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
-        ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
+        ranks = Ranks(mesh)
         config = self.config
         boundary = Boundary(
             ranks,
