@@ -35,7 +35,6 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, bubble, expert_load, sum_over_data
-from nanotrain_core.run.memory import keep_freed_memory
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.rollback import become, roll_back
 from nanotrain_core.run.run_info import run_info
@@ -106,7 +105,6 @@ class RuntimeEngine:
 
         if isinstance(recipe, str | Path):
             recipe = load_recipe(recipe)
-        keep_freed_memory()
         engine = cls.__new__(cls)
         weights = recipe.run.weights if resume in (None, "auto") else None  # a checkpoint replaces them
         run = compose(recipe, registry or load_plugins(), rank=rank, device=device, weights=weights)

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import AccumulateConfig, FP16Config, SimpleCheckpointConfig
 from nanotrain_core.compose import Run
-from nanotrain_core.contracts import GradientSync, LossScale, Monitor, PartOutput
+from nanotrain_core.contracts import GradientSync, Kernels, LossScale, Monitor, PartOutput
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.uniform import DynamicLossScale, NoLossScale
@@ -90,6 +91,7 @@ def adapt(
     callbacks: Sequence[Monitor] = (),
     loss: LossSum = cross_entropy_sum,
     gradient_sync: GradientSync | None = None,
+    kernels: Kernels | None = None,
 ) -> Run:
     """Dress a script's objects as a run.
 
@@ -100,6 +102,7 @@ def adapt(
         callbacks: monitors.
         loss: sum of the loss; the engine divides by the global number of predicted positions.
         gradient_sync: sums gradients when the script's process group has several ranks.
+        kernels: whose transport such ranks exchange through; by default those that ``auto`` takes.
 
     Raises:
         NanotrainError: there are several ranks and nobody to sum their gradients.
@@ -110,7 +113,9 @@ def adapt(
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout({"dense": View(("dp",), (ranks,))})
     device = next(model.parameters()).device
-    mesh = Mesh(layout, rank=dist.get_rank() if ranks > 1 else 0, device=device)
+    kernels = kernels or (installed_kernels(device) if ranks > 1 else Kernels())
+    rank = dist.get_rank() if ranks > 1 else 0
+    mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
     placed = placed_parameters([model], place([model], layout))
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())

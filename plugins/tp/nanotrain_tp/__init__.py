@@ -5,8 +5,8 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
@@ -28,6 +28,10 @@ __version__ = "0.1.0"
 class TensorParallelConfig:
     """``[[parallel]] use = "tp"``, with ``[topology] tp``."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+    }
+
     sequence_parallel: bool = True
     """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
     overlap: bool = True
@@ -36,8 +40,6 @@ class TensorParallelConfig:
     gather_again: bool = False
     """With sequence parallelism, keep a share of what layers read, and gather it again in backward: 1/tp of
     its memory for one more collective, which overlaps with the products for the inputs' gradients."""
-    shared_memory: bool = True
-    """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
 
 
 #: The axis along which each parameter of a role is split.

@@ -13,27 +13,18 @@ Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.host.collectives import HostCollectives
+from nanotrain_core.layout.buckets import Pending
+from nanotrain_core.layout.exchange import Exchange
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import share_of
-
-#: torch 2.13 renamed these.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-#: Waits for a collective that was begun, and returns its result.
-Pending = Callable[[], torch.Tensor]
 
 
 class SplitError(NanotrainError, ValueError):
@@ -43,27 +34,21 @@ class SplitError(NanotrainError, ValueError):
 class Ranks:
     """The ranks that share a layer, and what they do with plain tensors."""
 
-    def __init__(self, mesh: Mesh, *, shared_memory: bool = True) -> None:
-        """``shared_memory``: use it where the ranks share a host and compute on its CPU."""
-        self.mesh, self._shared_memory = mesh, shared_memory
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.size, self.index = mesh.size("tp"), mesh.coordinate("tp")
 
     @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """Their process group."""
-        group = self.mesh.group("tp")
-        assert group is not None, "tp = 1 has no collectives"
-        return group
-
-    @cached_property
-    def host(self) -> HostCollectives | None:
-        """Their collectives through shared memory; None: use the group's."""
-        return self.mesh.host_collectives("tp") if self._shared_memory else None
+    def exchange(self) -> Exchange:
+        """Their collectives."""
+        exchange = self.mesh.exchange("tp")
+        assert exchange is not None, "tp = 1 has no collectives"
+        return exchange
 
     @cached_property
     def in_background(self) -> bool:
-        """Whether a collective goes on while this rank computes: copies through shared memory do not."""
-        return self.host is None
+        """Whether a collective goes on while this rank computes."""
+        return self.exchange.in_background
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a whole ``x``, a view."""
@@ -76,10 +61,7 @@ class Ranks:
 
     def begin_all_reduce(self, x: torch.Tensor, *, go_on: bool = True) -> Pending:
         """Begin :meth:`all_reduce`; ``go_on``: without waiting for it."""
-        if self.host:
-            return partial(_end, [], self.host.all_reduce(x))
-        total = x.clone(memory_format=torch.contiguous_format)
-        return partial(_end, [dist.all_reduce(total, group=self.group, async_op=go_on)], total)
+        return self.exchange.all_reduce(x, async_op=go_on)
 
     def all_gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
         """Return every rank's ``x``, one after the other along ``dim``.
@@ -107,31 +89,13 @@ class Ranks:
                 f"{self.size} has, which is {sizes[self.index]}"
             )
         x = _padded(x, dim, max(sizes))
-        found = (self.host.all_gather(x), []) if self.host else self._gather_in_group(x, go_on=go_on)
-        pieces, works = found
-        return lambda: _joined(_end(works, pieces, x), dim, sizes)
+        pending = self.exchange.all_gather(x, async_op=go_on)
+        return lambda: _joined(pending(), dim, sizes)
 
     def sizes(self, length: int) -> list[int]:
         """Return how much of ``length`` each rank has: as much as another, or one more."""
         shares = (share_of(length, index, self.size) for index in range(self.size))
         return [end - begin for begin, end in shares]
-
-    def _gather_in_group(
-        self, x: torch.Tensor, *, go_on: bool
-    ) -> tuple[torch.Tensor, list[dist.Work | None]]:
-        """All-gather: begin to fill every rank's ``x``, [R, *x.shape], and return it.
-
-        One broadcast per share is, of gloo's ways, the fastest at most sizes above 1 MB.
-        """
-        pieces = x.new_empty(self.size, *x.shape)
-        if x.device.type != "cpu":
-            x = x.contiguous()
-            return pieces, [_all_gather(pieces.flatten(0, 1), x, group=self.group, async_op=go_on)]
-        pieces[self.index].copy_(x)
-        return pieces, [
-            dist.broadcast(piece, group_src=source, group=self.group, async_op=True)
-            for source, piece in enumerate(pieces)
-        ]
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of the sum of every rank's ``x``."""
@@ -142,16 +106,8 @@ class Ranks:
         dim %= x.dim()
         sizes = self.sizes(x.shape[dim])
         shares, mine = _cut(x, dim, sizes), sizes[self.index]
-        if self.host:
-            return partial(_end, [], _shortened(self.host.reduce_scatter(shares), dim, mine))
-        if x.device.type != "cpu":
-            total = torch.empty_like(shares[0])
-            work = _reduce_scatter(total, shares.flatten(0, 1), group=self.group, async_op=go_on)
-            return lambda: _shortened(_end([work], total, shares), dim, mine)
-        # gloo's own reduce-scatter took 1.2 to 4.6 times as long as the exchange and a local sum.
-        received = torch.empty_like(shares)
-        work = dist.all_to_all_single(received, shares, group=self.group, async_op=go_on)
-        return lambda: _shortened(_end([work], received, shares).sum(0), dim, mine)
+        pending = self.exchange.reduce_scatter(shares, async_op=go_on)
+        return lambda: _shortened(pending(), dim, mine)
 
 
 def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -180,14 +136,6 @@ def _cut(x: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
         return even.movedim(dim, 0).contiguous()
     pieces: tuple[torch.Tensor, ...] = x.split(sizes, dim)  # type: ignore[no-untyped-call]
     return torch.stack([_padded(piece, dim, max(sizes)) for piece in pieces])
-
-
-def _end(works: list[dist.Work | None], result: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
-    """Wait; on a device, have what is computed from now on wait. ``held``: what must live until then."""
-    for work in works:
-        if work is not None:
-            work.wait()
-    return result
 
 
 class Copy(torch.autograd.Function):

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_tp.collectives import Pending, Ranks
+from nanotrain_core.layout.buckets import Pending
+from nanotrain_tp.collectives import Ranks
 
 
 class Crossing:

@@ -50,7 +50,7 @@ class TensorParallel(Parallel):
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
-        ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
+        ranks = Ranks(mesh)
         config = self.config
         boundary = Boundary(
             ranks,

@@ -14,9 +14,11 @@ from nanotrain_tp.wrapper import hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nanotrain_core.contracts import Kernels
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tag, tag_of
+from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.gemm import TorchGEMM, gemms_of, use_gemm
@@ -105,7 +107,9 @@ def expected(region):
 def split(region, kind=Apart, *, sp, shared=True, overlap=True, keep=True):
     """Return this rank's part, hooked, and what cuts a tensor for it."""
     rank = dist.get_rank()
-    team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
+    kernels = installed_kernels(torch.device("cpu")) if shared else Kernels()
+    layout = Layout({"dense": View(("tp",), (RANKS,))})
+    team = Ranks(Mesh(layout, rank=rank, transport=kernels.transport()))
     team.in_background = True  # in shared memory too, where it works but does not pay
     boundary = Boundary(team, sequence_parallel=sp, overlap=overlap, keep=keep)
     boundary.length = LENGTH  # of which ranks have 2 and 3

@@ -71,17 +71,6 @@ class Bucket:
     def __attrs_post_init__(self) -> None:
         self.reset()
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks have a range of it."""
-        return self.length // len(self.shard)
-
-    @property
-    def own_weights(self) -> torch.Tensor:
-        """This rank's range of :attr:`weights`."""
-        index = self.own.start // len(self.shard)
-        return self.weights.view(self.ranks, -1)[index]
-
     def reset(self) -> None:
         """Wait for every gradient again."""
         self.missing = {fill.parameter for fill in self.fills}

@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from nanotrain_cpu import shared_memory
+from nanotrain_cpu.barrier import HostBarrier
+from nanotrain_cpu.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
 from structlog.testing import capture_logs
 
-from nanotrain_core.host import shared_memory
-from nanotrain_core.host.barrier import HostBarrier
-from nanotrain_core.host.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
 from nanotrain_core.testing.pool import run_ranks
 
 

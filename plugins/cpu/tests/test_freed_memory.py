@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from nanotrain_core.run.memory import keep_freed_memory
+from nanotrain_cpu.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

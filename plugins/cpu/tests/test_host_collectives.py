@@ -1,18 +1,23 @@
 """Collectives through shared memory are exact at every size, and end when a rank is lost."""
 
+import mmap
+import sys
+from contextlib import suppress
 from random import Random
+from threading import Thread
 from time import sleep
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from nanotrain_cpu import barrier, collectives
+from nanotrain_cpu.barrier import GlooMeeting, HostBarrier
+from nanotrain_cpu.collectives import HostCollectives
+from nanotrain_cpu.shared_memory import SharedBuffers
 
-from nanotrain_core.host import barrier, collectives
-from nanotrain_core.host.barrier import GlooMeeting, HostBarrier
-from nanotrain_core.host.collectives import HostCollectives
-from nanotrain_core.host.shared_memory import SharedBuffers
 from nanotrain_core.testing.pool import RankFailure, run_ranks
+from nanotrain_core.watch.hang import Beat, Stuck
 
 
 def operands(seed, shape, dtype):
@@ -88,6 +93,26 @@ def test_after_a_failed_meeting_there_are_no_more():
 def test_a_rank_that_never_comes_is_named():
     with pytest.raises(RankFailure, match=r"rank 1 did not come to a meeting within 0\.3 seconds"):
         run_ranks(wait_for_nobody, 2, check_collectives=False)
+
+
+def test_a_rank_that_waits_is_seen_to_wait():
+    """Or the watchdog would name it as one that holds the others up."""
+    memory = mmap.mmap(-1, HostBarrier.size(2))
+    alone = HostBarrier(memory, 0, 0, [0, 1], 1.0)
+    assert alone.make()
+
+    def wait():
+        with suppress(TimeoutError):
+            alone.wait()
+
+    thread = Thread(target=wait)
+    thread.start()
+    sleep(0.3)
+    frame = sys._current_frames()[thread.ident]
+    thread.join()
+    place = f'File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+    beat = Beat(rank=0, pid=1, count=1, step=1, phase="", slow=False, tick=1)
+    assert Stuck(beat, False, f"Thread 0x1 (most recent call first):\n  {place}\n").waits
 
 
 def meet_late_without_a_clock_to_sleep_by():

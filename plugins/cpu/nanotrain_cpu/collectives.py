@@ -1,7 +1,7 @@
 """Small collectives through memory that the ranks of one host share, where gloo would wait for sockets.
 
 Each rank writes its operand into a buffer that all can read, meets the others
-(:mod:`nanotrain_core.host.barrier`), and takes what it needs from everybody's. Two buffers
+(:mod:`nanotrain_cpu.barrier`), and takes what it needs from everybody's. Two buffers
 are used in turn: whoever comes to a meeting has read what was written before the last one, so the
 buffer of the last but one is free. Tensors larger than a buffer go through it in pieces.
 
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host.barrier import HostBarrier, Meeting, open_meeting
-from nanotrain_core.host.shared_memory import add_up, map_for_all
+from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
+from nanotrain_cpu.shared_memory import add_up, map_for_all
 
 #: Bytes of one buffer: what a core keeps in its second-level cache.
 BUFFER = 2**20

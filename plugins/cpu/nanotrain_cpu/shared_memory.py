@@ -21,7 +21,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host.barrier import HostBarrier, Meeting, open_meeting
+from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
 
 #: Where Linux keeps files that are only memory.
 MEMORY = Path("/dev/shm")

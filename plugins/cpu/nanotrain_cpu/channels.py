@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host.barrier import HostBarrier
-from nanotrain_core.host.shared_memory import map_for_all
+from nanotrain_cpu.barrier import HostBarrier
+from nanotrain_cpu.shared_memory import map_for_all
 
 #: Bytes of a channel: a step with larger messages, or more of them, uses another way.
 CHANNEL = 2**22
