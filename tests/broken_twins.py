@@ -7,6 +7,7 @@ its own factory's module; the face of an installed plugin must not.
 """
 
 import re
+from dataclasses import replace
 from types import MethodType
 
 import attrs
@@ -22,7 +23,6 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.transformer import Transformer
-from nanotrain_core.moe.routing import runs_again
 from nanotrain_core.optim.adamw import SGD, AdamW
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
@@ -106,7 +106,7 @@ class HidesExperts(Routed):
 
 
 class CountsTwice(Routed):
-    """Its routers count a token again when their layer is run again."""
+    """Its routers count tokens inside of their layer, which activation checkpointing runs again."""
 
     def build(self, part, *ops):
         module = super().build(part, *ops)
@@ -117,9 +117,9 @@ class CountsTwice(Routed):
 
     @staticmethod
     def count(router, args, routing):
-        if runs_again():
-            more = torch.bincount(routing.experts.flatten(), minlength=len(router.weight))
-            router.load = more if router.load is None else router.load + more
+        if routing.load is not None:
+            router.add_load(routing.load)
+        return replace(routing, load=None)
 
 
 class NumbersExperts(Routed):

@@ -75,7 +75,7 @@ class Tag:
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
     products: tuple[str, ...] = ()
-    """Of EXPERTS: stacked weights [E, N, K] that they multiply as ``products.products_of(module)`` says.
+    """Of EXPERTS: the stacked weights [E, N, K] of gate, up and down, as they are handed to ``ops.experts``.
     One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
 
 

@@ -45,10 +45,6 @@ class DeferredGradients:
                 else:
                     weight.backward(gradient)  # type: ignore[no-untyped-call]
 
-    def forget(self) -> None:
-        """Leave uncomputed what a step that was broken off has put off."""
-        self._waiting.clear()
-
 
 @torch.no_grad()
 def accumulate(weight: nn.Parameter, gradient: torch.Tensor) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.precision.gemm import GEMMBackend
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
 HOPPER = (9, 0)
@@ -26,7 +27,7 @@ class Backend:
     """One way to make the products."""
 
     name: str
-    make: Callable[[Recipe], GEMMBackend]
+    make: Callable[[Recipe, Scratch], GEMMBackend]
     refusal: Callable[[torch.device, Recipe], str]
     """Why it cannot run there; empty if it can."""
 
@@ -95,22 +96,22 @@ def _missing(module: str, package: str) -> str:
     return "" if find_spec(module) else f"{package} is not installed"
 
 
-def _torch(recipe: Recipe) -> GEMMBackend:
+def _torch(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 
-    return ScaledFP8(recipe)
+    return ScaledFP8(recipe, scratch)
 
 
-def _triton(recipe: Recipe) -> GEMMBackend:
+def _triton(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
-    return TritonFP8(recipe)
+    return TritonFP8(recipe, scratch)
 
 
-def _te(recipe: Recipe) -> GEMMBackend:
+def _te(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.te import TransformerEngineFP8
 
-    return TransformerEngineFP8(recipe)
+    return TransformerEngineFP8(recipe, scratch)
 
 
 BACKENDS = {

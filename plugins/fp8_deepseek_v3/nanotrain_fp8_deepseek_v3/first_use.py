@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 
 #: Lost of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
 SUMS = 2.0**-12

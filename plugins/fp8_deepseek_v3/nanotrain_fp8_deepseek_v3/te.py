@@ -30,19 +30,19 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.precision.gemm import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3
-from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
-from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 
-class TransformerEngineFP8(Narrowed):
+class TransformerEngineFP8(FP8GEMM):
     """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         self.recipe = recipe
-        self.read_weight = MadeOnce(self._of_weight)
+        self.read_weight = (scratch or Scratch()).once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> TransformerEngineFP8:
         """Return the same for stacked weights. The host waits for the counts."""
@@ -54,16 +54,16 @@ class TransformerEngineFP8(Narrowed):
 
     def _of_weight(self, weight: torch.Tensor) -> list[Any]:
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
-        quantiser = quantiser_of(power_of_two=False, rows=True, columns=True, dim=2)
-        return [quantiser(aligned(w_NK)) for w_NK in stacked]
+        quantizer = quantizer_of(power_of_two=False, rows=True, columns=True, dim=2)
+        return [quantizer(aligned(w_NK)) for w_NK in stacked]
 
     def _of_input(self, x_MK: torch.Tensor, *, rows: bool) -> Any:
         power = self.recipe.input_power_of_two
-        return quantiser_of(power_of_two=power, rows=rows, columns=True, dim=1)(aligned(x_MK))
+        return quantizer_of(power_of_two=power, rows=rows, columns=True, dim=1)(aligned(x_MK))
 
     def _of_gradient(self, d_y_MN: torch.Tensor, *, rows: bool) -> Any:
         power = self.recipe.gradient_power_of_two
-        return quantiser_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
+        return quantizer_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
 
     # --- products ---------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class TransformerEngineFP8(Narrowed):
         return (rows,) if self.groups is None else torch.split(rows, self.groups)
 
 
-def quantiser_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
+def quantizer_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
     """Return what rounds to E4M3 in tiles (``dim`` 1) or blocks (2) of 128."""
     return Float8BlockQuantizer(
         TE_DType[E4M3.dtype],

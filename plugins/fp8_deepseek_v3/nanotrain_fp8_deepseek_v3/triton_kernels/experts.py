@@ -142,8 +142,8 @@ def multiply_columns(
     """Return dW [E, N, K] in float32: of each group, the sum over its rows; zeros where it has none.
 
     Args:
-        left: codes [N', P] by rows, scales [N', P / 128] of dy, turned.
-        right: codes [K', P] by rows, scales [K', P / 128] of x, turned.
+        left: codes [N', P] by rows, scales [N', P / 128] of dy, transposed.
+        right: codes [K', P] by rows, scales [K', P / 128] of x, transposed.
         groups: whose tiles those of P are.
         shape: (N, K).
     """

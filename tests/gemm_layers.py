@@ -1,4 +1,4 @@
-"""A plugin: float64 whose products of linear layers are given, and exact, wherever a module takes them."""
+"""A plugin: float64 with an exact GEMM backend behind every linear layer, and expert, that takes one."""
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin.configs import PrecisionConfig
@@ -8,28 +8,31 @@ from nanotrain_core.component import Component
 @hookimpl
 def nanotrain_register_precision(register):
     factory = f"{__name__}:build"
-    register(Component(name="given", config=PrecisionConfig, factory=factory, summary="given products"))
+    register(Component(name="exact", config=PrecisionConfig, factory=factory, summary="exact GEMM backends"))
 
 
 def build(config):
     import torch
 
     from nanotrain_core.layout.roles import tagged
-    from nanotrain_core.precision.gemm import gemm_parameters, steady, use_gemm
+    from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, use_gemm
     from nanotrain_core.precision.uniform import NoLossScale, Uniform
 
-    class Exact:
-        """Keeps of an input its half, as if in another format; counts what it makes of weights."""
+    class Exact(GEMMBackend):
+        """Keeps of an input its half, as if in another format."""
 
         groups = None
 
+        def __init__(self, passes):
+            self.passes = passes
+
         def grouped(self, counts_E):
-            new = Exact()
+            new = Exact(self.passes)
             new.groups = counts_E.tolist()
             return new
 
         def forward(self, x_MK, *weights_NK):
-            assert steady() is not None
+            assert self.passes.weights_since is not None
             return [self.times(x_MK, weight.mT) for weight in weights_NK], self.keep(x_MK)
 
         def keep(self, x_MK):
@@ -49,15 +52,18 @@ def build(config):
                 return rows @ right
             return torch.cat([own @ w for own, w in zip(rows.split(self.groups), right, strict=True)])
 
-    class Given(Uniform):
+    class ExactGEMMs(Uniform):
+        def setup(self, seed, passes, gemm):
+            self.passes = passes
+
         def settle(self, parts, mesh):
             self.names = []
             for part in parts:
                 for name, module, _ in tagged(part):
-                    use_gemm(module, dict.fromkeys(gemm_parameters(module), Exact()))
+                    use_gemm(module, dict.fromkeys(gemm_parameters(module), Exact(self.passes)), self.passes)
                     self.names += [f"{name}.{key}" for key in gemm_parameters(module)]
 
         def describe(self):
             return self.names
 
-    return Given(torch.float64, NoLossScale())
+    return ExactGEMMs(torch.float64, NoLossScale())

@@ -4,17 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3 import scaled
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, quantise
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Float32Products, Recipe
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, quantize
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
-from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
+from nanotrain_fp8_deepseek_v3.scratch import Last, MadeOnce, Scratch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.pipeline import weight_gradients
-from nanotrain_core.pipeline.weight_gradients import Postponed
-from nanotrain_core.precision.gemm import steady_weights, use_gemm
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
+from nanotrain_core.precision.gemm import use_gemm
 
 TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
 POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)
@@ -35,7 +35,7 @@ def outliers(*shape, seed=0):
 
 def half_units(x, tile, form=E4M3, *, power_of_two=False):
     """Return the most that rounding may move each element: half a unit in its last place."""
-    tiled = quantise(x, tile, form, power_of_two=power_of_two)
+    tiled = quantize(x, tile, form, power_of_two=power_of_two)
     exponents = tiled.quotients.abs().clamp_min(form.smallest).frexp().exponent - 1
     tiled.quotients.copy_(2.0**exponents * 0.5 * 2.0**-form.mantissa)
     moved = (tiled.quotients * tiled.of_pieces).flatten(-4, -3).flatten(-2, -1)
@@ -58,7 +58,7 @@ def test_each_product_is_as_near_as_the_formats_theory_allows(data, shape, recip
     products = EmulatedFP8(recipe)
     (y,), kept = products.forward(x, w)
     tile = (1, 128) if recipe.tile else (0, 0)
-    turned = (128, 1) if recipe.tile else (0, 0)
+    transposed = (128, 1) if recipe.tile else (0, 0)
     of_x = half_units(x, tile, power_of_two=recipe.input_power_of_two)
     of_w = half_units(w, (recipe.tile, recipe.tile))
     assert ((y.double() - x.double() @ w.double().T).abs() <= furthest(x, of_x, w.T, of_w.T)).all()
@@ -67,9 +67,9 @@ def test_each_product_is_as_near_as_the_formats_theory_allows(data, shape, recip
     d_x, of_d_y = products.dgrad(d_y, w), half_units(d_y, tile, form, power_of_two=powers)
     assert ((d_x.double() - d_y.double() @ w.double()).abs() <= furthest(d_y, of_d_y, w, of_w)).all()
 
-    d_w, of_d_y = products.wgrad(d_y, kept), half_units(d_y, turned, form, power_of_two=powers)
-    once = quantise(x, tile, power_of_two=recipe.input_power_of_two).values()
-    twice = half_units(once, turned, power_of_two=recipe.input_power_of_two) if recipe.tile else 0.0
+    d_w, of_d_y = products.wgrad(d_y, kept), half_units(d_y, transposed, form, power_of_two=powers)
+    once = quantize(x, tile, power_of_two=recipe.input_power_of_two).values()
+    twice = half_units(once, transposed, power_of_two=recipe.input_power_of_two) if recipe.tile else 0.0
     bound = furthest(d_y.T, of_d_y.T, x, of_x + twice)
     assert ((d_w.double() - d_y.double().T @ x.double()).abs() <= bound).all()
 
@@ -127,7 +127,7 @@ def test_experts_that_read_one_tensor_cut_elsewhere_have_other_scales():
         (y,), kept = EmulatedFP8(WHOLE).grouped(torch.tensor(counts)).forward(x, weights)
         pieces = zip(x.split(counts), weights, strict=True)
         assert torch.equal(y, torch.cat([EmulatedFP8(WHOLE).forward(own, w)[0][0] for own, w in pieces]))
-        own = [quantise(each, (0, 0)).scales.flatten().expand(len(each)) for each in x.split(counts)]
+        own = [quantize(each, (0, 0)).scales.flatten().expand(len(each)) for each in x.split(counts)]
         assert torch.equal(kept[1].flatten(), torch.cat(own))
 
 
@@ -156,13 +156,13 @@ def test_an_expert_whose_numbers_are_far_smaller_is_no_worse_than_others(backend
     products = backend(recipe).grouped(torch.tensor(counts))
     found = products_of_one(products, x, weights, d_y)
     of_rows, of_both = 2**0.5 * error[E4M3], (error[E4M3] ** 2 + error[recipe.gradients] ** 2) ** 0.5
-    turned = error[E4M3] if recipe == TILED else 0.0  # what is rounded to powers of two stays
+    transposed = error[E4M3] if recipe == TILED else 0.0  # what is rounded to powers of two stays
     for e, rows in ((0, slice(0, 128)), (2, slice(128, 384))):
         own_x, own_w, own_d_y = (each.double() for each in (x[rows], weights[e], d_y[rows]))
         mine = found[0][rows], found[1][rows], found[2][e]
         exact = own_x @ own_w.T, own_d_y @ own_w, own_d_y.T @ own_x
         for ours, theirs, wanted in zip(
-            mine, exact, (of_rows, of_both, (of_both**2 + turned**2) ** 0.5), strict=True
+            mine, exact, (of_rows, of_both, (of_both**2 + transposed**2) ** 0.5), strict=True
         ):
             assert ((ours - theirs).norm() / theirs.norm()).item() == pytest.approx(wanted, rel=0.1)
     assert not found[2][1].any()
@@ -190,10 +190,10 @@ def test_what_is_kept_of_the_input_takes_a_byte_for_each_number():
 # --- in a layer -------------------------------------------------------------------------------
 
 
-def layer_of(products, *, bias=True):
+def layer_of(products, *, bias=True, passes=None):
     torch.manual_seed(0)
     layer = tag(nn.Linear(200, 72, bias=bias, dtype=torch.bfloat16), Role.COLUMN)
-    use_gemm(layer, {"weight": products})
+    use_gemm(layer, {"weight": products}, passes or Passes())
     return layer
 
 
@@ -214,7 +214,7 @@ def test_a_layer_of_any_class_uses_what_it_was_given(bias):
 
 
 def test_gradients_of_float32_products_are_autograds():
-    layer, x, d_y = layer_of(Float32Products()), normal(3, 5, 200).requires_grad_(), normal(3, 5, 72, seed=2)
+    layer, x, d_y = layer_of(Float32GEMM()), normal(3, 5, 200).requires_grad_(), normal(3, 5, 72, seed=2)
     layer(x).backward(d_y)
     exact = [each.detach().double().requires_grad_() for each in (x, layer.weight)]
     F.linear(*exact).backward(d_y.double())
@@ -222,13 +222,14 @@ def test_gradients_of_float32_products_are_autograds():
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2.0**-8, atol=1e-6)
 
 
-def test_weight_gradients_can_be_put_off():
-    layer, x, d_y = layer_of(EmulatedFP8(TILED)), normal(3, 5, 200), normal(3, 5, 72, seed=2)
+def test_weight_gradients_can_be_deferred():
+    passes, x, d_y = Passes(), normal(3, 5, 200), normal(3, 5, 72, seed=2)
+    layer = layer_of(EmulatedFP8(TILED), passes=passes)
     layer(x).backward(d_y)
-    at_once, later = layer.weight.grad, Postponed()
+    at_once, later = layer.weight.grad, DeferredGradients()
     layer.weight.grad, inputs = None, x.requires_grad_()
     y = layer(inputs)
-    with weight_gradients.postpone(later):
+    with passes.backward(later):
         y.backward(d_y)
     assert inputs.grad is not None
     assert layer.weight.grad is None
@@ -244,39 +245,41 @@ def test_frozen_weights_get_no_gradient():
     assert x.grad.any()
 
 
-def test_a_weight_is_rounded_once_in_a_pass_and_again_when_it_was_written():
-    made, weight = [], nn.Parameter(torch.zeros(3))
-    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1])
-    with steady_weights():
+def test_a_weight_is_rounded_once_while_it_stands_still_and_again_when_it_was_written():
+    passes, made, weight = Passes(), [], nn.Parameter(torch.zeros(3))
+    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1], passes)
+    with passes.weights_stand_still():
         assert read(weight) is read(weight)
         with torch.no_grad():
             weight.add_(1)
         assert read(weight).sum() == 3
     memory = torch.ones(3)
     weight.data = memory
-    with steady_weights():
+    with passes.weights_stand_still():
         assert read(weight).sum() == 3
     memory.add_(1)  # as a collective writes: the parameter's version knows nothing of it
-    with steady_weights():
+    with passes.weights_stand_still():
         assert read(weight).sum() == 6
     assert read(weight) is not read(weight)  # outside, anything may happen between two calls
 
 
 def test_objects_made_anew_for_one_weight_share_what_was_made_and_never_get_that_of_another():
     """As the objects that torch's checkpointing makes for a backward pass, each where the last one was."""
-    made, weights = [], [nn.Parameter(torch.full((3,), float(number))) for number in range(2)]
-    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1])
-    with steady_weights():
+    passes, made = Passes(), []
+    weights = [nn.Parameter(torch.full((3,), float(number))) for number in range(2)]
+    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1], passes)
+    with passes.weights_stand_still():
         for number in (0, 1, 1, 0, 1, 0):
             assert torch.equal(read(weights[number].detach()), weights[number])
     assert len(made) == 2
 
 
 def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatches():
-    products, made = EmulatedFP8(TILED), []
-    products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w))
-    layer = layer_of(products)
-    with steady_weights():
+    passes, made = Passes(), []
+    products = EmulatedFP8(TILED, Scratch(passes))
+    products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w), passes)
+    layer = layer_of(products, passes=passes)
+    with passes.weights_stand_still():
         for seed in range(3):
             layer(normal(5, 200, seed=seed).requires_grad_()).sum().backward()
     assert len(made) == 1
@@ -284,7 +287,7 @@ def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatc
 
 def test_layers_that_read_one_input_round_it_once_and_not_when_it_has_changed():
     made, x = [], normal(5, 200)
-    remembered = Last()
+    remembered = Last(Passes())
     read = lambda tensor, how="": remembered.get(tensor, how, lambda: made.append(tensor.clone()) or made[-1])  # noqa: E731
     assert read(x) is read(x)
     assert read(x.view(5, 200)) is made[0]
@@ -299,6 +302,20 @@ def test_layers_that_read_one_input_round_it_once_and_not_when_it_has_changed():
     for seed in range(4):  # whatever lies where it lay
         other = normal(5, 200, seed=seed)
         assert torch.equal(read(other), other)
+
+
+def test_two_runs_in_one_process_share_nothing_of_what_they_made():
+    """One run's step does not make another's weights stand still, nor hold the other's last input."""
+    one, other = Scratch(Passes()), Scratch(Passes())
+    made, weight, x = [], torch.zeros(3), normal(5, 200)
+    reads = [scratch.once(lambda w: made.append(w) or w.clone()) for scratch in (one, other)]
+    with one.passes.weights_stand_still():
+        assert reads[0](weight) is reads[0](weight)
+        assert reads[1](weight) is not reads[1](weight)
+    layers = [EmulatedFP8(TILED, scratch) for scratch in (one, one, other)]
+    kept = [layer.keep(x)[0] for layer in layers]
+    assert kept[0] is kept[1]
+    assert kept[2] is not kept[0]
 
 
 # --- tensor cores -----------------------------------------------------------------------------

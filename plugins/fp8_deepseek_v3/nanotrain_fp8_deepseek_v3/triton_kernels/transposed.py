@@ -38,7 +38,7 @@ def round_columns(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round 128 rows by ``COLUMNS`` of numbers, or of codes with their scales, and store them turned.
+    """Round 128 rows by ``COLUMNS`` of numbers, or of codes with their scales, and store them transposed.
 
     ``SEARCHED`` 0: all rows are one group.
     """
@@ -66,7 +66,7 @@ def round_columns(  # type: ignore[no-untyped-def]
     tl.store(scales_ptr + tile * scales_tile + c, scale, mask=inside)
 
 
-def quantise_turned(
+def quantize_transposed(
     x_RC: torch.Tensor,
     groups: Groups | None = None,
     format_: Format = E4M3,
@@ -78,17 +78,17 @@ def quantise_turned(
     Columns are filled up to a multiple of 16. With groups, tiles begin anew in each, and of P,
     which is as much as there may be, only the tiles that there are have been written.
     """
-    return _turned(x_RC, None, groups, format_, power_of_two=power_of_two)
+    return _transposed(x_RC, None, groups, format_, power_of_two=power_of_two)
 
 
-def requantise_turned(
+def requantize_transposed(
     codes_RC: torch.Tensor, scales: torch.Tensor, groups: Groups | None = None, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same of codes and scales [R, c] of tiles of 1 x 128: they are rounded once more."""
-    return _turned(codes_RC, scales, groups, E4M3, power_of_two=power_of_two)
+    return _transposed(codes_RC, scales, groups, E4M3, power_of_two=power_of_two)
 
 
-def _turned(
+def _transposed(
     x_RC: torch.Tensor,
     of_x: torch.Tensor | None,
     groups: Groups | None,

@@ -24,21 +24,23 @@ from typing import TypeVar
 import attrs
 import torch
 
-from nanotrain_core.precision.gemm import Kept, QuantizedActivations
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantise, quantise, quantise_groups
-from nanotrain_fp8_deepseek_v3.steady import Last, MadeOnce
+from nanotrain_core.precision.gemm import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
-P = TypeVar("P", bound="Float32Products")
+P = TypeVar("P", bound="Float32GEMM")
 
 
-class Float32Products:
-    """Products in float32 of operands in any dtype: a :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+class Float32GEMM(GEMMBackend):
+    """Products in float32 of operands in any dtype."""
 
     groups: list[int] | None = None
     """Rows of each of several stacked weights; None for one weight."""
 
-    def __init__(self) -> None:
-        self.read_weight = MadeOnce(self.of_weight)
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        """``scratch``: of the run; None: outside of one."""
+        self.scratch = scratch or Scratch()
+        self.read_weight = self.scratch.once(self.of_weight)
 
     def grouped(self: P, counts_E: torch.Tensor) -> P:
         """Return the same for stacked weights."""
@@ -120,50 +122,45 @@ class Recipe:
     """Of dy; x and the weight are E4M3."""
     input_power_of_two: bool = False
     gradient_power_of_two: bool = False
-    narrow: bool = False
-    """Keep what the input is made of, as that of SwiGLU, in eight bits too."""
+    quantize_swiglu: bool = False
+    """Keep the inputs of a SwiGLU, whose output the layer reads, in eight bits too."""
 
 
-class Narrowed(QuantizedActivations):
-    """Holds activations as codes and scales of tiles: :class:`~nanotrain_core.precision.gemm.QuantizedActivations`."""
+class FP8GEMM(QuantizedActivations, GEMMBackend):
+    """A backend that rounds as a recipe says, and holds activations as codes and scales of tiles."""
 
     recipe: Recipe
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not want it."""
-        if not self.recipe.narrow:
+        if not self.recipe.quantize_swiglu:
             return None
-        tiled = quantise(made_of_MK, (1, TILE))
+        tiled = quantize(made_of_MK, (1, TILE))
         return tiled.codes(), tiled.scales.flatten(1)
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """Return what they mean."""
         codes_MK, scales = kept
-        return dequantise(codes_MK, scales, E4M3).to(dtype)
+        return dequantize(codes_MK, scales, E4M3).to(dtype)
 
 
-#: Of inputs that several layers read in a row, and what was kept of them: in this process the last.
-_inputs: Last[tuple[torch.Tensor, Kept]] = Last()
-_turned: Last[list[torch.Tensor]] = Last()
-
-
-class EmulatedFP8(Narrowed, Float32Products):
+class EmulatedFP8(FP8GEMM, Float32GEMM):
     """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
         self.recipe = recipe
         tile = recipe.tile
         self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
 
     def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return the weight, rounded in square blocks: transposed they are the same."""
-        return quantise(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values()
+        return quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values()
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
         how = self.recipe, None if self.recipe.tile else self.groups
-        return _inputs.get(x_MK, how, lambda: self._round_input(x_MK))
+        return self.scratch.inputs.get(x_MK, how, lambda: self._round_input(x_MK))
 
     def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
@@ -175,26 +172,26 @@ class EmulatedFP8(Narrowed, Float32Products):
     def _rows(self, rows: torch.Tensor, format_: Format, *, power_of_two: bool) -> Tiled:
         """Scale rows along themselves, or all that one weight is multiplied with together."""
         if self.recipe.tile or self.groups is None:
-            return quantise(rows, self.along_row, format_, power_of_two=power_of_two)
-        return quantise_groups(rows, self.groups, format_, power_of_two=power_of_two)
+            return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
+        return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
 
     def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
         """Return x rounded once more, once for all layers that read it."""
         how = self.recipe, self.groups
-        return _turned.get(kept[0], how, lambda: super(EmulatedFP8, self).kept_by_group(kept))
+        return self.scratch.transposed.get(kept[0], how, lambda: super(EmulatedFP8, self).kept_by_group(kept))
 
     def of_kept(self, kept: Kept) -> torch.Tensor:
         """Return x rounded once more, along its columns."""
         codes_MK, scales = kept
-        values = dequantise(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
-        if not self.recipe.tile:  # one scale for all of it: there is nothing to turn
+        values = dequantize(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
+        if not self.recipe.tile:  # one scale for all of it: there are no other tiles
             return values
         power_of_two = self.recipe.input_power_of_two
-        return quantise(values, self.along_column, power_of_two=power_of_two, consume=True).values()
+        return quantize(values, self.along_column, power_of_two=power_of_two, consume=True).values()
 
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
         """Return dy rounded along what is summed over: its rows, or its columns, which are of one weight."""
         form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
         if not for_weight:
             return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
-        return quantise(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
+        return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
