@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import and_, ge, gt, le, lt
@@ -98,6 +98,22 @@ class TransformerConfig:
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=gt(0.0), metadata={TRAINING: True})
     """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
+
+    def resolved(self) -> TransformerConfig:
+        """Return the same model with every value spelled out that may be left unset."""
+        return attrs.evolve(
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            head_size=self.head_size or self.width // self.heads,
+            ffn=self.ffn or 4 * self.width,
+        )
+
+    def canonical(self) -> dict[str, Any]:
+        """Return what its weights compute, in the one form that all recipes of this model share."""
+        table = attrs.asdict(self.resolved())
+        if self.positions != "rope":
+            del table["rope_theta"], table["rope_scaling"]
+        return table
 
     def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,12 +34,7 @@ class Transformer:
     """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        self.config = attrs.evolve(
-            config,
-            kv_heads=config.kv_heads or config.heads,
-            head_size=config.head_size or config.width // config.heads,
-            ffn=config.ffn or 4 * config.width,
-        )
+        self.config = config.resolved()
         self.layers = config.layers
         self.vocab_size = config.vocab
         self.max_length = config.max_length or None

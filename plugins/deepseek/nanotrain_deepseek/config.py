@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt
@@ -39,6 +39,20 @@ class YarnConfig:
     def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
         if value >= self.beta_fast:
             raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+
+#: Keys that say nothing where every layer is dense.
+_OF_EXPERTS = {
+    "experts",
+    "top_k",
+    "shared_experts",
+    "expert_ffn",
+    "groups",
+    "group_limit",
+    "score",
+    "normalise_weights",
+    "route_scale",
+}
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -133,6 +147,20 @@ class DeepSeekConfig:
     def chosen_groups(self) -> int:
         """Groups that one token's experts come from, at most."""
         return self.group_limit or self.groups
+
+    def canonical(self) -> dict[str, Any]:
+        """Return what its weights compute, in the one form that all recipes of this model share."""
+        unused: set[str] = set()
+        if not self.dense_layers:
+            unused |= {"ffn"}
+        if not self.mtp:
+            unused |= {"mtp_input"}
+        if self.chosen_groups == self.groups:  # the groups are only those of balance losses
+            unused |= {"groups", "group_limit"}
+        if not self.moe_layers:
+            unused |= _OF_EXPERTS
+        table = attrs.asdict(self) | {"group_limit": self.chosen_groups}
+        return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
