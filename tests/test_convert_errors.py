@@ -51,8 +51,19 @@ def refusal(path):
             {"hidden_act": "relu"},
             "model 'transformer' cannot represent it: config.json: hidden_act is 'relu'",
         ),
-        ({"attention_bias": True}, "attention_bias is True and mlp_bias False"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'; only 'default' or 'llama3'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type is 'longrope'; only 'default' or 'llama3' or 'yarn' or 'linear' or 'dynamic' can be",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor of its RoPE is missing; expected a number"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 16}},
+            "2048 in max_position_embeddings and 16 in original_max_position_embeddings; leave the",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}},
+            "attention_factor of its RoPE is 0 or less",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of its RoPE is missing; expected a number"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0}},

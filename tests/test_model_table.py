@@ -1,5 +1,7 @@
 """Two tables are of one model exactly when the same weights compute the same: the model is the reference."""
 
+from math import log
+
 import attrs
 import pytest
 import torch
@@ -20,6 +22,11 @@ BASES = {
     "gpt2": {**SIZES, "positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
     "layernorm": {**SIZES, "norm": "layernorm"},
     "scaled": {**SIZES, "rope_scaling": RopeScalingConfig(original_length=16)},
+    "linear": {**SIZES, "rope_scaling": RopeScalingConfig(type="linear", original_length=16)},
+    "yarn": {
+        **SIZES,
+        "rope_scaling": RopeScalingConfig(type="yarn", original_length=24, attention_factor=0.1 * log(8) + 1),
+    },
 }
 #: For every key another value, and what the key means where it is left unset.
 OTHERS = {
@@ -32,11 +39,19 @@ OTHERS = {
     "vocab": [25],
     "positions": ["rope", "learned"],
     "rope_theta": [100.0],
-    "rope_scaling": [RopeScalingConfig(original_length=24)],
+    "rope_scaling": [
+        RopeScalingConfig(original_length=24),
+        RopeScalingConfig(original_length=16, beta_fast=8.0, truncate=False),  # none of which llama3 reads
+        RopeScalingConfig(type="linear"),
+        RopeScalingConfig(type="dynamic", original_length=8),
+        RopeScalingConfig(type="yarn", original_length=24),
+    ],
     "norm": ["rmsnorm", "layernorm"],
     "norm_eps": [0.1],
     "activation": ["swiglu", "gelu"],
     "bias": [True, False],
+    "attention_bias": [True, False],
+    "ffn_bias": [True, False],
     "tied": [True],
 }
 

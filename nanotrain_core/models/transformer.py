@@ -109,8 +109,9 @@ class TransformerPart(nn.Module):
         if self.config.positions != "rope":
             return None
         c = self.config
-        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, device=like.device)
-        return rotation(length, turning, like=like)
+        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device)
+        magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
+        return rotation(length, turning, like=like, magnitude=magnitude)
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.
@@ -150,10 +151,20 @@ class Attention(nn.Module):
         super().__init__()
         D, K = config.width, config.head_size
         self.head_size = K
-        self.q = tag(Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.k = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.v = tag(Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.o = tag(Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
+        self.q = tag(Linear(D, config.heads * K, bias=bool(config.attention_bias)), Role.COLUMN, unit=K)
+        self.k = tag(
+            Linear(D, config.kv_heads * K, bias=bool(config.attention_bias)),
+            Role.COLUMN,
+            unit=K,
+            grouped=True,
+        )
+        self.v = tag(
+            Linear(D, config.kv_heads * K, bias=bool(config.attention_bias)),
+            Role.COLUMN,
+            unit=K,
+            grouped=True,
+        )
+        self.o = tag(Linear(config.heads * K, D, bias=bool(config.attention_bias)), Role.ROW, unit=K)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         heads = (-1, self.head_size)
@@ -172,9 +183,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.gate = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.gate = tag(Linear(config.width, config.ffn, bias=bool(config.ffn_bias)), Role.COLUMN)
+        self.up = tag(Linear(config.width, config.ffn, bias=bool(config.ffn_bias)), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=bool(config.ffn_bias)), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(swiglu(self.gate(x_BSD), self.up(x_BSD), self.down))
@@ -186,8 +197,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = tag(Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.up = tag(Linear(config.width, config.ffn, bias=bool(config.ffn_bias)), Role.COLUMN)
+        self.down = tag(Linear(config.ffn, config.width, bias=bool(config.ffn_bias)), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(F.gelu(self.up(x_BSD), approximate="tanh"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs.validators import ge, gt
 
+from nanotrain_core.builtin.configs import yarn_magnitude
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
@@ -34,11 +35,25 @@ class YarnConfig:
     """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
     mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
     """Scales attention scores by m(mscale_all_dim) squared."""
+    attention_factor: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Scales the rotated numbers in place of what `mscale` says; 0 leaves that as it is."""
 
     @beta_slow.validator
     def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
         if value >= self.beta_fast:
             raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+    @property
+    def magnitude(self) -> float:
+        """What the rotated numbers are multiplied by."""
+        one, other = (yarn_magnitude(self.factor, weight) for weight in (self.mscale, self.mscale_all_dim))
+        return self.attention_factor or one / other
+
+    def canonical(self) -> dict[str, Any]:
+        """Return what it computes: ``mscale`` has no other meaning than the magnitude."""
+        table = attrs.asdict(self) | {"attention_factor": self.magnitude}
+        del table["mscale"]
+        return table
 
 
 #: Keys that say nothing where every layer is dense.
@@ -160,6 +175,7 @@ class DeepSeekConfig:
         if not self.moe_layers:
             unused |= _OF_EXPERTS
         table = attrs.asdict(self) | {"group_limit": self.chosen_groups}
+        table["yarn"] = self.yarn and self.yarn.canonical()
         return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
