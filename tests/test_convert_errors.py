@@ -283,8 +283,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
             [ParameterMapping("a", HFTensor("x", columns=(0, 1, 1)))],
             "foreign names of a: columns are no permutation",
         ),
+        (
+            [ParameterMapping("a", HFTensor("x", columns=range(2)))],
+            "foreign names of a: columns are no permutation",
+        ),
     ],
 )
 def test_a_plugin_whose_names_are_wrong_is_told_which(mappings, text):
     with pytest.raises(PluginError, match=text):
         Atlas(mappings, {"a": (4, 3)})
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ((range(3), range(2, 4)), "the columns of x are not each used once: 5 are given"),
+        ((range(3), range(3, 6)), "foreign names of b: 3 columns for 2"),
+        ((range(3), None), "the rows of x are not each used once"),
+    ],
+)
+def test_parameters_that_share_a_tensor_by_columns_must_use_each_once(columns, text):
+    mappings = [
+        ParameterMapping(name, HFTensor("x", columns=each)) for name, each in zip("ab", columns, strict=True)
+    ]
+    with pytest.raises(PluginError, match=text):
+        Atlas(mappings, {"a": (4, 3), "b": (4, 2)})

@@ -31,12 +31,10 @@ class YarnConfig:
     """Pairs that turn more often than this over `original_length` keep their frequency."""
     beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
     """Pairs that turn less often are slowed down by `factor`; those between, in part."""
-    mscale: float = attrs.field(default=1.0, validator=ge(0.0))
+    mscale: float = 1.0
     """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
     mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
     """Scales attention scores by m(mscale_all_dim) squared."""
-    attention_factor: float = attrs.field(default=0.0, validator=ge(0.0))
-    """Scales the rotated numbers in place of what `mscale` says; 0 leaves that as it is."""
 
     @beta_slow.validator
     def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
@@ -46,14 +44,7 @@ class YarnConfig:
     @property
     def magnitude(self) -> float:
         """What the rotated numbers are multiplied by."""
-        one, other = (yarn_magnitude(self.factor, weight) for weight in (self.mscale, self.mscale_all_dim))
-        return self.attention_factor or one / other
-
-    def canonical(self) -> dict[str, Any]:
-        """Return what it computes: ``mscale`` has no other meaning than the magnitude."""
-        table = attrs.asdict(self) | {"attention_factor": self.magnitude}
-        del table["mscale"]
-        return table
+        return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
 
 
 #: Keys that say nothing where every layer is dense.
@@ -175,7 +166,6 @@ class DeepSeekConfig:
         if not self.moe_layers:
             unused |= _OF_EXPERTS
         table = attrs.asdict(self) | {"group_limit": self.chosen_groups}
-        table["yarn"] = self.yarn and self.yarn.canonical()
         return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
