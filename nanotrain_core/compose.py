@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.quantized_storage import settle
-from nanotrain_core.recipe.model_table import model_table, training_keys
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import OWN_KEYS, DataFeed, Feed
@@ -62,10 +61,8 @@ class Run:
     has_routers: bool = False
     """Whether any stage of the model has a router that tells how many tokens each expert got."""
     placed: Sequence[PlacedParameter]
-    model_table: Mapping[str, Any]
-    """What the recipe says of the model: a checkpoint of another one is refused."""
-    free_model_keys: Collection[str] = ()
-    """Those of it that a resumed run may change."""
+    model: Selection | None = None
+    """What the recipe says of the model: a checkpoint of another one is refused. None: it is a script's."""
     loss_weights: Mapping[str, float]
     flops_per_token: float
     gradients: GradientSync
@@ -172,8 +169,7 @@ def compose(
         owners=[part.rank for part in parts],
         has_routers=_any_routers(stages.values(), mesh),
         placed=placed,
-        model_table=model_table(recipe.model),
-        free_model_keys=training_keys(recipe.model.config),
+        model=recipe.model,
         loss_weights=model.loss_weights,
         flops_per_token=costs.total,
         gradients=gradients,

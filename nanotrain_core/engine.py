@@ -31,6 +31,7 @@ from nanotrain_core.optim.lr_schedule import lr_scheduler
 from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.model_table import model_table
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
 from nanotrain_core.run.events import Events
@@ -351,7 +352,7 @@ class RuntimeEngine:
             "step": self.step,
             "owes_evaluation": self.owes_evaluation,
             "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
-            "model": dict(run.model_table),
+            "model": model_table(run.model) if run.model else {},
             "optimizer": run.optimizer.meta(),
             "loss_scale": run.loss_scale.meta(),
             "data": run.feed.meta(),

@@ -31,9 +31,12 @@ LEVELS = (
     (
         "mechanisms",
         "conform environment events executor feed fences folder gradients handover "
-        "initialise lr_schedule saves model_table weights.foreign_weights",
+        "initialise lr_schedule saves weights.foreign_weights",
     ),
-    ("recipe and registry", "catalogues discovery hints registry recipe recipe.* weights.* reformat"),
+    (
+        "recipe and registry",
+        "catalogues discovery hints registry recipe recipe.* model_table weights.* reformat",
+    ),
     ("built-ins", "builtin builtin.*"),
     (
         "engine",

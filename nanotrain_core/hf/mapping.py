@@ -32,7 +32,7 @@ class HFTensor:
     parameters that share a Hugging Face tensor must together use each of its rows once.
     """
     columns: Sequence[int] | None = None
-    """Column j of ours is column ``columns[j]`` of theirs, a permutation; None: the same order."""
+    """The same of axis 1. Parameters that share a tensor have other rows each, or other columns, not both."""
 
 
 @attrs.define(frozen=True)
@@ -49,7 +49,15 @@ class ParameterMapping:
 
 
 class HFMapping(Protocol):
-    """What ``Component.hf`` names. Every ``config`` is one of the component's config class."""
+    """What ``Component.hf`` names. Every ``config`` is one of the component's config class.
+
+    Two further methods are optional:
+
+    - ``counterparts_in(config, hf)`` is used in place of ``mappings`` to read files, where the
+      contents ``hf`` of their ``config.json`` decide how a tensor is stored.
+    - ``empty(config)`` yields name and shape of each tensor that the other library has of such a model
+      although no number is in it, as of experts that are not there.
+    """
 
     model_types: Sequence[str]
     """The values of ``model_type`` in a ``config.json`` that this component can represent."""

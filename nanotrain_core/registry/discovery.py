@@ -26,9 +26,9 @@ import nanotrain_core
 from nanotrain_core import hookspecs
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import PluginError, Preempted, describe, did_you_mean
-from nanotrain_core.local_plugins import local_plugins
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
+from nanotrain_core.registry.local_plugins import local_plugins
 
 #: Entry-point group in which a distribution names its plugins.
 GROUP = "nanotrain.plugins"

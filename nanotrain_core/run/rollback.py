@@ -27,7 +27,7 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     """
     run = engine.run
     try:
-        refuse_other_model(meta["model"], run.model_table, free=run.free_model_keys)
+        refuse_other_model(meta["model"], run.model)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))

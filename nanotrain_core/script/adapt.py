@@ -128,7 +128,6 @@ def adapt(
         mesh=mesh,
         stages={0: ScriptPart(model, loss, config.precision)},
         placed=placed,
-        model_table={},
         loss_weights={"lm": 1.0},
         flops_per_token=6.0 * sum(p.numel() for p in model.parameters()),
         gradients=gradients,

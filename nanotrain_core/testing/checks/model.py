@@ -136,7 +136,9 @@ def layers_may_be_run_again(case: Case) -> None:
     try:
         assert_same(counted, loads, "tokens counted")
     except AssertionError as error:
-        raise AssertionError(f"{error}; tokens are counted by the part, outside of modules of role BLOCK") from None
+        raise AssertionError(
+            f"{error}; tokens are counted by the part, outside of modules of role BLOCK"
+        ) from None
 
 
 @check("model", since="0.1")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt
 
+from nanotrain_core.builtin.configs import yarn_magnitude
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
@@ -30,7 +31,7 @@ class YarnConfig:
     """Pairs that turn more often than this over `original_length` keep their frequency."""
     beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
     """Pairs that turn less often are slowed down by `factor`; those between, in part."""
-    mscale: float = attrs.field(default=1.0, validator=ge(0.0))
+    mscale: float = 1.0
     """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
     mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
     """Scales attention scores by m(mscale_all_dim) squared."""
@@ -39,6 +40,25 @@ class YarnConfig:
     def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
         if value >= self.beta_fast:
             raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+    @property
+    def magnitude(self) -> float:
+        """What the rotated numbers are multiplied by."""
+        return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
+
+
+#: Keys that say nothing where every layer is dense.
+_OF_EXPERTS = {
+    "experts",
+    "top_k",
+    "shared_experts",
+    "expert_ffn",
+    "groups",
+    "group_limit",
+    "score",
+    "normalise_weights",
+    "route_scale",
+}
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -133,6 +153,20 @@ class DeepSeekConfig:
     def chosen_groups(self) -> int:
         """Groups that one token's experts come from, at most."""
         return self.group_limit or self.groups
+
+    def canonical(self) -> dict[str, Any]:
+        """Return what its weights compute, in the one form that all recipes of this model share."""
+        unused: set[str] = set()
+        if not self.dense_layers:
+            unused |= {"ffn"}
+        if not self.mtp:
+            unused |= {"mtp_input"}
+        if self.chosen_groups == self.groups:  # the groups are only those of balance losses
+            unused |= {"groups", "group_limit"}
+        if not self.moe_layers:
+            unused |= _OF_EXPERTS
+        table = attrs.asdict(self) | {"group_limit": self.chosen_groups}
+        return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
         """Say how finely its parts can be split."""
