@@ -8,7 +8,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanotrain_core.builtin.configs import RopeScalingConfig
-from nanotrain_core.models.rope import SCALINGS, frequencies
+from nanotrain_core.models.rope import SCALINGS, rope_frequencies
 from nanotrain_core.recipe.types import field_types
 
 SIZE, THETA, ORIGINAL = 16, 500.0, 64
@@ -49,7 +49,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(case, length):
         head_dim=SIZE, max_position_embeddings=ORIGINAL, rope_parameters={**given, **options}
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS[scaling.type](config, torch.device("cpu"), seq_len=length)
-    found = frequencies(SIZE, THETA, scaling, length=length, device=torch.device("cpu"))
+    found = rope_frequencies(SIZE, THETA, scaling, length=length, device=torch.device("cpu"))
     torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
     assert scaling.magnitude == pytest.approx(magnitude, rel=1e-12)
 

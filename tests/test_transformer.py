@@ -13,7 +13,7 @@ from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH
-from nanotrain_core.models.rope import frequencies, rotation
+from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 
@@ -192,7 +192,7 @@ def test_a_later_token_never_changes_earlier_logits(shape):
 
 
 def turn_of(length, theta, like):
-    return rotation(length, frequencies(8, theta, device=like.device), like=like)
+    return rope_rotation(length, rope_frequencies(8, theta, device=like.device), like=like)
 
 
 def test_rope_makes_scores_depend_on_the_distance_alone():

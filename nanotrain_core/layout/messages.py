@@ -15,7 +15,7 @@ Way = Literal["forward", "backward"]
 WAYS: tuple[Way, ...] = ("forward", "backward")
 
 #: Way, edge and number of a message.
-Key = tuple[Way, int, int]
+MessageKey = tuple[Way, int, int]
 
 
 class Messages:
@@ -36,7 +36,7 @@ class Messages:
         self.owners, self.mesh = owners, mesh
         self.crossing = [edge for edge in range(len(owners) - 1) if owners[edge] != owners[edge + 1]]
         """Edges between two ranks."""
-        self._sent: dict[Key, tuple[dist.Work, torch.Tensor]] = {}
+        self._sent: dict[MessageKey, tuple[dist.Work, torch.Tensor]] = {}
         self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
         if self.crossing:
             self._make_groups()
@@ -49,7 +49,7 @@ class Messages:
         """Begin a step of so many, and drop what one that was broken off left behind. Collective."""
         self._sent.clear()
 
-    def send(self, key: Key, tensor: torch.Tensor) -> None:
+    def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
         """Begin to send ``tensor``, which nobody may write to until it has arrived."""
         for other in [other for other, (work, _) in self._sent.items() if work.is_completed()]:
             del self._sent[other]  # what has arrived, as far as the backend tells before it is asked
@@ -60,7 +60,7 @@ class Messages:
         assert work is not None
         self._sent[key] = work, tensor
 
-    def arrived(self, key: Key) -> None:
+    def arrived(self, key: MessageKey) -> None:
         """Let go of a message that must have arrived: gloo only tells when it is waited for."""
         if key in self._sent:
             self._sent.pop(key)[0].wait()
@@ -71,7 +71,7 @@ class Messages:
             work.wait()
         self._sent.clear()
 
-    def receive(self, key: Key, into: torch.Tensor) -> None:
+    def receive(self, key: MessageKey, into: torch.Tensor) -> None:
         """Wait for a message of the shape and dtype of ``into``, which is contiguous."""
         way, edge, _ = key
         sender = self._global(self.owners[edge if way == "forward" else edge + 1])
@@ -83,7 +83,7 @@ class Messages:
         """Return the run's number of a pipeline rank."""
         return self.mesh.ranks("pp")[rank]
 
-    def _tag(self, key: Key) -> int:
+    def _tag(self, key: MessageKey) -> int:
         way, edge, number = key
         return ((number + 1) * len(self.owners) + edge) * 2 + (way == "backward")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def frequencies(
+def rope_frequencies(
     head_size: int,
     theta: float,
     scaling: RopeScalingConfig | None = None,
@@ -75,7 +75,7 @@ def llama3(
     return plain_P * kept_P + plain_P / factor * (1 - kept_P)
 
 
-def yarn(
+def yarn_frequencies(
     plain_P: torch.Tensor,
     theta: float,
     factor: float,
@@ -113,7 +113,7 @@ SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], t
     "llama3": lambda plain_P, theta, s, length: llama3(
         plain_P, s.factor, s.original_length, s.low_freq_factor, s.high_freq_factor
     ),
-    "yarn": lambda plain_P, theta, s, length: yarn(
+    "yarn": lambda plain_P, theta, s, length: yarn_frequencies(
         plain_P,
         theta,
         s.factor,
@@ -125,7 +125,7 @@ SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], t
 }
 
 
-def rotation(
+def rope_rotation(
     length: int, frequency_P: torch.Tensor, *, like: torch.Tensor, magnitude: float = 1.0
 ) -> Rotation:
     """Return what turns positions 0 to ``length`` - 1 by ``frequency_P`` [K/2], on its device.

@@ -24,7 +24,7 @@ from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.models.rope import Rotation, frequencies, rotation
+from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -107,9 +107,11 @@ class TransformerPart(nn.Module):
         if self.config.positions != "rope":
             return None
         c = self.config
-        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device)
+        turning = rope_frequencies(
+            c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device
+        )
         magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
-        return rotation(length, turning, like=like, magnitude=magnitude)
+        return rope_rotation(length, turning, like=like, magnitude=magnitude)
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.

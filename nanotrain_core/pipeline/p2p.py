@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.messages import Key, Way
+from nanotrain_core.layout.messages import MessageKey, Way
 
 #: What a message can be made of: its number travels ahead of the first one.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ class StageP2P:
         self.owners, self.mesh = owners, mesh
         self.rank = mesh.coordinate("pp") if len(set(owners)) > 1 else owners[0]
         self.messages = mesh.transport.messages(owners, mesh)
-        self._kept: dict[Key, torch.Tensor] = {}
+        self._kept: dict[MessageKey, torch.Tensor] = {}
         self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
         self._told: set[tuple[int, Shape]] = set()
         self.waited = 0.0
@@ -69,7 +69,7 @@ class StageP2P:
 
     def receive(self, edge: int, microbatch: int, like: Shape) -> torch.Tensor:
         """Return the hidden states that the stage before passed forward."""
-        key: Key = ("forward", edge, microbatch)
+        key: MessageKey = ("forward", edge, microbatch)
         if key in self._kept:
             return self._kept.pop(key)
         if (edge, like) not in self._known:
@@ -83,7 +83,7 @@ class StageP2P:
 
     def receive_gradient(self, edge: int, microbatch: int, output: torch.Tensor) -> torch.Tensor:
         """Return the gradient of ``output``, which this rank passed forward."""
-        key: Key = ("backward", edge, microbatch)
+        key: MessageKey = ("backward", edge, microbatch)
         if key in self._kept:
             return self._kept.pop(key)
         found = torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -91,7 +91,7 @@ class StageP2P:
         self.messages.arrived(("forward", edge, microbatch))
         return found
 
-    def _wait_for(self, key: Key, into: torch.Tensor) -> None:
+    def _wait_for(self, key: MessageKey, into: torch.Tensor) -> None:
         began = time.perf_counter()
         self.messages.receive(key, into)
         self.waited += time.perf_counter() - began

@@ -181,12 +181,12 @@ def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return weight.view(-1)[begin:end]
 
 
-def read(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def read_range(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Return the numbers of a flat range; ``begin`` is a multiple of RANGE."""
     return weight.read(begin, end) if isinstance(weight, PackedWeight) else weight.reshape(-1)[begin:end]
 
 
-def write(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
+def write_range(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
     """Write flat numbers, of a packed weight's form, into a range: see :meth:`PackedWeight.write`."""
     if isinstance(weight, PackedWeight):
         weight.write(begin, end, numbers)
@@ -202,7 +202,7 @@ def memory_like(weight: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.zeros(rows, width, dtype=dtype, device=weight.device)
 
 
-def move(parameter: torch.Tensor, memory: torch.Tensor) -> None:
+def move_into(parameter: torch.Tensor, memory: torch.Tensor) -> None:
     """Have ``parameter`` live at the beginning of ``memory``, which is as :func:`memory_like` returns it."""
     if isinstance(parameter, PackedWeight):
         parameter.rows = memory[: len(parameter.rows)].copy_(parameter.rows)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.contracts import Kernels
-from nanotrain_core.layout.transport import Transport
+from nanotrain_core.api.torch import Kernels, Transport
 from nanotrain_cpu import CPUKernelsConfig
 from nanotrain_cpu.memory import keep_freed_memory
 from nanotrain_cpu.transport import SharedMemoryTransport

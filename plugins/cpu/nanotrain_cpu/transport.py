@@ -12,11 +12,19 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
-from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.messages import WAYS, Key, Messages
-from nanotrain_core.layout.transport import Transport
+from nanotrain_core.api.torch import (
+    WAYS,
+    BucketExchange,
+    Buffer,
+    Exchange,
+    GlooExchange,
+    Mesh,
+    MessageKey,
+    Messages,
+    Pending,
+    Transport,
+    Write,
+)
 from nanotrain_cpu.channels import Channel, open_channels
 from nanotrain_cpu.collectives import HostCollectives
 from nanotrain_cpu.shared_memory import SharedBuffers, SharedRing, all_gather, reduce_scatter
@@ -149,7 +157,7 @@ class SharedMemoryMessages(Messages):
         group = self._groups[WAYS[0], self.crossing[0]]
         self.channels = open_channels(ends, group, self.mesh.timeout.total_seconds())
 
-    def _channel(self, key: Key, tensor: torch.Tensor) -> Channel | None:
+    def _channel(self, key: MessageKey, tensor: torch.Tensor) -> Channel | None:
         """Return what such a tensor goes through, if anything."""
         way, edge, number = key
         channel = self.channels.get((way, edge)) if number >= 0 else None
@@ -161,14 +169,14 @@ class SharedMemoryMessages(Messages):
         for channel in self.channels.values():
             channel.begin(microbatches)
 
-    def send(self, key: Key, tensor: torch.Tensor) -> None:
+    def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
         """Write ``tensor`` where its receiver reads."""
         if channel := self._channel(key, tensor):
             channel.send(tensor, key[2])
         else:
             super().send(key, tensor)
 
-    def receive(self, key: Key, into: torch.Tensor) -> None:
+    def receive(self, key: MessageKey, into: torch.Tensor) -> None:
         """Copy what its sender has written."""
         if channel := self._channel(key, into):
             channel.receive(into, key[2])

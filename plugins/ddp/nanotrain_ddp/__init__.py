@@ -9,9 +9,7 @@ from typing import ClassVar
 import attrs
 from attrs.validators import gt
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import Component, Register, hookimpl
 
 __version__ = "0.1.0"
 

@@ -15,14 +15,17 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Parallel
-from nanotrain_core.layout.buckets import Pending
-from nanotrain_core.layout.exchange import Buffer
-from nanotrain_core.layout.gradients import LocalGradients
-from nanotrain_core.layout.layout import Span
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placements
-from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.api import Span
+from nanotrain_core.api.torch import (
+    Buffer,
+    LocalGradients,
+    Mesh,
+    Parallel,
+    Passes,
+    Pending,
+    PlacedParameter,
+    Placements,
+)
 from nanotrain_ddp import DataParallelConfig
 
 

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs.validators import ge, gt
 
-from nanotrain_core.builtin.configs import yarn_magnitude
-from nanotrain_core.errors import Problem
-from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.divisibility import Divisible
-from nanotrain_core.recipe.tree import TRAINING
+from nanotrain_core.api import TRAINING, Divisible, Problem, Role, yarn_magnitude
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout.layout import Layout
-    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.api import Layout, Recipe
 
 
 @attrs.define(frozen=True, kw_only=True)

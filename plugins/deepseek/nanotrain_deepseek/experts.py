@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.moe.routing import Routing, run_locally
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import Ops, Routing, run_locally
 from nanotrain_deepseek.config import DeepSeekConfig
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.hf.mapping import HFError, ParameterMapping, expect, expect_size
+from nanotrain_core.api import HFError, ParameterMapping, expect, expect_size
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.hf_names import Storage, empty, mappings
 from nanotrain_deepseek.hf_rope import rope_options, rope_table

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
+from nanotrain_core.api import HFTensor, ParameterMapping
 from nanotrain_deepseek.config import DeepSeekConfig
 
 #: Names inside a block, ours to theirs; those with a rotary part and the experts are told apart below.

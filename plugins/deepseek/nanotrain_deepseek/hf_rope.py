@@ -6,9 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nanotrain_core.builtin.configs import yarn_magnitude
-from nanotrain_core.hf.mapping import HFError, expect, expect_size
-from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
+from nanotrain_core.api import (
+    HFError,
+    expect,
+    expect_number,
+    expect_size,
+    read_rope,
+    write_rope,
+    yarn_magnitude,
+)
 from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.moe.routing import Routing
-from nanotrain_core.precision.dtypes import keep_dtype
+from nanotrain_core.api.torch import Routing, keep_dtype
 from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
 

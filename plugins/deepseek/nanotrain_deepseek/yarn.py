@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.builtin.configs import yarn_magnitude
-from nanotrain_core.models import rope
-from nanotrain_core.models.rope import Rotation
+from nanotrain_core.api import yarn_magnitude
+from nanotrain_core.api.torch import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
 from nanotrain_deepseek.config import DeepSeekConfig
 
 
@@ -21,7 +20,7 @@ def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor) -> Rota
     """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P]."""
     magnitude = config.yarn.magnitude if config.yarn else 1.0
     turning = frequencies(config, device=like.device)
-    return rope.rotation(length, turning, like=like, magnitude=magnitude)
+    return rope_rotation(length, turning, like=like, magnitude=magnitude)
 
 
 def softmax_scale(config: DeepSeekConfig) -> float:
@@ -36,9 +35,9 @@ def softmax_scale(config: DeepSeekConfig) -> float:
 def frequencies(config: DeepSeekConfig, *, device: torch.device) -> torch.Tensor:
     """Return radians per position of each pair [P/2], float64."""
     size, theta, yarn = config.rope_size, config.rope_theta, config.yarn
-    plain = rope.frequencies(size, theta, device=device)
+    plain = rope_frequencies(size, theta, device=device)
     if yarn is None:
         return plain
-    return rope.yarn(
+    return yarn_frequencies(
         plain, theta, yarn.factor, yarn.original_length, beta_fast=yarn.beta_fast, beta_slow=yarn.beta_slow
     )

@@ -8,12 +8,7 @@ from typing import Literal
 
 import attrs
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.errors import Problem
-from nanotrain_core.hookspecs import Register
-from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.api import Component, Layout, Problem, Recipe, Register, hookimpl
 
 __version__ = "0.1.0"
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.placement import Piece
-from nanotrain_core.run.random_state import stream_seed
+from nanotrain_core.api import CheckpointError
+from nanotrain_core.api.torch import Piece, stream_seed
 
 #: The odd number next to 2^64 over the golden ratio, and the two multipliers of the finaliser, as signed
 #: integers.

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.layout.placement import RANGE
+from nanotrain_core.api.torch import RANGE
 from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack

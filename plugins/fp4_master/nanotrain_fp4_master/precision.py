@@ -10,18 +10,26 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import MasterWeight, Precision
-from nanotrain_core.errors import NanotrainError, did_you_mean
-from nanotrain_core.layout.initialisation import hold
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import RANGE, Piece, Placement
-from nanotrain_core.layout.roles import tagged
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.dtypes import cast
-from nanotrain_core.precision.gemm import GEMMBackend, TorchGEMM, gemm_parameters, use_gemm
-from nanotrain_core.precision.quantized_storage import PackedWeight, unquantized
-from nanotrain_core.precision.uniform import LiveMaster
+from nanotrain_core.api import NanotrainError, did_you_mean, tagged
+from nanotrain_core.api.torch import (
+    RANGE,
+    DequantizingGEMM,
+    GEMMBackend,
+    LiveMaster,
+    MasterWeight,
+    Mesh,
+    PackedWeight,
+    Passes,
+    Piece,
+    Placement,
+    Precision,
+    TorchGEMM,
+    cast,
+    gemm_parameters,
+    hold,
+    unquantized,
+    use_gemm,
+)
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks

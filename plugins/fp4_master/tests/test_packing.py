@@ -13,7 +13,7 @@ from nanotrain_core.precision.quantized_storage import (
     PackedWeight,
     dequantize,
     memory_like,
-    move,
+    move_into,
     quantize_into,
     range_of,
     storage_of,
@@ -135,7 +135,7 @@ def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
     weight = packed(normal(10, 30))  # 300 weights, five rows
     memory = memory_like(weight, 7)
     before = dequantize(weight).clone()
-    move(weight, memory[2:])
+    move_into(weight, memory[2:])
     assert_bitwise({"weight": dequantize(weight)}, {"weight": before}, "moved")
     part = range_of(weight.detach(), 128, 300)
     part.write(0, 172, torch.zeros(172))

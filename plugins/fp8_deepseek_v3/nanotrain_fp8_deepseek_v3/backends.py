@@ -9,8 +9,8 @@ from importlib import import_module
 import attrs
 import torch
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.precision.gemm import GEMMBackend
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import GEMMBackend
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 

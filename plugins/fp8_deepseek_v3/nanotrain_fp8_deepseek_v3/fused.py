@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
 from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch

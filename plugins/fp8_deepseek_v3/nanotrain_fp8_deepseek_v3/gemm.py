@@ -24,7 +24,7 @@ from typing import TypeVar
 import attrs
 import torch
 
-from nanotrain_core.precision.gemm import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_core.api.torch import GEMMBackend, Kept, QuantizedActivations
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 

@@ -14,9 +14,16 @@ from math import isnan
 import attrs
 from torch import nn
 
-from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo, UpdateReport
-from nanotrain_core.moe.routing import dispatch_codec, use_dispatch_codec
-from nanotrain_core.precision.gemm import GEMMBackend, gemms_of
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Monitor,
+    RollbackReport,
+    RunInfo,
+    UpdateReport,
+    dispatch_codec,
+    gemms_of,
+    use_dispatch_codec,
+)
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM
 from nanotrain_fp8_deepseek_v3.precision import Codec

@@ -8,13 +8,18 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, Tag, tagged
-from nanotrain_core.moe.routing import use_dispatch_codec
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, use_gemm
-from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
-from nanotrain_core.precision.uniform import NoLossScale, Uniform
+from nanotrain_core.api import Role, Tag, tagged
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Mesh,
+    NoLossScale,
+    Passes,
+    Uniform,
+    gemm_parameters,
+    quantize_swiglu,
+    use_dispatch_codec,
+    use_gemm,
+)
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize

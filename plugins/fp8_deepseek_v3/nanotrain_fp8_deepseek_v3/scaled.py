@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch

@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.api.torch import Kept, Passes
 
 T = TypeVar("T")
 

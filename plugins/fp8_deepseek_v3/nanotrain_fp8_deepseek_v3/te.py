@@ -27,8 +27,8 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ALIGNED

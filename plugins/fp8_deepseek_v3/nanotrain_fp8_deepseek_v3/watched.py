@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from nanotrain_core.moe.routing import DispatchCodec
-from nanotrain_core.precision.gemm import GEMMBackend, Kept, QuantizedActivations, gemms_of
+from nanotrain_core.api.torch import DispatchCodec, GEMMBackend, Kept, QuantizedActivations, gemms_of
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally

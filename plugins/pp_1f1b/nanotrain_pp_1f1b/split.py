@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import attrs
 
-from nanotrain_core.pipeline.actions import Costs, Part, parts_between
+from nanotrain_core.api import Costs, Part, parts_between
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 
 #: How many splits of the first layers over the first stages are kept for every number of layers.

@@ -20,11 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.buckets import Pending
-from nanotrain_core.layout.exchange import Exchange
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import share_of
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import Exchange, Mesh, Pending, share_of
 
 
 class SplitError(NanotrainError, ValueError):

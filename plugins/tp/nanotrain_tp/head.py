@@ -22,10 +22,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.batch import IGNORE
-from nanotrain_core.layout.placement import Placement, share_of
-from nanotrain_core.models.cross_entropy import wide_dtype
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.api.torch import IGNORE, TORCH, Ops, Placement, share_of, wide_dtype
 from nanotrain_tp.collectives import Ranks
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.layout.buckets import Pending
+from nanotrain_core.api.torch import Pending
 from nanotrain_tp.collectives import Ranks
 
 

@@ -17,11 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.batch import Batch
-from nanotrain_core.models.ops import ops_of
-from nanotrain_core.moe.routing import Routing
-from nanotrain_core.precision.gemm import gemms_of
-from nanotrain_core.precision.placed_wgrad import Again, Place
+from nanotrain_core.api.torch import Again, Batch, Place, Routing, gemms_of, ops_of
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import Crossing

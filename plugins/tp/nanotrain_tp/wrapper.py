@@ -21,12 +21,18 @@ from math import lcm
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Parallel
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, Placements
-from nanotrain_core.layout.roles import Role, Tag, share_tokens, tagged, take_over
-from nanotrain_core.recipe.divisibility import divisors_near, either, multiples_near
+from nanotrain_core.api import (
+    NanotrainError,
+    Role,
+    Tag,
+    divisors_near,
+    either,
+    multiples_near,
+    share_tokens,
+    tagged,
+    take_over,
+)
+from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.head import Rows

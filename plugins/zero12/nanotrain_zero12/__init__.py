@@ -9,11 +9,7 @@ from typing import ClassVar
 import attrs
 from attrs.validators import gt, in_
 
-from nanotrain_core import hookimpl
-from nanotrain_core.builtin.configs import AdamWConfig
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
-from nanotrain_core.optim.moment_groups import check_moments
+from nanotrain_core.api import AdamWConfig, Component, Register, check_moments, hookimpl
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter
-from nanotrain_core.precision.quantized_storage import memory_like, move
+from nanotrain_core.api.torch import RANGE, Piece, PlacedParameter, memory_like, move_into
 
 #: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
 #: ranges are cut where the contract says, and begin on cache lines.
@@ -95,7 +94,7 @@ class Flat:
         length, first = bounds[-1][1], members[0].parameter
         self.weights = memory_like(first, length // ALIGN)
         for start, member in zip(self.starts, members, strict=False):
-            move(member.parameter, self.weights[start // ALIGN :])
+            move_into(member.parameter, self.weights[start // ALIGN :])
         shard = torch.zeros(length // self.ranks, dtype=dtype, device=first.device)
         self.buckets = [self._bucket(start, stop, shard) for start, stop in bounds]
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanotrain_core.contracts import GradientSync, MasterWeight, Precision, StepStats
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.api.torch import (
+    AdamW,
+    GradientSync,
+    MasterWeight,
+    Mesh,
+    Piece,
+    PlacedParameter,
+    Precision,
+    StepStats,
+)
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.offload import HostMaster
 from nanotrain_zero12.sharded import ShardedGradients

@@ -18,14 +18,17 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.buckets import BucketExchange, Pending
-from nanotrain_core.layout.gradients import LocalGradients
-from nanotrain_core.layout.layout import Span
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.quantized_storage import form_of
+from nanotrain_core.api import NanotrainError, Span
+from nanotrain_core.api.torch import (
+    BucketExchange,
+    LocalGradients,
+    Mesh,
+    Passes,
+    Pending,
+    Piece,
+    PlacedParameter,
+    form_of,
+)
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
 from nanotrain_zero12.transport import choose

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.layout.buckets import BucketExchange, Write
-from nanotrain_core.layout.layout import Span
-from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.api import Span
+from nanotrain_core.api.torch import BucketExchange, Mesh, Write
 from nanotrain_zero12.flat import ALIGN
 
 
