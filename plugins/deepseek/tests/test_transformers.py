@@ -97,7 +97,7 @@ VERSIONS = {
 #: The first four with both kinds of RoPE, then Mistral 4, and the others with the one that has more to it.
 PAIRS = [
     *(
-        pytest.param(v, rope, id=f"{v}-{rope and 'yarn'}")
+        pytest.param(v, rope, id=f"{v}-{'yarn' if rope else 'plain'}")
         for v in list(VERSIONS)[:4]
         for rope in (None, YARN)
     ),
