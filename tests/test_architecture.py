@@ -128,7 +128,7 @@ def code_lines(path: Path) -> int:
 FOLDERS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each part of the core may have of code, in lines; "": all that is in no folder of its own.
 SMALL = {
-    "recipe": 1120,
+    "recipe": 1140,
     "cli": 960,
     "contracts": 400,
     "host": 350,
