@@ -170,7 +170,34 @@ REFUSED = {
         ["topology.tp=4"],
         [
             "--nproc: run.ranks: 6 ranks do not fit [topology]: pp 1 x cp 1 x tp 4 = 4 does not divide 6; "
-            "4 or 8 ranks would do"
+            "4 or 8 ranks would do",
+            "recipe.toml:11: model.heads: 6 heads do not divide by tp = 4; tp could be 3 or 6, their number "
+            "4 or 8",
+        ],
+    ),
+    "ranks, stages and experts": (
+        GPT,
+        6,
+        ["topology.pp=8", "schedule.use=1f1b", "topology.ep=2"],
+        [
+            "--nproc: run.ranks: 6 ranks do not fit [topology]: pp 8 x cp 1 x tp 1 = 8 does not divide 6; "
+            "16 or 32 ranks would do",
+            "--set #2: schedule: '1f1b': 4 layers cannot fill 8 stages (pp 8): at most pp = 4, or list "
+            "[schedule] layers, where a stage may have 0",
+            "--set #3: topology.ep: ep = 2, but model 'transformer' has no experts; expected 1",
+        ],
+    ),
+    "ranks, decay and an idle dimension": (
+        GPT,
+        3,
+        ["topology.cp=2", "optimizer.lr_schedule.decay_steps=2"],
+        [
+            "--nproc: run.ranks: 3 ranks do not fit [topology]: pp 1 x cp 2 x tp 1 = 2 does not divide 3; "
+            "2 or 4 ranks would do",
+            "--set #2: optimizer.lr_schedule.decay_steps: 0 steps of warm-up and 2 of decay do not fit into "
+            "a run of 1 steps",
+            "--set #1: topology.cp: cp = 2, but no component of this recipe handles cp; nor does an "
+            "installed one: set cp = 1",
         ],
     ),
 }

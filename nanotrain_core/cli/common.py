@@ -50,6 +50,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Read 0 or a number above it, for ``argparse``."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return int(text)
+
+
 def ranks(args: argparse.Namespace) -> int | None:
     """Return the world size that ``--nproc`` and ``--nnodes`` ask for, None if neither does."""
     if args.nproc is None and args.nnodes is None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
+from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.errors import NanotrainError, nearby
 from nanotrain_core.launch.environment import Ranks
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at that place")
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=count,
         metavar="N",
         help="start all ranks again after a failure, at most N times; default: run.max_restarts",
     )

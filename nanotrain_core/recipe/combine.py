@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,6 +17,12 @@ from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
+
+if TYPE_CHECKING:  # contracts import torch
+    from nanotrain_core.contracts import Topology
+
+#: World sizes to look for one that the degrees of a recipe fit.
+MOST = 4096
 
 
 @attrs.define(frozen=True)
@@ -58,10 +65,15 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     try:
         layout: Layout = topology.layout(recipe.run.ranks)
     except ValueError as error:
-        return None, [
-            *problems,
-            Problem("run.ranks", f"{recipe.run.ranks} ranks do not fit [topology]: {error}"),
-        ]
+        text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
+        problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]
+        near = _nearest(topology, recipe.run.ranks)
+        if near is not None:  # what the degrees cannot do on any number of ranks is told together with that
+            mismatches = list(_dimensions(members, near, recipe, registry))
+            unready = mismatches or any(_batch(recipe, near))  # of which only so many ranks would be told
+            problems += mismatches if unready else _stages(recipe, near, registry)
+            problems += _own_checks(members, recipe, near, registry)
+        return None, problems
     except NanotrainError:
         raise
     except Exception as error:
@@ -69,10 +81,16 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     problems += _lr_schedule(recipe)
     mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, recipe, registry)]
     problems += mismatches or _stages(recipe, layout, registry)
-    for member in members:
-        if member.component.check is not None:
-            problems += _own_check(member, recipe, layout, registry)
+    problems += _own_checks(members, recipe, layout, registry)
     return layout, problems
+
+
+def _nearest(topology: Topology, ranks: int) -> Layout | None:
+    """Return a layout of the same degrees: of as many ranks as come near, fewer if possible."""
+    for number in (*range(ranks - 1, 0, -1), *range(ranks + 1, MOST + 1)):
+        with suppress(ValueError):
+            return topology.layout(number)
+    return None
 
 
 def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
@@ -115,6 +133,14 @@ def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:
             f"{schedule.warmup_steps} steps of warm-up and {schedule.decay_steps} of decay do not fit into a "
             f"run of {steps} steps",
         )
+
+
+def _own_checks(
+    members: list[Member], recipe: Recipe, layout: Layout, registry: Registry
+) -> Iterator[Problem]:
+    for member in members:
+        if member.component.check is not None:
+            yield from _own_check(member, recipe, layout, registry)
 
 
 def _own_check(member: Member, recipe: Recipe, layout: Layout, registry: Registry) -> list[Problem]:
