@@ -185,7 +185,7 @@ def resume_unreadably(folder, full, steps):
 @pytest.mark.parametrize("full", [True, False])
 def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):
     """One bad host sets nothing aside that all others could go on from, if it can read none."""
-    run_ranks(save_often, 2, tmp_path, ZERO, 0.0, True)
+    run_ranks(save_often, 2, tmp_path, "auto", 0.0, True)
     steps = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     for error in run_ranks(resume_unreadably, 2, tmp_path, full, (2, 4, 6, 8, 9)):
         assert "is whole: " in error
