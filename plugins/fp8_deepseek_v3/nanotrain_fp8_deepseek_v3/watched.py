@@ -46,9 +46,7 @@ class Watch:
 
     def counts_forward(self, module: nn.Module) -> bool:
         """Return whether to count a forward pass: of training, for the first time."""
-        gemms = gemms_of(module)
-        recomputing = gemms is not None and gemms.passes.recomputing
-        return self.on and module.training and not recomputing
+        return self.on and module.training and not in_backward(module)
 
     def of(self, key: Key, x: torch.Tensor) -> Tally:
         """Return the tally of an operand."""
@@ -158,8 +156,9 @@ class WatchedCodec:
         self.behind, self.watch, self.name, self.module = behind, watch, name, module
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Count rows, or their gradients."""
-        if rows.numel() and self.watch.counts_forward(self.module):
+        """Count rows, or gradients, which need none themselves: rows in a backward pass are recomputed."""
+        recomputed = rows.requires_grad and in_backward(self.module)
+        if self.watch.on and self.module.training and rows.numel() and not recomputed:
             x = rows.detach()
             self.watch.of((self.name, SENT), x).add(x, quantize(x, (1, TILE), E4M3, power_of_two=True))
         return self.behind.encode(rows)
@@ -167,6 +166,12 @@ class WatchedCodec:
     def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Pass it on."""
         return self.behind.decode(coded, width, dtype)
+
+
+def in_backward(module: nn.Module) -> bool:
+    """Return whether a backward pass of the run that ``module`` belongs to is under way."""
+    gemms = gemms_of(module)
+    return gemms is not None and gemms.passes.recomputing
 
 
 def label(name: str, key: str, backends: Mapping[str, FP8GEMM]) -> str:

@@ -229,6 +229,24 @@ def test_rows_on_their_way_to_experts_are_counted_and_sent_as_they_are():
     assert [found.elements, round(found.underflow * found.elements)] == wanted[:2]
 
 
+def test_gradients_on_their_way_to_experts_are_counted_and_rows_that_are_recomputed_are_not():
+    module, passes, watch = tag(nn.Linear(40, 40), Role.ROW), Passes(), Watch()
+    use_gemm(module, {"weight": EmulatedFP8(TILED)}, passes)
+    watch.begin(on=True)
+    codec, rows = WatchedCodec(Codec(), watch, "m", module), torch.randn(8, 40)
+
+    def counted():
+        return watch.tallies["m", "sent"].elements
+
+    codec.encode(rows.requires_grad_())
+    assert counted() == rows.numel()
+    with passes.backward():
+        codec.encode(rows)
+        assert counted() == rows.numel()
+        codec.encode(rows.detach())
+    assert counted() == 2 * rows.numel()
+
+
 @pytest.mark.parametrize(("every", "watched_steps"), [(1000, 1), (2, 2)])
 def test_ranks_talk_at_the_start_and_in_watched_steps_and_in_no_other(every, watched_steps):
     around = {**WITH_FP8, "parallel": [{"use": "summed"}]}
