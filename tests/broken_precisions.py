@@ -8,7 +8,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.layout.placement import RANGE
 from nanotrain_core.layout.roles import tagged
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.gemm import gemm_parameters, use_gemm
+from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
 from nanotrain_core.precision.quantized_storage import PackedWeight
 from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
 
@@ -40,7 +40,7 @@ class ForgetsItsMasters(Uniform):
         return master
 
 
-class NoWeightGradient(DequantizingGEMM):
+class NoWeightGradient(TorchGEMM):
     def wgrad(self, d_y_MN, kept):
         return torch.zeros_like(super().wgrad(d_y_MN, kept))
 
@@ -51,9 +51,12 @@ class LosesOneGradient(Uniform):
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
+    def setup(self, seed, passes, gemm):
+        self.passes = passes
+
     def convert(self, part):
         module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
-        use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()))
+        use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()), self.passes)
         return super().convert(part)
 
 
@@ -78,9 +81,12 @@ class LosesTheLastRow(Uniform):
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
+    def setup(self, seed, passes, gemm):
+        self.passes, self.gemm = passes, DequantizingGEMM(gemm)
+
     def convert(self, part):
         for _, module, _ in tagged(part):
-            use_gemm(module, dict.fromkeys(gemm_parameters(module), DequantizingGEMM()))
+            use_gemm(module, dict.fromkeys(gemm_parameters(module), self.gemm), self.passes)
         return super().convert(part)
 
     def pack(self, parts):

@@ -22,7 +22,6 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.transformer import Transformer
-from nanotrain_core.moe.routing import runs_again
 from nanotrain_core.optim.adamw import SGD, AdamW
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
@@ -106,7 +105,7 @@ class HidesExperts(Routed):
 
 
 class CountsTwice(Routed):
-    """Its routers count a token again when their layer is run again."""
+    """Its routers count in their own forward, which runs again when their layer does."""
 
     def build(self, part, *ops):
         module = super().build(part, *ops)
@@ -117,9 +116,7 @@ class CountsTwice(Routed):
 
     @staticmethod
     def count(router, args, routing):
-        if runs_again():
-            more = torch.bincount(routing.experts.flatten(), minlength=len(router.weight))
-            router.load = more if router.load is None else router.load + more
+        router.add_load(torch.bincount(routing.experts.flatten(), minlength=len(router.weight)))
 
 
 class NumbersExperts(Routed):

@@ -1,4 +1,4 @@
-"""What kernels must offer: who computes a model's functions, its linear layers, and exchanges between ranks."""
+"""What kernels must offer: a model's functions, its linear layers, and exchanges between ranks."""
 
 from __future__ import annotations
 

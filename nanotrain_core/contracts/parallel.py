@@ -46,8 +46,8 @@ class GradientSync(Protocol):
         """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
         ``passes.splits_backward`` tells whether a weight's gradient may come later than others of its
-        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is the parameter's
-        ``grad_dtype``.
+        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is the
+        parameter's ``grad_dtype``.
         """
         ...
 

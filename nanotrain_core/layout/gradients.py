@@ -77,7 +77,8 @@ class LocalGradients:
                 raise NanotrainError(
                     f"the gradient of {placed.placement.name} is partial along {partial}, and "
                     f"{type(self).__name__} adds up none; "
-                    "expected another gradient_sync, such as nanotrain_core.layout.gradients.AllReduceGradients()"
+                    "expected another gradient_sync, such as "
+                    "nanotrain_core.layout.gradients.AllReduceGradients()"
                 )
 
     def accumulated(self, parameter: torch.Tensor) -> None:

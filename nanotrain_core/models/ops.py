@@ -1,7 +1,7 @@
 """The functions that models call, as plain PyTorch: the definition of each, and what runs on a GPU.
 
-A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component of
-kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
+A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component
+of kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
 
 Shapes: B batch, S sequence, T tokens (B S), D width, H query heads, G key and value heads, K size of a query
 and key, V size of a value or of the vocabulary, F feed-forward width, E experts, C experts chosen for each
@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rope(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1K: Tensor) -> Tensor:
     """Return ``x_BSHK`` with number i of each head and number i + K/2 turned by their position's angle.
 
-    ``cos`` and ``sin`` are those of :func:`~nanotrain_core.models.rope.rotation`, in whose dtype it is turned.
+    ``cos`` and ``sin`` are those of :func:`~nanotrain_core.models.rope.rotation`, in whose dtype it turns.
     Source: Su et al., arXiv 2104.09864, equation 34, in the "rotate half" order of Llama's public weights.
     """
     x1, x2 = x_BSHK.to(cos_S1K.dtype).chunk(2, dim=-1)

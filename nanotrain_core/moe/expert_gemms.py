@@ -5,6 +5,7 @@ Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -97,7 +98,7 @@ class _Experts(torch.autograd.Function):
 def _quantize(
     backend: GEMMBackend | QuantizedActivations, x_NF: torch.Tensor
 ) -> tuple[torch.Tensor, ...] | None:
-    """Return a narrow form of what an input is made of, if the backend has one."""
-    from nanotrain_core.precision.gemm import QuantizedActivations
-
-    return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None
+    """Return a narrow form of what an input is made of, if the backend is a QuantizedActivations."""
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None] | None
+    quantize = getattr(backend, "quantize", None)
+    return quantize(x_NF) if quantize else None

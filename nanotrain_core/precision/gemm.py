@@ -30,7 +30,7 @@ Kept = tuple[torch.Tensor, ...]
 
 
 class GEMMBackend(Protocol):
-    """Makes the three products of 2-D rows. Nothing here is differentiable: callers have their own backward."""
+    """Makes the three products of 2-D rows. None is differentiable: callers have their own backward."""
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
