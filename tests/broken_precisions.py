@@ -55,7 +55,7 @@ class LosesOneGradient(Uniform):
         self.passes = passes
 
     def convert(self, part):
-        module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
+        *_, module = (module for _, module, _ in tagged(part) if gemm_parameters(module))
         use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()), self.passes)
         return super().convert(part)
 
