@@ -129,10 +129,7 @@ def compose(
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
     placements = share_between_stages(place(stages.values(), layout), mesh)
-    for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
-        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
-        _check_wrapped(selection, stages.values(), placements)
-    _check_experts(stages.values(), mesh)
+    stages = _wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
     actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
@@ -212,6 +209,20 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
     _, rank = pipeline(mesh)
     with torch.device("meta"):
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
+
+
+def _wrap(
+    stages: dict[int, nn.Module],
+    placements: Placements,
+    mesh: Mesh,
+    wrappers: Iterable[tuple[Selection, Parallel]],
+) -> dict[int, nn.Module]:
+    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
+    for selection, wrapper in wrappers:
+        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
+        _check_wrapped(selection, stages.values(), placements)
+    _check_experts(stages.values(), mesh)
+    return stages
 
 
 def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:

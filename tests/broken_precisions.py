@@ -40,7 +40,7 @@ class ForgetsItsMasters(Uniform):
         return master
 
 
-class NoWeightGradient(DequantizingGEMM):
+class NoWeightGradient(TorchGEMM):
     def wgrad(self, d_y_MN, kept):
         return torch.zeros_like(super().wgrad(d_y_MN, kept))
 

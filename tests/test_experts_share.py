@@ -10,6 +10,7 @@ LAZY = """
 import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
+from nanotrain_core.contracts import Parallel
 
 
 @attrs.define(frozen=True)

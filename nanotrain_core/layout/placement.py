@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from nanotrain_core.layout.layout import Layout, Span
+from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +26,6 @@ Shape = tuple[int, ...]
 #: 22 million in float32 it loses 0.2%, of 134 million 2.8%, and gradients are clipped to too large a norm.
 #: A GPU adds in many places at once.
 SUMMED = {"cpu": 2**16}
-
-#: Where ranks share a parameter out, ranges begin at multiples of this many elements of the flattened block,
-#: so that what is kept for a few neighbouring weights at once, as a narrow format's scale, is on one rank.
-RANGE = 64
 
 
 def share_of(length: int, index: int, count: int) -> tuple[int, int]:

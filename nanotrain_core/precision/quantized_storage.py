@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from nanotrain_core.layout.placement import RANGE
+from nanotrain_core.layout.ranges import RANGE
 
 aten = torch.ops.aten
 

@@ -75,8 +75,8 @@ def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
     """Train with a bias in each tagged linear, and INNER and SHARED modules at each COLUMN that has units."""
     build = compose.build_stages
 
-    def build_with_more(model: Any, parts: Any, mesh: Any) -> Any:
-        stages = build(model, parts, mesh)
+    def build_with_more(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
+        stages = build(model, parts, mesh, ops)
         with torch.device("meta"):
             for part in stages.values():
                 _add_roles_and_biases(part)

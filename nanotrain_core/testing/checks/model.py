@@ -136,9 +136,8 @@ def layers_may_be_run_again(case: Case) -> None:
     try:
         assert_same(counted, loads, "tokens counted")
     except AssertionError as error:
-        raise AssertionError(
-            f"{error}; tokens are counted by the part, outside of modules of role BLOCK"
-        ) from None
+        remedy = "return the load in Routing and add it in the part, which runs once: a BLOCK may run twice"
+        raise AssertionError(f"{error}; {remedy}") from None
 
 
 @check("model", since="0.1")
