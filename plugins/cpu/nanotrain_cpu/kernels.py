@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+from torch import nn
+
 from nanotrain_core.contracts import Kernels
+from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import GEMMBackend
 from nanotrain_cpu import CPUKernelsConfig
+from nanotrain_cpu.attention import attention
+from nanotrain_cpu.experts import experts
+from nanotrain_cpu.gemm import CPUGEMM, use_faster_products
+from nanotrain_cpu.permutation import permute, unpermute
+
+#: What is faster than plain PyTorch on a CPU: 5% of a training step at least, as the README shows.
+FASTER = replace(TORCH, attention=attention, experts=experts, permute=permute, unpermute=unpermute)
 
 
 class CPUKernels(Kernels):
@@ -11,3 +26,15 @@ class CPUKernels(Kernels):
 
     def __init__(self, config: CPUKernelsConfig) -> None:
         self.config = config
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return functions for a CPU; elsewhere plain PyTorch."""
+        return FASTER if device.type == "cpu" else TORCH
+
+    def gemm(self) -> GEMMBackend:
+        """Return the products in the faster library."""
+        return CPUGEMM()
+
+    def apply(self, part: nn.Module, passes: Passes) -> None:
+        """Have float32 linear layers compute in the faster library, where this processor has one."""
+        use_faster_products(part, passes)
