@@ -146,6 +146,23 @@ def test_the_plugin_of_the_tutorial_trains(tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_files_that_a_page_names_are_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    linked = re.findall(r"\[`([\w./]+)`\]\(([^)#]+)\)", text)
+    assert all(name == "nanotrain_core.api" or name.rstrip("/") in target for name, target in linked)
+    plain = set(re.findall(r"`([\w./]+\.py)`", text)) - {name for name, _ in linked}
+    assert len(linked) > 10
+    for name in plain:
+        assert (ROOT / name).is_file() or (ROOT / "nanotrain_core" / name).is_file(), name
+
+
+def test_the_architecture_page_has_every_room():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parent.name for path in ROOT.glob("nanotrain_core/*/__init__.py")}
+    assert set(re.findall(r"^\| \[`(\w+)/`\]", text, re.MULTILINE)) == rooms
+
+
 @pytest.mark.parametrize(
     "path", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.name
 )
