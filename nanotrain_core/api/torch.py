@@ -64,8 +64,10 @@ from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, rms_norm, r
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
 from nanotrain_core.moe.routing import (
     Compute,
+    CountingRouter,
     DispatchCodec,
     Routing,
+    count_of,
     dispatch_codec,
     inverted,
     run_locally,
@@ -121,6 +123,7 @@ __all__ = [
     "CheckpointReport",
     "Chunks",
     "Compute",
+    "CountingRouter",
     "Data",
     "DequantizingGEMM",
     "DispatchCodec",
@@ -190,6 +193,7 @@ __all__ = [
     "attention",
     "cast",
     "clip_factor",
+    "count_of",
     "dequantize",
     "dispatch_codec",
     "form_of",

@@ -121,11 +121,8 @@ def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[
         raise HFError(f"{why}. {OWN_NAMES}") from None
     atlas = Atlas(hf.mappings(model_config), weights.reader.shapes)
     entries = list(atlas.entries(weights.reader, dtypes))
-    if hasattr(hf, "empty"):
-        dtype = entries[0].dtype
-        entries += [
-            Entry(n, s, dtype, partial(torch.empty, s, dtype=dtype)) for n, s in hf.empty(model_config)
-        ]
+    dtype = entries[0].dtype
+    entries += [Entry(n, s, dtype, partial(torch.empty, s, dtype=dtype)) for n, s in hf.empty(model_config)]
     largest = max(entries, key=lambda entry: entry.nbytes).dtype
     config["torch_dtype"] = str(largest).removeprefix("torch.")
     return entries, CONFIG, json.dumps(config, indent=2) + "\n"

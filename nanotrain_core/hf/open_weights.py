@@ -182,8 +182,7 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
         raise HFError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
     selection = select(table, registry, folder)
     own = selection.config
-    stored = hf.counterparts_in(own, config) if hasattr(hf, "counterparts_in") else None
-    atlas = Atlas(stored or hf.mappings(own), shapes_of(selection, registry))
+    atlas = Atlas(hf.mappings_in(own, config), shapes_of(selection, registry))
     return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
 
 

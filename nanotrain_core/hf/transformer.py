@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.hf.mapping import HFError, HFTensor, ParameterMapping, expect, expect_size
+from nanotrain_core.hf.mapping import HFError, HFMapping, HFTensor, ParameterMapping, expect, expect_size
 from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 
 #: The options in which the two differ, as :class:`TransformerConfig` calls them.
@@ -23,7 +23,7 @@ _BIASES = {"attention_bias": True, "ffn_bias": True}
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
-class TransformerNames:
+class TransformerNames(HFMapping):
     """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
     model_types = ("llama", "gpt2")

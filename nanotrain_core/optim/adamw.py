@@ -14,6 +14,7 @@ from nanotrain_core.contracts import (
     ErrorFeedback,
     GradientSync,
     MasterWeight,
+    Optimizer,
     Precision,
     StepStats,
 )
@@ -89,7 +90,7 @@ def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
             group["params"] = each
 
 
-class MasterOptimizer:
+class MasterOptimizer(Optimizer):
     """Steps a ``torch.optim`` optimizer on the masters; subclasses say which, and its state.
 
     See :class:`~nanotrain_core.contracts.Optimizer`.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Block, GradientSync, Precision, StepStats
+from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, clip_factor, global_norm
@@ -49,7 +49,7 @@ class Reached:
         return [bool(number) for number in numbers.tolist()]
 
 
-class ScriptOptimizer:
+class ScriptOptimizer(Optimizer):
     """A torch optimizer that steps on the engine's gradients.
 
     What it keeps for each parameter is saved as it is, tensors of any shape and plain numbers, whatever

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -13,7 +13,15 @@ import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from nanotrain_core.compose import Run, compose
-from nanotrain_core.contracts import Block, EvaluationReport, Monitor, StepReport, StepStats, UpdateReport
+from nanotrain_core.contracts import (
+    Block,
+    EvaluationReport,
+    Monitor,
+    Optimizer,
+    StepReport,
+    StepStats,
+    UpdateReport,
+)
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.layout.initialisation import initial_block
 from nanotrain_core.layout.placement import Placement
@@ -156,7 +164,7 @@ def train(
     engine = make_engine(case, changes, folder=folder, resume=resume)
     optimizer, seen, watch = FirstGradients(engine.run), Reports(), Gradients()
     checkpoint = SaveAt(engine.run.checkpoint, save_at)
-    engine.run = attrs.evolve(engine.run, optimizer=optimizer, checkpoint=checkpoint)
+    engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer), checkpoint=checkpoint)
     engine.events.monitors = [*engine.events.monitors, *([watch] if watch_gradients else []), seen]
     if failing_monitors:
         engine.events.strict = False

@@ -19,7 +19,7 @@ from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.moe.routing import Routing, run_locally
+from nanotrain_core.moe.routing import CountingRouter, Routing, run_locally
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.precision.dtypes import keep_dtype
 
@@ -59,16 +59,15 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class Router(nn.Module):
+class Router(CountingRouter):
     """Sigmoid scores with a bias for the choice, and the balance loss of each sequence."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config.experts)
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.bias = nn.Parameter(torch.empty(config.experts), requires_grad=False)
         keep_dtype(self, "bias")
-        self.load: torch.Tensor | None = None
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
         E, K, favoured = self.config.experts, self.config.chosen, self.config.favoured
@@ -83,15 +82,6 @@ class Router(nn.Module):
         share_BE = F.one_hot(experts_BSK, E).sum((1, 2)).to(scores_BSE) * E / K / x_BSD.shape[1]
         mean_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
         return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()}, load)
-
-    def add_load(self, load: torch.Tensor) -> None:
-        """Count tokens, outside of the layer, which may run twice."""
-        self.load = load if self.load is None else self.load + load
-
-    def take_load(self) -> torch.Tensor:
-        """Return the tokens of each expert since this was last asked."""
-        load, self.load = self.load, None
-        return torch.zeros(self.config.experts, dtype=torch.int64) if load is None else load
 
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:

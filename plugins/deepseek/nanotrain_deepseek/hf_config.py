@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.api import HFError, ParameterMapping, expect, expect_size
+from nanotrain_core.api import HFError, HFMapping, ParameterMapping, expect, expect_size
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.hf_names import Storage, empty, mappings
 from nanotrain_deepseek.hf_rope import rope_options, rope_table
@@ -45,7 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _LATENT_EPS = 1e-6
 
 
-class DeepSeekNames:
+class DeepSeekNames(HFMapping):
     """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
     model_types = (_V3, _V2, _MISTRAL)
@@ -115,7 +115,7 @@ class DeepSeekNames:
         """Yield every parameter, layer by layer."""
         return mappings(config, Storage(stacked=_kind(config) == _MISTRAL))
 
-    def counterparts_in(self, config: DeepSeekConfig, hf: Mapping[str, Any]) -> Iterator[ParameterMapping]:
+    def mappings_in(self, config: DeepSeekConfig, hf: Mapping[str, Any]) -> Iterator[ParameterMapping]:
         """Yield the same for files with the ``config.json`` ``hf``."""
         interleaved = bool(hf.get("rope_interleave", True))
         return mappings(config, Storage(interleaved, stacked=hf["model_type"] == _MISTRAL))

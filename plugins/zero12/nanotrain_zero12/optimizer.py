@@ -24,6 +24,7 @@ class Zero12(ShardedGradients, AdamW):
     """An :class:`~nanotrain_core.contracts.Optimizer` that is its own gradient sync."""
 
     config: Zero12Config
+    returns_early = True
 
     def __init__(self, config: Zero12Config) -> None:
         ShardedGradients.__init__(self)
