@@ -79,6 +79,7 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
 from nanotrain_core.precision.gemm import (
+    LINEAR,
     GEMMBackend,
     Kept,
     QuantizedActivations,
@@ -109,6 +110,7 @@ from nanotrain_core.run.stop import Rollback
 
 __all__ = [
     "IGNORE",
+    "LINEAR",
     "RANGE",
     "TORCH",
     "WAYS",
