@@ -29,6 +29,7 @@ from nanotrain_core.layout.roles import Role, Tag, share_tokens, tagged, take_ov
 from nanotrain_core.recipe.divisibility import divisors_near, either, multiples_near
 from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.compiled import RanksInGraph
 from nanotrain_tp.head import Rows
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
 
@@ -58,6 +59,7 @@ class TensorParallel(Parallel):
             overlap=config.overlap,
             keep=not config.gather_again,
         )
+        boundary.in_graph = RanksInGraph(ranks)
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
