@@ -36,7 +36,6 @@ Apply = Callable[[nn.Module, Passes], None]
 EACH: Mapping[str, tuple[tuple[str, ...], tuple[Apply, ...]]] = {
     "attention": (("attention",), ()),
     "experts": (("experts",), ()),
-    "permutation": (("permute", "unpermute"), ()),
     "matmul": ((), (use_faster_products,)),
 }
 

@@ -13,11 +13,10 @@ from nanotrain_cpu.attention import attention
 from nanotrain_cpu.experts import experts
 from nanotrain_cpu.gemm import CPUGEMM, use_faster_products
 from nanotrain_cpu.memory import keep_freed_memory
-from nanotrain_cpu.permutation import permute, unpermute
 from nanotrain_cpu.transport import SharedMemoryTransport
 
 #: What is faster than plain PyTorch on a CPU: 5% of a training step at least, as the README shows.
-FASTER = replace(TORCH, attention=attention, experts=experts, permute=permute, unpermute=unpermute)
+FASTER = replace(TORCH, attention=attention, experts=experts)
 
 
 class CPUKernels(Kernels):
