@@ -80,7 +80,7 @@ class Run:
     strict_monitors: bool = False
     log_every: int = 1
     described: Sequence[str] = ()
-    """How the model is cut into stages, and what the precision says of its products, for people to read."""
+    """How the model is cut into stages, and what the precision says of its GEMMs, for people to read."""
 
 
 def compose(

@@ -118,7 +118,7 @@ class RuntimeEngine:
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.step, self.owes_evaluation = 0, False
-        """Optimizer steps done, those before a resume included; and whether a wish to stop cut the evaluation
+        """Optimizer steps done, those before a resume included; and whether a stop request cut the evaluation
         of this one short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
@@ -245,7 +245,7 @@ class RuntimeEngine:
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks.
 
-        All ranks' wishes to stop travel with it, so that they stop after the same step.
+        All ranks' stop requests travel with it, so that they stop after the same step.
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)

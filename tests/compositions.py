@@ -102,7 +102,7 @@ class Composition:
     zero: int
     """Stage of ``zero12``, which is the optimizer and syncs gradients; 0: ``ddp`` syncs them."""
     recompute: bool = False
-    """Whether layers run again in backward."""
+    """Whether layers are recomputed in backward (activation checkpointing)."""
 
     @property
     def ranks(self) -> int:

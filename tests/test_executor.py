@@ -47,7 +47,7 @@ HALVES = [
     Part(first=0, last=1, has_embedding=True, has_head=False),
     Part(first=1, last=2, has_embedding=False, has_head=True),
 ]
-#: Both halves of the model on one rank, which hands over to itself.
+#: Both halves of the model on one rank, which sends to itself.
 SPLIT = "F0.0 F1.0 B1.0 F0.1 F1.1 B1.1 W1.0 B0.0 W0.0 W1.1 B0.1 W0.1"
 
 

@@ -276,7 +276,7 @@ def test_as_many_ranks_in_another_layout_do_not_take_each_others_streams(tmp_pat
 
 
 def stop_in_evaluation(engine, step):
-    """Have the run wish to stop once it reads a validation batch after ``step``."""
+    """Have the run request a stop once it reads a validation batch after ``step``."""
     validation = engine.run.feed.validation
 
     def stopping():

@@ -1,4 +1,4 @@
-"""AdamW's moments in bfloat16 and in 8 bits: their numbers, bytes and checkpoints, alone and shared out."""
+"""AdamW's moments in bfloat16 and in 8 bits: their numbers, bytes and checkpoints, alone and sharded."""
 
 import tempfile
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A checkpoint of a run over pp, dp and ep goes on as if it had not stopped, there and on other layouts.
 
-In both formats, and whether each rank keeps the optimizer state of all it holds or zero12 shares it out.
+In both formats, and whether each rank keeps the optimizer state of all it holds or zero12 shards it.
 """
 
 import pytest

@@ -213,7 +213,7 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
 
 @attrs.define(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """``[[parallel]] use = "recompute"``: layers run again in backward, so that they keep little."""
+    """``[[parallel]] use = "recompute"``: activation checkpointing. Layers keep their input alone."""
 
     every: int = attrs.field(default=1, validator=ge(1))
     """1: all layers of a stage; 2: every second one, for half of the memory and half of the time."""

@@ -76,7 +76,7 @@ class GradientSync(Protocol):
     def pieces(self) -> Sequence[Piece]:
         """Return what this rank gets complete gradients of, and is to update: fixed from :meth:`attach` on.
 
-        Whole parameters, or a range of each where the ranks that sum the gradient of a block share it out.
+        Whole parameters, or a range of each where the ranks that sum the gradient of a block shard it (ZeRO).
         Ranks that hold the same block without summing it (the placement's ``same``) must cut it at the same
         elements, whatever else they hold: a checkpoint takes each distinct box once.
         """

@@ -51,7 +51,7 @@ class UpdateReport:
 
         They are summed over microbatches and over all ranks with partial gradients: what one process would
         have of these elements. Together the ranks have every element of every trained parameter: those of
-        replicas several times, those that ranks share out (``zero12``) once. A parameter that no backward
+        replicas several times, those that ranks shard (``zero12``) once. A parameter that no backward
         pass reached has zeros. Not collective: a rank may look at some, or at none.
         """
         for piece in self._sync.pieces():

@@ -61,7 +61,7 @@ class Mesh:
         """Create this rank's groups of each of ``wanted``.
 
         All ranks of the run must ask for the same, in the same order; :meth:`agree_on_groups` sees to it
-        where the wishes come from parameters, which differ between pipeline stages.
+        where what is wanted comes from parameters, which differ between pipeline stages.
         """
         for span in wanted:
             member = self.layout.some_member(self.rank, span)

@@ -265,7 +265,7 @@ def named_norms(
 def clip_factor(norm: torch.Tensor, limit: float, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return by what to multiply ``gradients``, at least one, so that a global norm is at most ``limit``.
 
-    A scalar tensor in their dtype, or float32 where that is narrower; 1 for a limit of 0.
+    A scalar tensor in their dtype, or float32 where that has fewer bits; 1 for a limit of 0.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""SwiGLU experts whose products a GEMM backend makes, for all experts of the rank at once.
+"""SwiGLU experts whose GEMMs a backend makes, for all experts of the rank at once.
 
 Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
 """
@@ -99,5 +99,5 @@ class _Experts(torch.autograd.Function):
 
 
 def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:
-    """Return ``x_NF`` in fewer bits, if the backend holds it so."""
+    """Return ``x_NF`` quantized, if the backend holds it so."""
     return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None

@@ -115,7 +115,7 @@ def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:
 
 
 def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return how often each of ``number`` experts was chosen [E], int64: a narrow float would lose counts."""
+    """Return how often each of ``number`` experts was chosen [E], int64: bfloat16 would lose counts."""
     choices = experts.flatten()
     none = torch.zeros(number, dtype=torch.int64, device=choices.device)
     return none.scatter_add(0, choices, torch.ones_like(choices))  # bincount would wait for the device
@@ -150,7 +150,7 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) ->
 class DispatchCodec(Protocol):
     """How rows travel to the ranks that hold their experts, and in backward their gradients.
 
-    A precision may offer a narrower form than the rows' own dtype. What comes back from the experts, and
+    A precision may offer a quantized form of them. What comes back from the experts, and
     gradients on their way back, is not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
     Source: arXiv 2412.19437, section 3.3.3.
     """

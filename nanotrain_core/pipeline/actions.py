@@ -94,7 +94,7 @@ class Action:
     """Forward; backward; weight gradients that a backward put off.
 
     In a list with a W for a stage and microbatch, that stage's B computes what the stage before waits
-    for, and leaves products for weight gradients to the W. Without one, B computes everything.
+    for, and leaves the weight-gradient GEMMs to the W. Without one, B computes everything.
     """
     stage: int
     """Number of the part in ``Schedule.parts``."""

@@ -1,4 +1,4 @@
-"""Hands tensors from one pipeline stage to the next: within a rank, or as a message to another one.
+"""Send/recv (p2p) between pipeline stages: within a rank, or as a message to another one.
 
 How messages travel is the transport's business (:mod:`nanotrain_core.layout.messages`).
 """

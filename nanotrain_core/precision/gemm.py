@@ -65,7 +65,7 @@ class Recomputed:
 
 
 class LinearGEMMs:
-    """What a module computes its products with, in place of its own."""
+    """What a module computes its GEMMs with, in place of its own."""
 
     def __init__(self, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
         self.backends = dict(backends)
@@ -86,7 +86,7 @@ _ATTRIBUTE = "nanotrain_gemms"
 
 
 def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of ``module`` whose products can be made elsewhere: see :func:`use_gemm`."""
+    """Return the parameters of ``module`` whose GEMMs can be made elsewhere: see :func:`use_gemm`."""
     found = tag_of(module)
     if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
         return ()  # a wrapper computes on other rows than it is called with
@@ -94,7 +94,7 @@ def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
-    """Have ``module`` make the products of its parameters with ``backends``, inside all its hooks.
+    """Have ``module`` make the GEMMs of its parameters with ``backends``, inside all its hooks.
 
     Args:
         module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``products``.

@@ -1,4 +1,4 @@
-"""Who makes the three products of a linear layer: the contract, and plain PyTorch.
+"""Who makes the three GEMMs of a linear layer (forward, dgrad, wgrad): the contract, and plain PyTorch.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E.
 """
@@ -16,7 +16,7 @@ Kept = tuple[torch.Tensor, ...]
 
 
 class GEMMBackend(Protocol):
-    """Makes the three products of 2-D rows. Nothing here is differentiable: callers do the backward pass."""
+    """Makes the three GEMMs of 2-D rows. Nothing here is differentiable: callers do the backward pass."""
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
@@ -46,7 +46,7 @@ class GEMMBackend(Protocol):
 
 
 class QuantizedActivations:
-    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of in fewer bits."""
+    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of quantized."""
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return what to keep for the backward pass in its place; None: it as it is."""
@@ -86,7 +86,7 @@ class TorchGEMM:
 
 
 class TorchGroupedGEMM:
-    """The products of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
+    """The GEMMs of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
 
     def __init__(self, counts_E: torch.Tensor) -> None:
         self.counts_E = counts_E

@@ -1,10 +1,10 @@
-"""Weights that are held in fewer bytes than their numbers take: a precision's own form, behind a parameter.
+"""Quantized storage: weights in a precision's own form, in fewer bytes than their numbers take.
 
 A :class:`PackedWeight` is a parameter like others to autograd, optimizers and gradient syncs: it has a shape,
 a dtype and a gradient. What it does not have is numbers in memory. Whoever computes with them asks for
 :func:`dequantize`, and forgets them afterwards; whoever sends or compares them takes :func:`storage_of`.
-An operation of torch that only reads gets numbers that were unpacked for it, one that writes in place has
-its result rounded and packed again, and one that would look at the memory as another shape is refused, since
+An operation of torch that only reads gets numbers that were dequantized for it, one that writes in place has
+its result quantized again, and one that would look at the memory as another shape is refused, since
 what is written to such a view would be lost.
 
 It is held in rows, each of :data:`~nanotrain_core.layout.placement.RANGE` neighbouring weights with what they

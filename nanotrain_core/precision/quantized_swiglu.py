@@ -1,7 +1,7 @@
-"""silu(gate) * up whose inputs are kept for the backward pass in fewer bits.
+"""silu(gate) * up whose inputs are kept quantized for the backward pass.
 
 Plain autograd keeps three tensors for it, and the linear layer that reads it a fourth. Where that layer's
-GEMM backend can hold activations in fewer bits, only gate and up are kept, in that form, and the output is
+GEMM backend can hold quantized activations, only gate and up are kept, in that form, and the output is
 recomputed.
 
 Shapes: F feed-forward width.

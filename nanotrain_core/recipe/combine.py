@@ -221,7 +221,7 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that no rank has an empty microbatch. dp alone shares out rows: cp ranks see the same ones."""
+    """Check that no rank has an empty microbatch. dp alone splits rows: cp ranks see the same ones."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
     batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
     fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)

@@ -1,4 +1,4 @@
-"""How a run becomes what it was at a checkpoint, and which one, when a monitor says that it went wrong."""
+"""How a run is restored from a checkpoint, and which one, when a monitor says that it went wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
     restored = load_newest_before(wish.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
-    # Who wished to stop still does: a step more is taken, with which the range is saved.
+    # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.wish_back(None)
     engine.pace.restart(engine.step)
@@ -57,7 +57,7 @@ def roll_back(engine: RuntimeEngine) -> None:
 
 
 def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
-    """Return the wish with the earliest onset among those of all ranks. Collective."""
+    """Return the request with the earliest onset among those of all ranks. Collective."""
     wishes: list[Rollback] = [each for each in mesh.gather(wish) if each is not None]
     return min(wishes, key=lambda each: each.onset)
 

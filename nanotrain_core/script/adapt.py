@@ -186,5 +186,5 @@ class ScriptPart(nn.Module):
             return PartOutput(None, {"lm": self.loss(output, batch.targets)})
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return what model and loss are called in: nothing that changes anything without a narrow dtype."""
+        """Return what model and loss are called in: it changes nothing without a low-precision dtype."""
         return torch.autocast(device.type, self.dtype) if self.dtype else nullcontext()

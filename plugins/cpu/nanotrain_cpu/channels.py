@@ -1,7 +1,7 @@
 """Messages from one rank to another of the same host, through memory that they share.
 
 gloo has a thread of its own on either side of a message, and it must get a core from the thread that
-computes: between busy ranks a handover takes up to milliseconds, where the copies take some 30 microseconds.
+computes: between busy ranks that takes up to milliseconds, where the copies take some 30 microseconds.
 
 A channel goes one way and has a slot for every message of a step. One semaphore counts what was written,
 another what was read.

@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process, where a training step finds it again a moment later, in large pages."""
+"""Keeps freed memory in the process, where a training step finds it again a moment later, in huge pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MADV_HUGEPAGE = 14
 
 LARGE_PAGE = 2**21
 
-#: Memory that large pages are asked for. It is address space alone until tensors fill it.
+#: Memory that huge pages are asked for. It is address space alone until tensors fill it.
 IN_LARGE_PAGES = 2**30 - 2**20
 
 

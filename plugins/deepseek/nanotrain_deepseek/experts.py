@@ -1,4 +1,4 @@
-"""All experts of a layer, stacked: a matrix product for the rows of each expert.
+"""All experts of a layer, stacked: a grouped GEMM for the rows of each expert.
 
 Shapes: B batch, S sequence, N rows sorted by expert, E experts on this rank, D width, F width of one expert
 on this rank.

@@ -1,4 +1,4 @@
-"""Low-bit master weights: the model computes with narrow weights, and little is kept beside them.
+"""Low-bit master weights: the model computes with low-bit weights, and little is kept beside them.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """

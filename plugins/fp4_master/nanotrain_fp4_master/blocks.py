@@ -1,6 +1,6 @@
 """Weights as blocks that share a scale, in NVFP4 or NF4: chosen, rounded and read back as numbers.
 
-What comes out are bfloat16 numbers, which is what checkpoints have and products are made of. For NVFP4 that
+What comes out are bfloat16 numbers, which is what checkpoints have and GEMMs are made of. For NVFP4 that
 takes a tensor's scale that is a power of two: then E2M1 times E4M3 times it has at most six significant bits.
 An NF4 scale is itself a bfloat16 number.
 

@@ -120,7 +120,7 @@ class FP4Master(Precision):
         ]
 
     def _unpack_for_products(self, part: nn.Module) -> None:
-        """Have the products of low weights made of what is unpacked, and note that these can be packed."""
+        """Have the GEMMs of low weights made of what is dequantized, and note that these can be packed."""
         for prefix, module, _ in tagged(part):
             names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
             low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}

@@ -1,4 +1,4 @@
-"""Who makes FP8 products: one interface, chosen by device or by the recipe, and never changed silently."""
+"""Who makes FP8 GEMMs: one interface, chosen by device or by the recipe, and never changed silently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TE_NEEDED = "2.3"
 
 @attrs.define(frozen=True)
 class Backend:
-    """One way to make the products."""
+    """One way to make the GEMMs."""
 
     name: str
     make: Callable[[Recipe, Scratch], GEMMBackend]

@@ -1,4 +1,4 @@
-"""The three products of a linear layer in float32, and their exact emulation in FP8.
+"""The three GEMMs of a linear layer in float32, and their exact emulation in FP8.
 
 ``y = x W^T``, ``dx = dy W`` and ``dW = dy^T x``. In FP8 each operand is rounded as it is read, in tiles that
 lie along what is summed over::
@@ -71,7 +71,7 @@ class Float32GEMM(GEMMBackend):
         """Return dy for the gradient of the input, or of the weight."""
         return d_y_MN.float()
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and what to keep of x."""

@@ -32,7 +32,7 @@ Make = Callable[[Recipe, Scratch], GEMMBackend]
 
 
 class ByModule(Uniform):
-    """bfloat16, but for the products of linear layers: those are as the recipe's patterns say.
+    """bfloat16, but for the GEMMs of linear layers: those are as the recipe's patterns say.
 
     There is no loss scale: scales of tiles do its work.
     """

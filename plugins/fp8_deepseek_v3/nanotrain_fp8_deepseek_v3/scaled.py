@@ -1,4 +1,4 @@
-"""Products on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
+"""GEMMs on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
 
 What it asks of operands was read off torch's own checks, which the tests run without a device: the left
 one [M, K] lies by rows and the right one [K, N] by columns, so that both are stored along what is summed
@@ -93,7 +93,7 @@ class ScaledFP8(FP8GEMM):
         scales_rc = tiled.scales.flatten(1)
         return Coded(tiled.codes(), F.pad(scales_rc, (0, -scales_rc.shape[1] % 4)).T, "BlockWise128x128")
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x, group by group."""

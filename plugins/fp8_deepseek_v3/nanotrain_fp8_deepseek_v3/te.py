@@ -1,6 +1,6 @@
-"""Products by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
+"""GEMMs by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
 
-Imported only where it is installed and a recipe asks for it. Its products take the weight first. Each
+Imported only where it is installed and a recipe asks for it. Its GEMMs take the weight first. Each
 operand is stored by rows, in tiles of 1 x 128, by columns, in tiles of 128 x 1, or both::
 
     layout    A              B              returns
@@ -65,7 +65,7 @@ class TransformerEngineFP8(FP8GEMM):
         power = self.recipe.gradient_power_of_two
         return quantizer_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and x by columns, group by group."""

@@ -1,4 +1,4 @@
-"""Products whose operands are counted on watched steps, in the tiles that each product has them in.
+"""GEMMs whose operands are counted on watched steps, in the tiles that each GEMM has them in.
 
 Counting rounds an operand once more than the product does, with torch's own operations on any device. What
 the product is given, and what it returns, stays as it is.
@@ -81,7 +81,7 @@ class Watched(QuantizedActivations, GEMMBackend):
         """Pass it on."""
         return self.behind.dequantize(kept, dtype)
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Count x and the weights."""

@@ -42,7 +42,7 @@ class TensorParallelConfig:
     shared memory, where the cores that would sum are those that compute."""
     gather_again: bool = False
     """With sequence parallelism, keep a share of what layers read, and gather it again in backward: 1/tp of
-    its memory for one more collective, which overlaps with the products for the inputs' gradients."""
+    its memory for one more collective, which overlaps with the dgrad GEMMs."""
 
 
 #: The axis along which each parameter of a role is split.

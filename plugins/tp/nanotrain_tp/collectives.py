@@ -25,7 +25,7 @@ from nanotrain_core.api.torch import Exchange, Mesh, Pending, share_of
 
 
 class SplitError(NanotrainError, ValueError):
-    """Something cannot be shared out over so many ranks, or is not the share that it should be."""
+    """Something cannot be split over so many ranks, or is not the share that it should be."""
 
 
 class Ranks:

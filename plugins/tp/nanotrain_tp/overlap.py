@@ -1,13 +1,13 @@
 """Ranks sum up the gradient of an input while each of them makes its weights' gradients.
 
-Layers that read one tensor each make two products in backward: a part of that tensor's gradient, and their
+Layers that read one tensor each make two GEMMs in backward: a part of that tensor's gradient, and their
 weight's gradient. Only the first is what other ranks wait for. Autograd runs what is ready in the reverse
 order of forward, so the order of forward is::
 
     hold     backward: wait for the sum, and pass it on
-    places   backward: the products for the weights, one place for each layer
+    places   backward: the wgrad GEMMs, one place for each layer
     open     backward: begin to sum
-    layers   backward: the products for the input; autograd adds them up for `open`
+    layers   backward: the dgrad GEMMs; autograd adds them up for `open`
 
 Only the time it takes depends on that order. A place comes by after its layer by an edge, and
 the collectives of all ranks have one order, since their graphs are the same.

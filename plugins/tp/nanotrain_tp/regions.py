@@ -42,7 +42,7 @@ class Entry:
         self.again: Again | None = None
         """How those that do not keep it get it in backward."""
         self.places: dict[nn.Module, Place] = {}
-        """Where those that are known to read it have their weights' products made."""
+        """Where those that are known to read it have their wgrads made."""
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Return whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
@@ -79,7 +79,7 @@ class Boundary:
 
         Args:
             ranks: that share the layers.
-            sequence_parallel: whether they share out the tokens in between too.
+            sequence_parallel: whether they split the tokens in between too.
             overlap: in backward, sum gradients over ranks while weights' gradients are computed.
             keep: what was gathered, for backward, in place of gathering it again there.
         """
@@ -101,7 +101,7 @@ class Boundary:
     def begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
         """Note how long sequences are, which a share of one does not tell: the pre-hook of a model part.
 
-        Those of a step are all as long, so what is noted is true for layers that run again in backward, too.
+        Those of a step are all as long, so what is noted is true under activation checkpointing, too.
         """
         batches = (each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
         self.length = next((batch.tokens.shape[1] for batch in batches), None)
@@ -153,7 +153,7 @@ class Boundary:
     def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
         """Return a place of ``layer``. One that was not expected comes by before the sum begins.
 
-        It has one all the same: a layer that is run again for its backward pass must do as it did.
+        It has one all the same: a layer that is recomputed for its backward pass must do as it did.
         """
         assert entry.first is not None
         readers = self._readers[entry.first]

@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2: AdamW whose state, and gradients, are shared out over the ranks that add them up.
+"""Optimizer-state sharding (ZeRO-1, ZeRO-2): AdamW whose state and gradients the ranks shard that sum them.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -23,7 +23,7 @@ class Zero12Config(AdamWConfig):
     }
 
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
-    """1 shares out optimizer state; 2 also gradients, between microbatches."""
+    """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
     """Megabytes of gradient that travel at once; a transport may ask for less."""
     overlap: bool = True

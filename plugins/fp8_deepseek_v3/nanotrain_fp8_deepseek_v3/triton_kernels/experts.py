@@ -1,4 +1,4 @@
-"""Products of experts: all of them in one launch, whose programs find their rows on the device.
+"""Grouped GEMMs of experts: all of them in one launch, whose programs find their rows on the device.
 
 Sums of 128 products are made by tensor cores, then multiplied by the scales and added up in float32, as
 DeepSeek-V3 promotes them (arXiv 2412.19437, section 3.3.2). There are as many programs as the rows could
