@@ -14,7 +14,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.models.cross_entropy import Chunks, cross_entropy
-from nanotrain_core.models.rope import frequencies, rotation
+from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.moe.routing import inverted, sort_by_expert
 
 Tensors = Mapping[str, torch.Tensor]
@@ -83,8 +83,8 @@ def _rope() -> Iterator[Sample]:
         function: Function, leaves: Tensors, magnitude: float = 1.0, view: Any = slice(None)
     ) -> torch.Tensor:
         x = leaves["x"][..., view]
-        turning = frequencies(x.shape[-1], 100.0, device=x.device)
-        return function(x, *rotation(x.shape[1], turning, like=x, magnitude=magnitude))
+        turning = rope_frequencies(x.shape[-1], 100.0, device=x.device)
+        return function(x, *rope_rotation(x.shape[1], turning, like=x, magnitude=magnitude))
 
     yield Sample("ordinary", {"x": _normal(2, 16, 4, 8)}, turn)
     yield Sample("one head, 3 pairs", {"x": _normal(1, 7, 1, 6)}, turn)
@@ -163,7 +163,11 @@ def _linear_cross_entropy() -> Iterator[Sample]:
     yield Sample("a vocabulary of one", leaves(3, 4, 1))
     turned = {"hidden": _normal(6, 9), "weight": _normal(6, 11), "target": torch.randint(11, (18,))}
     yield Sample("transposed", turned, views)
-    chunks = {"loss": cross_entropy, "columns": 40, "chunks": Chunks(logits=100, tokens=3)}
+    chunks: dict[str, Any] = {
+        "loss": cross_entropy,
+        "columns": 40,
+        "chunks": Chunks(logits=100, tokens=3),
+    }
     yield Sample("in chunks, as ranks ask for it", leaves(20, 8, 16, 3), partial(_in_order, **chunks))
 
 
