@@ -56,7 +56,7 @@ class LosesOneGradient(Uniform):
 
     def convert(self, part):
         module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
-        backend = NoWeightGradient(TorchGEMM())
+        backend = NoWeightGradient()
         use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
         return super().convert(part)
 
