@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from nanotrain_cpu.kernels import FASTER
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.moe import MixtureOfExperts
 from torch import nn
@@ -16,7 +17,6 @@ from torch import nn
 from benchmarks.report import spread, verdict
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.kernels import installed_kernels
-from nanotrain_core.models.ops import TORCH, Ops
 
 #: Forward and backward of a layer of experts may take so many times as long.
 LIMIT = 1.3
@@ -59,15 +59,14 @@ def measure(*, rounds: int) -> list[Overhead]:
     Memory is treated as in a run: otherwise what is measured is how the kernel clears pages.
     """
     cpu = torch.device("cpu")
-    kernels = installed_kernels(cpu)
-    kernels.prepare(cpu)
+    installed_kernels(cpu).prepare(cpu)
     shapes = ({"width": 256, "experts": 8, "top_k": 2}, {"width": 512, "experts": 16, "top_k": 4})
     dtypes = ((torch.float32, LIMIT), (torch.bfloat16, None))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return [
-            overhead(dtype=dtype, limit=limit, rounds=4 * rounds, ops=kernels.ops(cpu), **shape)
+            overhead(dtype=dtype, limit=limit, rounds=4 * rounds, **shape)
             for shape in shapes
             for dtype, limit in dtypes
         ]
@@ -76,14 +75,7 @@ def measure(*, rounds: int) -> list[Overhead]:
 
 
 def overhead(
-    *,
-    width: int,
-    experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    limit: float | None,
-    rounds: int,
-    ops: Ops = TORCH,
+    *, width: int, experts: int, top_k: int, dtype: torch.dtype, limit: float | None, rounds: int
 ) -> Overhead:
     """Race 1024 tokens through ``top_k`` + 1 of ``experts`` + 1 experts of 256, and through a dense layer."""
     inner = 256
@@ -92,8 +84,8 @@ def overhead(
         ffn=inner, experts=experts, top_k=top_k, shared_experts=1, expert_ffn=inner,
     )  # fmt: skip
     torch.manual_seed(0)
-    sparse = initialised(MixtureOfExperts(config, ops), dtype)
-    dense = initialised(SwiGLU(width, (top_k + 1) * inner, ops), dtype)
+    sparse = initialised(MixtureOfExperts(config, FASTER), dtype)
+    dense = initialised(SwiGLU(width, (top_k + 1) * inner, FASTER), dtype)
     x = torch.randn(8, 128, width).to(dtype)
     sides: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = [
         (sparse, lambda x: sparse(x)[0]),

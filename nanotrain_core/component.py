@@ -129,7 +129,7 @@ class Component:
         return None if reference is None else _imported(field, reference)
 
     def has_module(self) -> bool:
-        """Say whether the factory's module is there, without importing it."""
+        """Return whether the factory's module is there, without importing it."""
         package, _, name = self.factory.partition(":")[0].rpartition(".")
         top = package.partition(".")[0] or name
         if package not in sys.modules:

@@ -236,7 +236,7 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
-    """Say whether any rank's part of the model has a router that counts its tokens. Collective along pp."""
+    """All-gather along pp: return whether any rank's part of the model has a router that counts tokens."""
     mine = bool(counting_routers(parts))
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 

@@ -122,7 +122,7 @@ class Composition:
         return "-".join([self.model, *degrees, *schedule, *flags, f"mb{self.microbatch}"])
 
     def valid(self) -> bool:
-        """Say whether it is a run of its own: no choice is made where nothing depends on it."""
+        """Return whether it is a run of its own: no choice is made where nothing depends on it."""
         experts = self.model != "transformer"
         return (
             1 < self.ranks <= 8

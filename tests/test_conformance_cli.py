@@ -93,6 +93,10 @@ def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(cap
             ["topology:grid", "--degree", "pp=2", "--degree", "dp=2", "--degree", "ep=4"],
             "^degree dp = 2: .*\nno number of ranks would have all of these degrees$",
         ),
+        (
+            ["topology:grid", "--degree", "pp=3", "--nproc", "4"],
+            "^topology 'grid', number of ranks 4: pp 3 x cp 1 x tp 1 = 3 does not divide 4; 3 or 6 ranks",
+        ),
     ],
 )
 def test_a_mistake_on_the_command_line_is_explained(words, text):

@@ -21,7 +21,7 @@ def layout(**choices):
 
 
 SOURCE = layout(pp=2, dp=2, ep=2, schedule="1f1b")
-SHARED_OUT = layout(dp=4, ep=2, etp=2, zero=2, microbatch=1)
+SHARED_OUT = layout(dp=4, ep=2, etp=2, zero=2)
 TARGETS = {
     "same": SOURCE,
     "one rank": layout(),

@@ -178,7 +178,7 @@ class TransformerConfig:
         return table
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Say how finely its parts can be split."""
+        """Yield how finely its parts can be split."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
         yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * size)
@@ -389,5 +389,5 @@ class SyntheticConfig:
 
 
 def survey_synthetic(config: SyntheticConfig, length: int) -> Survey:
-    """Say what there will be, of any length."""
+    """Return what there will be, of any length."""
     return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

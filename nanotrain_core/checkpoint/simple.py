@@ -86,7 +86,7 @@ class SimpleCheckpoint:
         """Nothing to wait for: a save is complete when :meth:`save` returns."""
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
-        """Tell of saves since the last call: each was complete when :meth:`save` returned."""
+        """Return reports of saves since the last call: each was complete when :meth:`save` returned."""
         del wait
         reports, self._complete = self._complete, []
         return reports
@@ -263,7 +263,7 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
 
 
 def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
-    """Say which tensor this run would drop, as the moments of a parameter that is trained no more."""
+    """Return which tensor this run would drop, as the moments of a parameter that is trained no more."""
     rest = sorted({*names} - wanted)
     return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
 

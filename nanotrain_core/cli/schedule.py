@@ -113,7 +113,7 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
 
 
 def _contents(part: Part) -> str:
-    """Say what a stage holds."""
+    """Return what a stage holds, in words."""
     layers = (
         f"layers {part.first} to {part.last - 1}" if part.last - part.first > 1 else f"layer {part.first}"
     )

@@ -1,8 +1,8 @@
 """What the object behind each kind of component must offer.
 
 ``Component.factory`` is called with the component's config and returns one of these. Inherit from
-:class:`Kernels`, :class:`Monitor`, :class:`Parallel` and :class:`Precision`: base classes, of which a plugin
-writes only what it has something for. The others are protocols, and structural.
+:class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
+classes, of which a plugin writes only what it has something for. The others are protocols, and structural.
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader

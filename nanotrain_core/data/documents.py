@@ -104,7 +104,7 @@ def fingerprint(documents: Iterable[Document]) -> str:
 
 
 def missing_path(path: Path, what: str) -> str:
-    """Say that ``path`` does not exist, from which part on, and what has a name like it."""
+    """Return that ``path`` does not exist, from which part on, and what has a name like it."""
     parent, child = path.parent, path
     while not parent.exists() and parent != parent.parent:
         parent, child = parent.parent, parent

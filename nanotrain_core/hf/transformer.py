@@ -44,7 +44,7 @@ class TransformerNames(HFMapping):
 
 
 def is_gpt2(config: TransformerConfig) -> bool:
-    """Say whether a model is a GPT-2, and not a Llama.
+    """Return whether a model is a GPT-2, and not a Llama.
 
     Raises:
         HFError: it is neither.

@@ -156,7 +156,7 @@ def _start_again(
     codes: Mapping[int, int],
     number: int,
 ) -> bool:
-    """Tell why the ranks ended; say whether to start them once more, for the ``number``-th time."""
+    """Print why the ranks ended; return whether to start them once more, for the ``number``-th time."""
     cause = first_cause(scratch, codes, watch.hang)
     if cause.mistake or forwarder.received is not None:
         return False

@@ -165,7 +165,7 @@ class Mesh:
             dist.all_reduce(tensor, group=group)
 
     def speaks_for_replicas(self, *, once_per_pipeline: bool = False) -> bool:
-        """Say whether this rank is the first of those that see the same data in the same stage.
+        """Return whether this rank is the first of those that see the same data in the same stage.
 
         Summing what only such ranks contribute counts every row of a batch once.
         """

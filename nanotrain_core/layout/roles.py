@@ -136,7 +136,7 @@ def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def share_tokens(experts: nn.Module, dim: str) -> None:
-    """Say that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
+    """Record that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
 
     The core refuses to train experts that are called with the same tokens on several ranks.
     """

@@ -148,7 +148,7 @@ def held(placed: PlacedParameter) -> Held:
 
 
 def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
-    """Say which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
+    """Return which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
     wrong = []
     for block in sorted({block for hashes in everyone for block in hashes}):
         theirs = {rank: hashes[block] for rank, hashes in enumerate(everyone) if block in hashes}
@@ -159,7 +159,7 @@ def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
 
 
 def _who(hashes: dict[int, Any]) -> str:
-    """Say who holds other bits than the majority, if there is one."""
+    """Return who holds other bits than the majority, if there is one."""
     (usual, count), *_ = Counter(hashes.values()).most_common()
     alone = [rank for rank, value in hashes.items() if value != usual]
     if count <= len(hashes) / 2:

@@ -69,7 +69,7 @@ def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
 
 
 def in_groups(piece: Piece) -> bool:
-    """Say whether the rows of the whole tensor are groups.
+    """Return whether the rows of the whole tensor are groups.
 
     Raises:
         NanotrainError: they are, but this rank's part of a row is not.

@@ -55,7 +55,7 @@ class Costs:
 
 
 def describe_stages(parts: Sequence[Part], costs: Costs) -> str:
-    """Say for people how many layers each stage has, and how even the pipeline's ranks are.
+    """Return, for people, how many layers each stage has, and how even the pipeline's ranks are.
 
     >>> costs = Costs(layers=(2.0, 2.0, 2.0, 2.0), head=3.0)
     >>> describe_stages(parts_between([0, 3, 4], [0, 1]), costs)

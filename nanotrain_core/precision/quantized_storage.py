@@ -138,7 +138,7 @@ class PackedWeight(torch.Tensor):
         return target
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it is, without its numbers."""
+        """Return what it is, without its numbers."""
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, in {self.rows.nbytes} bytes)"
 
 

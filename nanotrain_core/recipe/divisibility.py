@@ -39,11 +39,11 @@ class Divisible:
     share them out cut: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or it is not said."""
 
     def fits(self, degree: int) -> bool:
-        """Say whether ``degree`` ranks can share the units out."""
+        """Return whether ``degree`` ranks can split the units."""
         return self.units % degree == 0 or self.grouped
 
     def problem(self, dim: str, degree: int) -> Problem:
-        """Say that ``degree`` ranks along ``dim`` cannot share the units out, and what would do."""
+        """Return the problem that ``degree`` ranks along ``dim`` cannot split them, and what would do."""
         return Problem(
             self.key,
             f"{self.units} {self.what} do not divide by {dim} = {degree}; {dim} could be "

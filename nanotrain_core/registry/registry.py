@@ -167,7 +167,7 @@ class Registry:
         )
 
     def _elsewhere(self, use: str) -> str:
-        """Say where a name belongs that is a component of another kind, or a plugin's and no component's."""
+        """Return where a name belongs that is a component of another kind, or a plugin's alone."""
         for kind in KINDS:
             if use in self.names(kind):
                 return f"{kind} '{use}' stands under {header(kind)}"
@@ -184,7 +184,7 @@ def header(kind: str) -> str:
 
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:
-    """Say whether a broken plugin is likely the one meant: it may have failed before it announced."""
+    """Return whether a broken plugin is likely the one meant: it may have failed before it announced."""
     announced = any((k, c.name) == (kind, use) for k, c in plugin.components)
     return announced or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
 

@@ -120,7 +120,7 @@ class DataFeed:
         return batch
 
     def _is_skipped(self, position: int, sequences: int) -> bool:
-        """Say whether any sequence of the batch at ``position`` is in a skipped range."""
+        """Return whether any sequence of the batch at ``position`` is in a skipped range."""
         return any(first < position + sequences and position < end for first, end in self.skipped)
 
     def of_last(self, steps: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ ECHO = 1.0
 
 
 def is_again(number: int, since: float) -> bool:
-    """Say whether a signal is the one received at monotonic time ``since``, on another way.
+    """Return whether a signal is the one received at monotonic time ``since``, on another way.
 
     Slurm, ``timeout`` and a shell's ``kill %1`` tell all processes, and a launcher tells its ranks once more.
     """

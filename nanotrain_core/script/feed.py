@@ -143,7 +143,7 @@ class LoaderFeed:
         return list(islice(self._batches, left_out, left_out + self.accumulate))
 
     def _is_skipped(self, position: int) -> bool:
-        """Say whether any batch of the step at ``position`` is in a skipped range."""
+        """Return whether any batch of the step at ``position`` is in a skipped range."""
         return any(first < position + self.accumulate and position < end for first, end in self.skipped)
 
     def validation(self) -> Iterator[Batch]:

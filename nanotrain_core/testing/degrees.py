@@ -51,17 +51,23 @@ class Degrees:
         return None
 
     def check(self, ranks: int) -> None:
-        """Hold the degrees against the layout of so many ranks, if there is one.
+        """Hold the degrees against the layout of so many ranks.
 
         Raises:
-            RecipeError: one is neither a key of the topology nor a dimension that comes out as large.
+            RecipeError: they do not fit, or one is neither a key of the topology nor a dimension that
+                comes out as large.
         """
-        topology = self._topology() if self.wanted else None
-        layout = None if topology is None else _layout(topology, ranks)
-        problems = [] if layout is None else list(self._misfits(layout))
-        if problems and layout is not None:
-            fewest, known = self.fewest_ranks(), {*layout.dims, *self.keys}
-            if known >= set(self.wanted):
+        topology = self._topology()
+        if topology is None:
+            return
+        try:
+            layout = topology.layout(ranks)
+        except ValueError as error:
+            raise RecipeError([f"topology '{self.table['use']}', number of ranks {ranks}: {error}"]) from None
+        problems = list(self._misfits(layout))
+        if problems:
+            fewest = self.fewest_ranks()
+            if {*layout.dims, *self.keys} >= set(self.wanted):
                 problems.append(f"{fewest or 'no number of'} ranks would have all of these degrees")
             raise RecipeError(problems)
 

@@ -199,7 +199,7 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether there is a process of that number."""
+    """Return whether there is a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -165,7 +165,7 @@ class HostBarrier(Meeting):
 
 
 def _wait_until(semaphore: ctypes.c_void_p, until: float) -> bool:
-    """Say whether somebody posted; false at ``until``, of the monotonic clock, or at a signal."""
+    """Return whether somebody posted; false at ``until``, of the monotonic clock, or at a signal."""
     if not SLEEPS:
         time.sleep(NAP)
         return bool(_libc.sem_trywait(semaphore) == 0)

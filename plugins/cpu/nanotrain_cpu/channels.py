@@ -45,7 +45,7 @@ class Channel:
         self._slot = CHANNEL // messages // STAMP * STAMP
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether a slot is large enough."""
+        """Return whether a slot is large enough."""
         return STAMP + tensor.nbytes <= self._slot
 
     def send(self, tensor: torch.Tensor, number: int) -> None:

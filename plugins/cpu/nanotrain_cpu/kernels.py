@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from nanotrain_core.api.torch import Kernels, Transport
+import torch
+from torch import nn
+
+from nanotrain_core.api.torch import TORCH, GEMMBackend, Kernels, Ops, Passes, Transport
 from nanotrain_cpu import CPUKernelsConfig
+from nanotrain_cpu.attention import attention
+from nanotrain_cpu.experts import experts
+from nanotrain_cpu.gemm import CPUGEMM, use_faster_products
 from nanotrain_cpu.memory import keep_freed_memory
+from nanotrain_cpu.permutation import permute, unpermute
 from nanotrain_cpu.transport import SharedMemoryTransport
+
+#: What is faster than plain PyTorch on a CPU: 5% of a training step at least, as the README shows.
+FASTER = replace(TORCH, attention=attention, experts=experts, permute=permute, unpermute=unpermute)
 
 
 class CPUKernels(Kernels):
@@ -23,3 +33,15 @@ class CPUKernels(Kernels):
     def transport(self) -> Transport:
         """Return exchanges through shared memory if the config has them."""
         return SharedMemoryTransport() if self.config.shared_memory else Transport()
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return functions for a CPU; elsewhere plain PyTorch."""
+        return FASTER if device.type == "cpu" else TORCH
+
+    def gemm(self) -> GEMMBackend:
+        """Return the products in the faster library."""
+        return CPUGEMM()
+
+    def apply(self, part: nn.Module, passes: Passes) -> None:
+        """Have float32 linear layers compute in the faster library, where this processor has one."""
+        use_faster_products(part, passes)

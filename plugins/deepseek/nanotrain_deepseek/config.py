@@ -164,7 +164,7 @@ class DeepSeekConfig:
         return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Say how finely its parts can be split."""
+        """Yield how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * self.value_size)

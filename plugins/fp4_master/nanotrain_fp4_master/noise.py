@@ -62,7 +62,7 @@ def elements_of(piece: Piece, begin: int, end: int, device: torch.device) -> tor
 
 
 def cut_blocks(piece: Piece, block: int) -> bool:
-    """Say whether blocks of ``block`` elements, counted in the whole tensor, lie on several ranks."""
+    """Return whether blocks of ``block`` elements, counted in the whole tensor, lie on several ranks."""
     placement = piece.placement
     shape, whole, offset = placement.shape, placement.global_shape, placement.offset
     begin, end = piece.span or (0, prod(shape))

@@ -50,7 +50,7 @@ class FourBits:
         return result
 
     def _can_hold(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Say of each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
+        """Return for each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
         scales, codec = self.form.scales_of(blocks), self.form.codec
         stored = codec.from_bytes(codec.to_bytes(scales)).view(scales.shape)
         back = on_grid(self.form.nearest(blocks / nonzero(scales)), stored)

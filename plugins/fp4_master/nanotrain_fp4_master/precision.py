@@ -129,7 +129,7 @@ class FP4Master(Precision):
                 self.packed |= low
 
     def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:
-        """Say whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
+        """Return whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
         own = weight.dtype == self.parameter_dtype and weight.requires_grad
         return own and self.is_low(name, weight.dim())
 
@@ -147,7 +147,7 @@ class FP4Master(Precision):
                     hold(part, name, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
-        """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
+        """Return whether a parameter gets the format and variant: every matrix, if no model was seen."""
         kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
         role = self.roles.get(name, "none") if self.roles else self.config.roles[0]
         return not kept and dimensions > 1 and role in self.config.roles
@@ -245,7 +245,7 @@ def straddling(piece: Piece, config: FP4MasterConfig) -> str:
 
 
 def cut(placement: Placement, block: int) -> bool:
-    """Say whether the blocks of a tensor that is split so lie on several ranks."""
+    """Return whether the blocks of a tensor that is split so lie on several ranks."""
     return cut_blocks(Piece(nn.Parameter(torch.empty(0)), placement), block)
 
 

@@ -37,14 +37,14 @@ def _anywhere(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_torch(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for torch's scaled products."""
+    """Return what is missing for torch's scaled GEMMs."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     return _needs_gpu(device, recipe)
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for products of FP8 operands on tensor cores."""
+    """Return what is missing for GEMMs of FP8 operands on tensor cores."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
@@ -56,14 +56,14 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for Triton's kernels, and for torch's products of what they round."""
+    """Return what is missing for Triton's kernels, and for torch's GEMMs of what they round."""
     if not recipe.tile:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
 
 
 def _disagreement(device: torch.device) -> str:
-    """Say what Triton's kernels do otherwise than elsewhere."""
+    """Return what Triton's kernels do otherwise than elsewhere."""
     from nanotrain_fp8_deepseek_v3.first_use import disagreement
 
     try:
@@ -73,7 +73,7 @@ def _disagreement(device: torch.device) -> str:
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for Transformer Engine's products."""
+    """Return what is missing for Transformer Engine's GEMMs."""
     if not recipe.tile:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
     refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
@@ -81,7 +81,7 @@ def _needs_te(device: torch.device, recipe: Recipe) -> str:
 
 
 def _unfit_te() -> str:
-    """Say why the Transformer Engine that is installed cannot be used."""
+    """Return why the Transformer Engine that is installed cannot be used."""
     try:
         import_module("nanotrain_fp8_deepseek_v3.te")
     except Exception as error:  # one that was built for another torch raises what it likes

@@ -20,7 +20,7 @@ COUNTS = (40, 0, 105)
 
 @cache
 def disagreement(device: torch.device) -> str:
-    """Say which product of Triton's kernels is not the emulation's on ``device``; empty if all are."""
+    """Return which GEMM of Triton's kernels is not the emulation's on ``device``; empty if all are."""
     for recipe in (Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)):
         for counts in (None, torch.tensor(COUNTS, device=device)):
             operands = _operands(device, experts=0 if counts is None else len(COUNTS))

@@ -106,7 +106,7 @@ def fp8_of(backends: Mapping[str, GEMMBackend]) -> dict[str, FP8GEMM]:
 
 
 def worst(found: Mapping[Key, Figures]) -> Sequence[str]:
-    """Say where most is lost to zero, where numbers are largest, and where most is no number any more."""
+    """Return where most is lost to zero, where numbers are largest, and where most is no number any more."""
     lost = max(found, key=lambda key: found[key].underflow)
     largest = max(found, key=lambda key: (isnan(found[key].amax), found[key].amax))
     broken = max(found, key=lambda key: found[key].overflow)

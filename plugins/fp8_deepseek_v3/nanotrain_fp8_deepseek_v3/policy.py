@@ -38,7 +38,7 @@ def format_of(name: str, config: ModuleFormats) -> str:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Say whether a module's name fits any pattern."""
+    """Return whether a module's name fits any pattern."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -131,7 +131,7 @@ class Copies:
         return self._kept
 
     def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Say whether the room there is has the names, shapes and dtypes of ``tensors``."""
+        """Return whether the room there is has the names, shapes and dtypes of ``tensors``."""
         return self._kept.keys() == tensors.keys() and all(
             (kept.shape, kept.dtype) == (tensors[name].shape, tensors[name].dtype)
             for name, kept in self._kept.items()

@@ -101,7 +101,7 @@ def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def plain(path: Path) -> bool:
-    """Say whether there is a file, and no link to one."""
+    """Return whether there is a file, and no link to one."""
     return path.is_file() and not path.is_symlink()
 
 

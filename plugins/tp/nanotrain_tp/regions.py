@@ -45,7 +45,7 @@ class Entry:
         """Where those that are known to read it have their weights' products made."""
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Say whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
+        """Return whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
         return x is self.outside and self._state(x) == self.state
 
     @staticmethod

@@ -1,0 +1,162 @@
+"""What each kernel of nanotrain-cpu gains in a training step: plain PyTorch with that one, against without.
+
+Steps of all take turns in one process and one thread, each timed by the processor time that it took: on a
+machine that is busy with others, the clock tells mostly of them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import attrs
+import torch
+from nanotrain_cpu.gemm import use_faster_products
+from nanotrain_cpu.kernels import FASTER
+from torch import nn
+
+from benchmarks.cases import DEEPSEEK, RECIPE, Case
+from benchmarks.report import spread
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Kernels
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.discovery import PluginInfo
+from nanotrain_core.registry.registry import Registry, load_plugins
+
+Apply = Callable[[nn.Module, Passes], None]
+
+#: Which functions of the table, and who changes a model's parts.
+EACH: Mapping[str, tuple[tuple[str, ...], tuple[Apply, ...]]] = {
+    "attention": (("attention",), ()),
+    "experts": (("experts",), ()),
+    "permutation": (("permute", "unpermute"), ()),
+    "matmul": ((), (use_faster_products,)),
+}
+
+#: All of them.
+ALL = "all"
+
+#: A microbatch of the small DeepSeek has 256 tokens, or all 1024 of a step.
+CASES = tuple(
+    Case(name=f"{name}, {precision}", file=file, precision=precision, microbatch=size, accumulate=number)
+    for name, file, size, number in (
+        ("Llama", RECIPE, 4, 2),
+        ("DeepSeek", DEEPSEEK, 2, 4),
+        ("DeepSeek, 1 microbatch", DEEPSEEK, 8, 1),
+    )
+    for precision in ("fp32", "bf16")
+)
+
+
+@attrs.define(frozen=True)
+class OneKernel:
+    """Config of kernels that are plain PyTorch but for one."""
+
+    name: str = ""
+
+
+class Alone(Kernels):
+    """Plain PyTorch but for one kernel, or with all of them."""
+
+    def __init__(self, config: OneKernel) -> None:
+        chosen = [EACH[config.name]] if config.name in EACH else [*EACH.values()] if config.name else []
+        self.functions = {name: getattr(FASTER, name) for functions, _ in chosen for name in functions}
+        self.applied = dict.fromkeys(apply for _, applied in chosen for apply in applied)
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return plain PyTorch but for these."""
+        return replace(TORCH, **self.functions)
+
+    def apply(self, part: nn.Module, passes: Passes) -> None:
+        """Change what these change."""
+        for apply in self.applied:
+            apply(part, passes)
+
+
+@attrs.define(frozen=True)
+class Gain:
+    """Milliseconds of processor time of a step, medians, and in each round without over with."""
+
+    KIND = "kernels"
+    TITLE = "Milliseconds of processor time of a training step in one thread, medians over rounds."
+    HEADER = ("model", "kernel", "with", "without", "ratio", "spread")
+    passed = True
+
+    case: str
+    kernel: str
+    ours: float
+    torchs: float
+    ratios: tuple[float, ...]
+
+    def row(self) -> list[str]:
+        times = [f"{self.ours:.0f}", f"{self.torchs:.0f}", f"{median(self.ratios):.3f}"]
+        low, high = (quantile(self.ratios, part) for part in (0.25, 0.75))
+        return [self.case, self.kernel, *times, spread((low, high), ".3f")]
+
+    def data(self) -> dict[str, Any]:
+        return {**attrs.asdict(self), "ratio": median(self.ratios)}
+
+
+def quantile(numbers: Sequence[float], part: float) -> float:
+    """Return the number below which that part of them lies."""
+    return sorted(numbers)[round(part * (len(numbers) - 1))]
+
+
+def measure(*, rounds: int, cases: Sequence[Case] = CASES) -> list[Gain]:
+    """Take ``rounds`` rounds of a step with each kernel, and one without any, in a new order each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [gain for case in cases for gain in raced(case, rounds)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def raced(case: Case, rounds: int) -> list[Gain]:
+    """Return what every kernel gains in one case."""
+    sides = {name: engine(case, name) for name in ("", *EACH, ALL)}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    order = [*sides]
+    shuffled = random.Random(0)
+    for _ in range(rounds + 2):
+        shuffled.shuffle(order)
+        for name in order:
+            began = time.process_time()
+            sides[name].fit(steps=sides[name].step + 1)
+            taken[name].append(1e3 * (time.process_time() - began))
+    torchs, *_ = kept = [times[2:] for times in taken.values()]  # the first warm up
+    return [
+        Gain(
+            case.name,
+            name,
+            median(ours),
+            median(torchs),
+            tuple(b / a for a, b in zip(ours, torchs, strict=True)),
+        )
+        for name, ours in zip(sides, kept, strict=True)
+        if name
+    ]
+
+
+def engine(case: Case, name: str) -> RuntimeEngine:
+    """Return an engine of the case's recipe that has this kernel alone."""
+    component = Component(
+        name="benchmark", config=OneKernel, factory="benchmarks.kernels:Alone", summary="one kernel alone"
+    )
+    plugin = PluginInfo(
+        name="benchmark",
+        distribution="benchmarks",
+        version="0",
+        module=__name__,
+        components=(("kernels", component),),
+    )
+    registry = Registry((*load_plugins().plugins, plugin))
+    recipe = attrs.evolve(case.recipe(), kernels=Selection("kernels", "benchmark", OneKernel(name)))
+    return RuntimeEngine.from_recipe(recipe, registry=registry)
