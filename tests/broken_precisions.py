@@ -46,7 +46,10 @@ class NoWeightGradient(TorchGEMM):
 
 
 class LosesOneGradient(Uniform):
-    """Gives one linear layer of all a backend that forgets its weight's gradient."""
+    """Gives one linear layer of all a backend that forgets its weight's gradient.
+
+    One without which losses are 4% from float32's in the mean; without that of a query, they are 1%.
+    """
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
@@ -55,8 +58,8 @@ class LosesOneGradient(Uniform):
         self.passes = passes
 
     def convert(self, part):
-        module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
-        backend = NoWeightGradient(TorchGEMM())
+        module = next(module for name, module, _ in tagged(part) if name.endswith("ffn.down"))
+        backend = NoWeightGradient()
         use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
         return super().convert(part)
 
