@@ -8,8 +8,9 @@ import pytest
 from nanotrain_core.testing import Case, conformance, failures, trials
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
-TWINS, PRECISIONS, CHECKPOINTS = (
-    (str(Path(__file__).with_name(f"broken_{kind}.py")),) for kind in ("twins", "precisions", "checkpoints")
+TWINS, PRECISIONS, CHECKPOINTS, KERNELS = (
+    (str(Path(__file__).with_name(f"broken_{kind}.py")),)
+    for kind in ("twins", "precisions", "checkpoints", "kernels")
 )
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
@@ -28,6 +29,20 @@ WRONG_GRADIENTS = {
     "unused_parameter_does_not_hang[on_one_rank]",
     "monitors_see_gradients",
 }
+
+#: What finds a function with other values or gradients, where the tiny models call it and where not.
+WRONG_FUNCTION = {
+    "functions_are_plain_pytorchs[float64]",
+    "functions_are_plain_pytorchs[bfloat16]",
+    "gradients_may_not_be_wanted",
+}
+DENSE, ROUTED = (
+    {f"runs_are_plain_pytorchs[{run}]" for run in runs}
+    for runs in (
+        ("transformer", "odd", "recomputed", "weight_passes"),
+        ("routed", "recomputed_experts", "weight_passes_of_experts"),
+    )
+)
 
 SUMMED = {"parallel": [{"use": "summed"}]}
 
@@ -63,6 +78,37 @@ FAULTS = [
         Case("optimizer", use="sums_in_its_step", topology={"dp": 2}, plugins=TWINS),
         {"monitors_see_gradients"},
     ),
+    (Case("kernels", use="ignores_the_scale", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="sees_later_blocks", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="adds_eps_to_the_root", plugins=KERNELS), WRONG_FUNCTION | DENSE | ROUTED),
+    (Case("kernels", use="wrong_gradient_of_gates", plugins=KERNELS), WRONG_FUNCTION | DENSE),
+    (Case("kernels", use="counts_ignored_targets", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="drops_the_last_row", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
+    (Case("kernels", use="forgets_their_weights", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
+    (
+        Case("kernels", use="turns_in_place", plugins=KERNELS),
+        {"inputs_stay_as_they_are", "gradients_may_not_be_wanted"},
+    ),
+    (
+        Case("kernels", use="computes_in_float32", plugins=KERNELS),
+        (WRONG_FUNCTION | DENSE | ROUTED) - {"functions_are_plain_pytorchs[bfloat16]"},
+    ),
+    (Case("kernels", use="makes_its_table_anew", plugins=KERNELS), {"table_is_the_same_each_time"}),
+    (
+        Case("kernels", use="replaces_parameters", plugins=KERNELS),
+        {f"parameters_stay_themselves[{model}]" for model in ("transformer", "routed")},
+    ),
+    (
+        Case("kernels", use="transposes_square_weights", plugins=KERNELS),
+        {
+            "products_are_plain_pytorchs[float64]",
+            "products_are_plain_pytorchs[bfloat16]",
+            "runs_are_plain_pytorchs[weight_passes]",
+            "runs_are_plain_pytorchs[weight_passes_of_experts]",
+        },
+    ),
+    (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_know_nothing_of_one_another"}),
+    (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},

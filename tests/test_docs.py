@@ -107,7 +107,7 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
     assert where in found[label]
 
 
-@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting")])
+@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting"), ("kernels", "lean")])
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm
 
 Tensor = torch.Tensor
 
@@ -62,10 +63,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows, ``counts_E`` of them, times its transposed weight; there may be none.
 
-    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts.
+    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts. Elsewhere it
+    does, and in a compiled graph inside of one operator.
     """
-    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and _aligned(weight_ENK):
-        return F.grouped_mm(rows_NK, weight_ENK.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
+    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and len(rows_NK) and _aligned(weight_ENK):
+        return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E)
+    if torch.compiler.is_compiling():
+        compiled: Tensor = grouped_mm(rows_NK, weight_ENK.mT, counts_E)
+        return compiled
     pieces = torch.split(rows_NK, counts_E.tolist())
     return torch.cat([F.linear(rows, weight) for rows, weight in zip(pieces, weight_ENK, strict=True)])
 

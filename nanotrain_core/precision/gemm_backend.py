@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from nanotrain_core.moe.grouped_mm import grouped_mm, grouped_mm_transposed
+
 #: What a backend keeps of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
 
@@ -87,7 +89,11 @@ class TorchGroupedGEMM:
     """The GEMMs of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
 
     def __init__(self, counts_E: torch.Tensor) -> None:
-        self.counts_E, self.counts = counts_E, counts_E.tolist()
+        self.counts_E = counts_E
+        self.counts: list[int] | None = None
+        """How many rows each weight has; None in a compiled graph, which cannot know."""
+        if not torch.compiler.is_compiling():
+            self.counts = counts_E.tolist()
 
     def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return each weight's rows times its transpose, and x."""
@@ -103,6 +109,9 @@ class TorchGroupedGEMM:
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
+        if self.counts is None:
+            d_weight_ENK: torch.Tensor = grouped_mm_transposed(d_y_MN, kept[0], self.counts_E)
+            return d_weight_ENK
         pairs = zip(torch.split(d_y_MN, self.counts), torch.split(kept[0], self.counts), strict=True)
         return torch.stack([d_y.T @ x for d_y, x in pairs])
 
@@ -111,5 +120,8 @@ class TorchGroupedGEMM:
         return TorchGroupedGEMM(counts_E)
 
     def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:
+        if self.counts is None:
+            y: torch.Tensor = grouped_mm(rows, right_EAB, self.counts_E)
+            return y
         pairs = zip(torch.split(rows, self.counts), right_EAB, strict=True)
         return torch.cat([own @ right_AB for own, right_AB in pairs])

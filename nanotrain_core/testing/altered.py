@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from nanotrain_core import compose
-from nanotrain_core.contracts import Initializer
+from nanotrain_core.contracts import Block, Initializer
 from nanotrain_core.layout.roles import Role, replace, tag, tagged
 from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
+from nanotrain_core.run import log, random_state
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.probe import Trace, train
+from nanotrain_core.testing.probe import Trace, make_engine, rank, train, weights
 
 # --- modules that a precision replaces ---------------------------------------------------------------
 
@@ -105,6 +108,43 @@ def _add_roles_and_biases(part: Any) -> None:
         return known(old) if old in before else Initializer("normal", 0.5)
 
     part.initializer = initializer
+
+
+# --- a backward pass that is split ------------------------------------------------------------------
+
+
+def train_with_weight_passes(case: Case, changes: Mapping[str, Any]) -> Trace:
+    """Train with the weight gradients of each microbatch left to a W pass, two microbatches late."""
+    plain = Accumulate.actions
+
+    def with_weight_passes(schedule: Accumulate, pp: int, microbatches: int) -> Any:
+        lists = []
+        for actions in plain(schedule, pp, microbatches):
+            late: list[Action] = []
+            for action in actions:
+                late.append(action)
+                if action.kind == "B" and action.microbatch >= 2:
+                    late.append(Action("W", action.stage, action.microbatch - 2))
+            rest = range(max(0, microbatches - 2), microbatches)
+            lists.append((*late, *(Action("W", actions[0].stage, number) for number in rest)))
+        return tuple(lists)
+
+    with mock.patch.object(Accumulate, "actions", with_weight_passes):
+        return train(case, changes)
+
+
+# --- two runs in one process -----------------------------------------------------------------------
+
+
+def train_around(case: Case, changes: Mapping[str, Any], other: Mapping[str, Any]) -> list[Block]:
+    """Build the run, train another one in this process, then train the first; return its weights."""
+    log.ensure(rank())
+    random_state.seed_all(1, rank())
+    engine = make_engine(case, changes)
+    train(case, other)
+    random_state.seed_all(1, rank())
+    engine.fit()
+    return weights(engine.run)
 
 
 # --- a parameter that not every rank uses ---------------------------------------------------------

@@ -78,6 +78,17 @@ class Ranks:
     ) -> Pending:
         """Begin :meth:`all_gather`; ``go_on``: without waiting for it."""
         dim %= x.dim()
+        sizes = self.share_sizes(x, dim, length)
+        x = _padded(x, dim, max(sizes))
+        pending = self.exchange.all_gather(x, async_op=go_on)
+        return lambda: _joined(pending(), dim, sizes)
+
+    def share_sizes(self, x: torch.Tensor, dim: int, length: int | None) -> list[int]:
+        """Return how much each rank has of ``length``, as :meth:`all_gather` takes it.
+
+        Raises:
+            SplitError: ``x`` is not this rank's share of it.
+        """
         length = x.shape[dim] * self.size if length is None else length
         sizes = self.sizes(length)
         if x.shape[dim] != sizes[self.index]:
@@ -85,9 +96,7 @@ class Ranks:
                 f"axis {dim} of {list(x.shape)} is not the share of {length} that rank {self.index} of tp = "
                 f"{self.size} has, which is {sizes[self.index]}"
             )
-        x = _padded(x, dim, max(sizes))
-        pending = self.exchange.all_gather(x, async_op=go_on)
-        return lambda: _joined(pending(), dim, sizes)
+        return sizes
 
     def sizes(self, length: int) -> list[int]:
         """Return how much of ``length`` each rank has: as much as another, or one more."""

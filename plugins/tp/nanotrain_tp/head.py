@@ -73,7 +73,9 @@ def split_cross_entropy(
         IndexError: a target is not in the vocabulary of all ranks together.
     """
     wrong = ((target_T < 0) & (target_T != IGNORE)) | (target_T >= rows.vocabulary)
-    if wrong.device.type == "cpu" and wrong.any():
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), f"a target is not in the vocabulary of {rows.vocabulary}")
+    elif wrong.device.type == "cpu" and wrong.any():
         raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {rows.vocabulary}")
     loss = partial(_cross_entropy, rows=rows, ranks=ranks)
     return ops.linear_cross_entropy(hidden_TD, weight_VD, target_T, loss=loss, columns=rows.most(ranks))

@@ -50,7 +50,8 @@ class Entry:
 
     @staticmethod
     def _state(x: torch.Tensor) -> tuple[int, bool]:
-        return x._version, torch.is_grad_enabled()
+        # A compiled graph has no versions: there, a model must not write into what split layers have read.
+        return 0 if torch.compiler.is_compiling() else x._version, torch.is_grad_enabled()
 
     def place_of(self, layer: nn.Module) -> Place | None:
         """Return a new place for the weight of ``layer``, if it is trained."""
@@ -82,13 +83,20 @@ class Boundary:
             overlap: in backward, sum gradients over ranks while weights' gradients are computed.
             keep: what was gathered, for backward, in place of gathering it again there.
         """
-        self.ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
+        self._ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
+        self.in_graph: Ranks | None = None
+        """Who does what ``ranks`` do inside of a compiled graph."""
         self.keep = keep or not sequence_parallel
         self.length: int | None = None
         """Tokens of a sequence, S; None: as many as all ranks' shares if they are alike."""
         self._last: Entry | None = None
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read one tensor, by the first of them, as they came in a pass before."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the layers."""
+        return self.in_graph if self.in_graph and torch.compiler.is_compiling() else self._ranks
 
     def begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
         """Note how long sequences are, which a share of one does not tell: the pre-hook of a model part.
@@ -128,6 +136,8 @@ class Boundary:
         return not self.keep or (self.overlap and self.ranks.in_background)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():  # whoever runs a graph puts its nodes in order
+            return False
         return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
@@ -165,6 +175,8 @@ class Boundary:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
+        if torch.compiler.is_compiling():
+            self.forget()  # what is remembered at the end of a graph is one of its outputs
         if self.sequence_parallel:
             return Scatter.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
         return Reduce.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]

@@ -35,6 +35,7 @@ from nanotrain_core.api import (
 from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.compiled import RanksInGraph
 from nanotrain_tp.head import Rows
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
 
@@ -64,6 +65,7 @@ class TensorParallel(Parallel):
             overlap=config.overlap,
             keep=not config.gather_again,
         )
+        boundary.in_graph = RanksInGraph(ranks)
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
