@@ -10,12 +10,20 @@ from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointI
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.component import Component, Support
 from nanotrain_core.data.survey import Survey
-from nanotrain_core.errors import CheckpointError, NanotrainError, PluginError, Problem, did_you_mean
+from nanotrain_core.errors import (
+    CheckpointError,
+    DataError,
+    Diverged,
+    NanotrainError,
+    PluginError,
+    Problem,
+    did_you_mean,
+)
 from nanotrain_core.hf.mapping import HFError, HFMapping, HFTensor, ParameterMapping, expect, expect_size
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
-from nanotrain_core.layout.roles import Role, Tag, share_tokens, tag, tagged, take_over
+from nanotrain_core.layout.roles import Role, Tag, replace, share_tokens, tag, tagged, take_over
 from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
 from nanotrain_core.recipe.divisibility import (
@@ -40,6 +48,8 @@ __all__ = [
     "CheckpointInfo",
     "Component",
     "Costs",
+    "DataError",
+    "Diverged",
     "Divisible",
     "HFError",
     "HFMapping",
@@ -78,6 +88,7 @@ __all__ = [
     "path_field",
     "read_rope",
     "remove_leftovers",
+    "replace",
     "share_tokens",
     "strange_kinds",
     "tag",

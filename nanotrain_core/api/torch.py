@@ -37,9 +37,11 @@ from nanotrain_core.contracts import (
     UpdateReport,
     WeightReader,
 )
+from nanotrain_core.contracts.update import PieceGradient
+from nanotrain_core.data.order import SequenceData
 from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
-from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialisation import hold
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import WAYS, MessageKey, Messages
@@ -72,7 +74,7 @@ from nanotrain_core.moe.routing import (
     sort_by_expert,
     use_dispatch_codec,
 )
-from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.optim.adamw import AdamW, MasterOptimizer
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
@@ -89,15 +91,20 @@ from nanotrain_core.precision.gemm import (
 from nanotrain_core.precision.placed_wgrad import Again, Place
 from nanotrain_core.precision.quantized_storage import (
     PackedWeight,
+    Packing,
+    dequantize,
     form_of,
     memory_like,
     move_into,
+    quantize_into,
+    range_of,
     read_range,
+    storage_of,
     unquantized,
     write_range,
 )
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
-from nanotrain_core.precision.uniform import LiveMaster, NoLossScale, Uniform
+from nanotrain_core.precision.uniform import DynamicLossScale, Float32Master, LiveMaster, NoLossScale, Uniform
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.stop import Rollback
 
@@ -109,6 +116,7 @@ __all__ = [
     "WAYS",
     "AdamW",
     "Again",
+    "AllReduceGradients",
     "Batch",
     "Block",
     "BucketExchange",
@@ -121,11 +129,13 @@ __all__ = [
     "Data",
     "DequantizingGEMM",
     "DispatchCodec",
+    "DynamicLossScale",
     "EndReport",
     "ErrorFeedback",
     "EvaluationReport",
     "Exchange",
     "FailedSaveReport",
+    "Float32Master",
     "GEMMBackend",
     "GlooExchange",
     "GradientSync",
@@ -136,6 +146,7 @@ __all__ = [
     "LiveMaster",
     "LocalGradients",
     "LossScale",
+    "MasterOptimizer",
     "MasterWeight",
     "Mesh",
     "MessageKey",
@@ -147,11 +158,13 @@ __all__ = [
     "Ops",
     "Optimizer",
     "PackedWeight",
+    "Packing",
     "Parallel",
     "PartOutput",
     "Passes",
     "Pending",
     "Piece",
+    "PieceGradient",
     "Place",
     "PlacedParameter",
     "Placement",
@@ -167,6 +180,7 @@ __all__ = [
     "RunInfo",
     "SavedWeights",
     "Schedule",
+    "SequenceData",
     "StepReport",
     "StepStats",
     "SwiGLU",
@@ -182,6 +196,7 @@ __all__ = [
     "cast",
     "clip_factor",
     "count_of",
+    "dequantize",
     "dispatch_codec",
     "form_of",
     "gemm_parameters",
@@ -194,7 +209,9 @@ __all__ = [
     "memory_like",
     "move_into",
     "ops_of",
+    "quantize_into",
     "quantize_swiglu",
+    "range_of",
     "read_range",
     "rms_norm",
     "rope",
@@ -203,6 +220,7 @@ __all__ = [
     "run_locally",
     "share_of",
     "sort_by_expert",
+    "storage_of",
     "stream_seed",
     "swiglu",
     "unquantized",
