@@ -222,7 +222,7 @@ def _plain_products(
         y, second = (x @ weight.T for weight in weights)
         d_x, d_weight = d_y @ weights[0], d_y.T @ x
     else:
-        xs, d_ys = x.split(rows), d_y.split(rows)
+        xs, d_ys = torch.split(x, rows), torch.split(d_y, rows)
         y, second = (torch.cat([own @ w.T for own, w in zip(xs, stack, strict=True)]) for stack in weights)
         d_x = torch.cat([own @ w for own, w in zip(d_ys, weights[0], strict=True)])
         d_weight = torch.stack([d.T @ own for d, own in zip(d_ys, xs, strict=True)])
