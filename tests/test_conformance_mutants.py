@@ -198,6 +198,12 @@ def test_a_fault_fails_exactly_the_checks_meant_for_it(case, faults):
     assert set(found) == faults, report
 
 
+def test_a_router_that_counts_by_itself_is_told_what_to_do():
+    case = Case("model", use="counts_twice", plugins=TWINS)
+    ((_, error),) = failures(t for t in trials(case) if t.label == "layers_may_be_run_again").items()
+    assert "return the load in Routing and add it in the part" in str(error)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("use", "faults"), [("sliced", set()), ("adds_every_bias", {MORE_LAYERS})])
 def test_tensor_parallelism_fails_exactly_the_checks_meant_for_its_fault(use, faults):

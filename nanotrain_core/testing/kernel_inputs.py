@@ -163,11 +163,7 @@ def _linear_cross_entropy() -> Iterator[Sample]:
     yield Sample("a vocabulary of one", leaves(3, 4, 1))
     turned = {"hidden": _normal(6, 9), "weight": _normal(6, 11), "target": torch.randint(11, (18,))}
     yield Sample("transposed", turned, views)
-    chunks: dict[str, Any] = {
-        "loss": cross_entropy,
-        "columns": 40,
-        "chunks": Chunks(logits=100, tokens=3),
-    }
+    chunks: dict[str, Any] = {"loss": cross_entropy, "columns": 40, "chunks": Chunks(logits=100, tokens=3)}
     yield Sample("in chunks, as ranks ask for it", leaves(20, 8, 16, 3), partial(_in_order, **chunks))
 
 
