@@ -49,6 +49,9 @@ class Cell:
     overlap: bool = False
     """Whether eager collectives go through process groups, as on GPUs, and not through shared memory."""
 
+    length: int = 8
+    """Tokens of a sequence: of 7, ranks' shares differ."""
+
     @property
     def ranks(self) -> int:
         return 2 if self.tp else 1
@@ -56,7 +59,8 @@ class Cell:
     @property
     def id(self) -> str:
         overlap = "overlap" if self.overlap else ""
-        return "-".join(filter(None, (self.model, self.tp, self.recompute, overlap, self.precision)))
+        length = "" if self.length == 8 else str(self.length)
+        return "-".join(filter(None, (self.model, self.tp, self.recompute, overlap, length, self.precision)))
 
     def case(self) -> Case:
         """Return its recipe: 2 steps of 2 microbatches."""
@@ -69,7 +73,7 @@ class Cell:
             "model": {"layers": 1, "vocab": VOCAB, "init_std": 0.3, **MODELS[self.model]},
             "data": {"vocab": VOCAB},
             "precision": {"use": self.precision},
-            "batch": {"sequences": 4, "microbatch": 2, "length": 8},
+            "batch": {"sequences": 4, "microbatch": 2, "length": self.length},
             "parallel": wrappers,
         }
         return Case("topology", use="grid", topology={"tp": self.ranks}, overrides=overrides, name=self.id)

@@ -24,6 +24,7 @@ FIRST = (
 )
 
 MORE = (
+    *(Cell(model, "fp64", tp, length=7) for model in ("llama", "deepseek") for tp in ("sp", "whole")),
     *(Cell(model, "bf16", "whole") for model in ("llama", "deepseek")),
     *(Cell("gpt", precision, tp) for precision in ("fp64", "bf16") for tp in ("", "whole")),
     *(
