@@ -64,7 +64,7 @@ class Cell:
 
     def case(self) -> Case:
         """Return its recipe: 2 steps of 2 microbatches."""
-        tensor = {"use": "tp", "sequence_parallel": self.tp == "sp", "shared_memory": not self.overlap}
+        tensor = {"use": "tp", "sequence_parallel": self.tp == "sp", "overlap": self.overlap}
         wrappers = [{"use": "recompute"}] if self.recompute == "inside" else []
         wrappers += [tensor] if self.tp else []
         overrides = {

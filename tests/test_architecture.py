@@ -16,9 +16,10 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover checkpoint.info "
-        "checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout layout.ranges "
-        "layout.roles moe moe.grouped_mm models models.cross_entropy models.feed_forward models.head models.norms models.ops "
+        "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover "
+        "checkpoint.info checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout "
+        "layout.ranges layout.roles moe moe.grouped_mm models models.cross_entropy models.feed_forward "
+        "models.head models.norms models.ops "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
         "run.throughput",

@@ -6,7 +6,6 @@ collectives under way. Whoever runs the graph decides when one begins and when i
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ class RanksInGraph(Ranks):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks.mesh)
-
-    @cached_property
-    def name(self) -> str:
-        """Of their process group."""
-        group = self.mesh.group("tp")
+        group = ranks.mesh.group("tp")
         assert group is not None, "tp = 1 has no collectives"
-        return group.group_name
+        self.name = group.group_name
+        """Of their process group, by which a graph knows it."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""

@@ -1,5 +1,7 @@
 """What does not divide is refused, with the sizes that would."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nanotrain_tp import TensorParallelConfig
@@ -28,6 +30,9 @@ class Paper:
 
     def coordinate(self, dim):
         return 0
+
+    def group(self, *dims):
+        return SimpleNamespace(group_name="none")
 
 
 def apply(tp, **sizes):
