@@ -10,13 +10,15 @@ import attrs
 import torch
 import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
-from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 from torch import nn
 
 from benchmarks.gpu import Call, Compared, turns
 from benchmarks.report import verdict
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.precision.gemm import steady_weights, use_gemm
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import use_gemm
 
 #: Tokens, inputs and outputs of DeepSeek-V3's gate of an expert, output of attention, and dense gate.
 SHAPES = ((4096, 7168, 2048), (4096, 16384, 7168), (4096, 7168, 18432))
@@ -86,17 +88,17 @@ def measure(*, rounds: int) -> Iterator[Any]:
 
 def kernels(rounds: int) -> Iterator[Bandwidth]:
     """Time every rounding kernel beside a copy of what it reads and writes."""
-    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
-    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
-    from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned, requantise_turned
+    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
 
     x = normal(*LARGE)
-    codes, scales = quantise_rows(x)
+    codes, scales = quantize_rows(x)
     ours: dict[str, tuple[Call, int]] = {  # and bytes for each number, with its part of scales
-        "1 x 128": (lambda: quantise_rows(x), 3),
-        "128 x 1, turned": (lambda: quantise_turned(x), 3),
-        "128 x 1, turned, from 1 x 128": (lambda: requantise_turned(codes, scales), 2),
-        "128 x 128, and turned": (lambda: quantise_blocks(x), 4),
+        "1 x 128": (lambda: quantize_rows(x), 3),
+        "128 x 1, transposed": (lambda: quantize_transposed(x), 3),
+        "128 x 1, transposed, from 1 x 128": (lambda: requantize_transposed(codes, scales), 2),
+        "128 x 128, and transposed": (lambda: quantize_blocks(x), 4),
     }
     for name, (call, each) in ours.items():
         size = each * x.numel()
@@ -112,12 +114,13 @@ def layer(name: str, shape: tuple[int, int, int], rounds: int, bar: float) -> La
     wide = nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16)
     narrow = tag(nn.Linear(K, N, bias=False, device=DEVICE, dtype=torch.bfloat16), Role.COLUMN)
     narrow.weight.grad_dtype = torch.float32  # as a run has it: dW is not rounded
-    use_gemm(narrow, {"weight": BACKENDS[name].make(Recipe())})
+    passes = Passes()
+    use_gemm(narrow, {"weight": BACKENDS[name].make(Recipe(), Scratch(passes))}, passes)
     x, d_y = normal(M, K).requires_grad_(), normal(M, N)
 
     def step(module: nn.Module) -> None:
         x.grad = module.weight.grad = None
-        with steady_weights():
+        with passes.weights_stand_still():
             module(x).backward(d_y)
 
     times = turns(lambda: step(narrow), lambda: step(wide), rounds=rounds)
@@ -134,9 +137,11 @@ def experts(rounds: int) -> Layer:
     )
     ends = counts.cumsum(0).to(torch.int32)
 
+    passes = Passes()
+
     def ours() -> None:
-        products = BACKENDS["triton"].make(Recipe()).grouped(counts)
-        with steady_weights():
+        products = BACKENDS["triton"].make(Recipe(), Scratch(passes)).grouped(counts)
+        with passes.weights_stand_still():
             _, kept = products.forward(x, w)
             products.dgrad(d_y, w)
             products.wgrad(d_y, kept)
@@ -160,7 +165,7 @@ def agreement(name: str) -> Iterator[Agreement]:
     """Compare the products of one weight and of experts with the emulation's, and with sizes from it."""
     M, K, N, E = COMPARED
     counts = torch.tensor([M // 3, 0, 1, M - M // 3 - 1], device=DEVICE)
-    one, many = BACKENDS[name].make(Recipe()), BACKENDS["emulated"].make(Recipe())
+    one, many = (BACKENDS[each].make(Recipe(), Scratch()) for each in (name, "emulated"))
     ways = (
         ("one weight", one, many, (normal(M, K), normal(N, K), normal(M, N))),
         ("experts", one.grouped(counts), many.grouped(counts), (normal(M, K), normal(E, N, K), normal(M, N))),

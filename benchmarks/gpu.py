@@ -23,7 +23,7 @@ def refusal() -> str:
     """Return why nothing can be measured here; empty if it can."""
     import torch
     from nanotrain_fp8_deepseek_v3.backends import BACKENDS
-    from nanotrain_fp8_deepseek_v3.products import Recipe
+    from nanotrain_fp8_deepseek_v3.gemm import Recipe
 
     if not torch.cuda.is_available():
         return f"it needs a CUDA device, and torch {torch.__version__} finds none"

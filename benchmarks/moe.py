@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.report import spread, verdict
 from nanotrain_core.models.feed_forward import SwiGLU
-from nanotrain_core.run.memory import keep_freed_memory
+from nanotrain_core.models.kernels import installed_kernels
 
 #: Forward and backward of a layer of experts may take so many times as long.
 LIMIT = 1.3
@@ -58,7 +58,8 @@ def measure(*, rounds: int) -> list[Overhead]:
 
     Memory is treated as in a run: otherwise what is measured is how the kernel clears pages.
     """
-    keep_freed_memory()
+    cpu = torch.device("cpu")
+    installed_kernels(cpu).prepare(cpu)
     shapes = ({"width": 256, "experts": 8, "top_k": 2}, {"width": 512, "experts": 16, "top_k": 4})
     dtypes = ((torch.float32, LIMIT), (torch.bfloat16, None))
     threads = torch.get_num_threads()

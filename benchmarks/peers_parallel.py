@@ -96,7 +96,7 @@ class Stage(nn.Module):
 
 
 def pipeline(recipe: Recipe, rank: int) -> Callable[[int], object]:
-    """Return what trains for so many steps more, layers shared out evenly as in torch's tutorials."""
+    """Return what trains for so many steps more, layers split evenly as in torch's tutorials."""
     stages = recipe.run.ranks * (2 if recipe.schedule.use == "interleaved_1f1b" else 1)
     each = recipe.model.config.layers // stages
     edges = [stage * each for stage in range(stages + 1)]

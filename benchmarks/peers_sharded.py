@@ -23,7 +23,7 @@ from nanotrain_core.recipe.tree import Recipe
 
 
 class ZeroLoop(Loop):
-    """The plain loop with optimizer state shared out over ranks."""
+    """The plain loop with optimizer-state sharding."""
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
         super().__init__(recipe, model)

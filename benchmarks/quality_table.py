@@ -80,7 +80,7 @@ def tables(runs: Sequence[Trained]) -> str:
 
 
 def _title(runs: Runs) -> str:
-    """Say what was run, beginning with the command."""
+    """Return what was run, beginning with the command."""
     first = next(iter(runs.values()))
     seeds = " ".join(map(str, sorted({seed for _, _, seed in runs})))
     words = [f"--runs FILE --steps {first.plan.steps} --seeds {seeds}"]
@@ -150,7 +150,7 @@ def _told(found: Gap) -> str:
 
 
 def _judged(found: Gap) -> str:
-    """Say whether the bar is met, as far as so many seeds can."""
+    """Return whether the bar is met, as far as so many seeds can."""
     if len(found.each) < 2:
         return ""
     low, high = found.interval

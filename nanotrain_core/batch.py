@@ -30,10 +30,15 @@ class Batch:
             None if self.targets is None else self.targets.to(**move),  # type: ignore[call-overload]
         )
 
-    def split(self, size: int) -> Iterator[Batch]:
-        """Yield consecutive microbatches of ``size`` sequences; the last may be smaller."""
-        for start in range(0, self.sequences, size):
-            rows = slice(start, start + size)
+    def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
+        """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.
+
+        ``count``: exactly so many, no more than sequences, so that the last ones may be smaller.
+        """
+        count, end = -(-self.sequences // size) if count is None else count, 0
+        for to_come in reversed(range(count)):
+            start, end = end, min(end + size, self.sequences - to_come)
+            rows = slice(start, end)
             yield Batch(self.tokens[rows], None if self.targets is None else self.targets[rows])
 
     def target_tokens(self) -> torch.Tensor:
@@ -51,12 +56,5 @@ class Shard:
     count: int = 1
 
     def rows(self, sequences: int) -> range:
-        """Return this shard's rows of a global batch of ``sequences``.
-
-        Raises:
-            ValueError: the batch does not divide evenly.
-        """
-        if sequences % self.count:
-            raise ValueError(f"{sequences} sequences do not divide over {self.count} data-parallel ranks")
-        each = sequences // self.count
-        return range(self.index * each, (self.index + 1) * each)
+        """Return this shard's rows of a global batch of ``sequences``: as many as another's, or one more."""
+        return range(sequences * self.index // self.count, sequences * (self.index + 1) // self.count)

@@ -38,7 +38,7 @@ LISTED_KINDS = frozenset({"parallel", "monitor"})
 #: Kinds that commands without torch build too: their factories do not import it.
 TORCH_FREE_KINDS = frozenset({"topology", "schedule"})
 
-#: Capabilities that exactly one component of a run may provide: word -> what it means.
+#: Capabilities that at most one component of a run may provide: word -> what it means.
 EXCLUSIVE_CAPABILITIES = {
     "gradient_sync": "sums each gradient over the ranks that hold a part of it",
 }
@@ -103,6 +103,11 @@ class Component:
     :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`; none if there are none of this format.
     For ``nanotrain ckpt``. Must not import torch."""
 
+    survey: str | None = None
+    """``"module:attribute"`` of a callable that says of a data component what a run will find: it takes the
+    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. For
+    ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
+
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.
 
@@ -114,7 +119,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["hf", "weights", "catalogue"]) -> Any:
+    def load_optional(self, field: Literal["hf", "weights", "catalogue", "survey"]) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:
@@ -124,7 +129,7 @@ class Component:
         return None if reference is None else _imported(field, reference)
 
     def has_module(self) -> bool:
-        """Say whether the factory's module is there, without importing it."""
+        """Return whether the factory's module is there, without importing it."""
         package, _, name = self.factory.partition(":")[0].rpartition(".")
         top = package.partition(".")[0] or name
         if package not in sys.modules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.hf.open_weights import load_weights
-from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
@@ -40,7 +40,6 @@ from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.quantized_storage import settle
-from nanotrain_core.recipe.model_table import model_table, training_keys
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import OWN_KEYS, DataFeed, Feed
@@ -53,6 +52,7 @@ class Run:
     name: str
     recipe: Any
     """The recipe, or a script's config."""
+    seed: int = 0
     mesh: Mesh
     stages: Mapping[int, nn.Module]
     """This rank's model parts by stage number."""
@@ -61,10 +61,8 @@ class Run:
     has_routers: bool = False
     """Whether any stage of the model has a router that tells how many tokens each expert got."""
     placed: Sequence[PlacedParameter]
-    model_table: Mapping[str, Any]
-    """What the recipe says of the model: a checkpoint of another one is refused."""
-    free_model_keys: Collection[str] = ()
-    """Those of it that a resumed run may change."""
+    model: Selection | None = None
+    """What the recipe says of the model: a checkpoint of another one is refused. None: it is a script's."""
     loss_weights: Mapping[str, float]
     flops_per_token: float
     gradients: GradientSync
@@ -82,7 +80,7 @@ class Run:
     strict_monitors: bool = False
     log_every: int = 1
     described: Sequence[str] = ()
-    """How the model is cut into stages, and what the precision says of its products, for people to read."""
+    """How the model is cut into stages, and what the precision says of its GEMMs, for people to read."""
 
 
 def compose(
@@ -131,13 +129,10 @@ def compose(
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
     placements = share_between_stages(place(stages.values(), layout), mesh)
-    for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
-        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
-        _check_wrapped(selection, stages.values(), placements)
-    _check_experts(stages.values(), mesh)
+    stages = _wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
-    actions = schedule.actions(pp, microbatches_of(recipe, mesh))
+    actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
     passes.splits_backward = any(action.kind == "W" for rank in actions for action in rank)
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
@@ -165,13 +160,13 @@ def compose(
     return Run(
         name=recipe.run.name,
         recipe=recipe,
+        seed=recipe.run.seed,
         mesh=mesh,
         stages=stages,
         owners=[part.rank for part in parts],
         has_routers=_any_routers(stages.values(), mesh),
         placed=placed,
-        model_table=model_table(recipe.model),
-        free_model_keys=training_keys(recipe.model.config),
+        model=recipe.model,
         loss_weights=model.loss_weights,
         flops_per_token=costs.total,
         gradients=gradients,
@@ -201,12 +196,6 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     return mesh.size("pp"), mesh.coordinate("pp")
 
 
-def microbatches_of(recipe: Recipe, mesh: Mesh) -> int:
-    """Return how many microbatches a rank has in a step."""
-    rows = Shard(mesh.coordinate("dp"), mesh.size("dp")).rows(recipe.batch.sequences)
-    return len(rows) // recipe.batch.microbatch
-
-
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
     """Have linear layers and experts that compute by themselves make dgrad and wgrad apart."""
     for _, module, _ in tagged(part):
@@ -222,6 +211,20 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 
 
+def _wrap(
+    stages: dict[int, nn.Module],
+    placements: Placements,
+    mesh: Mesh,
+    wrappers: Iterable[tuple[Selection, Parallel]],
+) -> dict[int, nn.Module]:
+    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
+    for selection, wrapper in wrappers:
+        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
+        _check_wrapped(selection, stages.values(), placements)
+    _check_experts(stages.values(), mesh)
+    return stages
+
+
 def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
     """Note which parameters several pipeline ranks hold, as a tied embedding. Collective along pp."""
     held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
@@ -233,7 +236,7 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
-    """Say whether any rank's part of the model has a router that counts its tokens. Collective along pp."""
+    """All-gather along pp: return whether any rank's part of the model has a router that counts tokens."""
     mine = bool(counting_routers(parts))
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
@@ -241,12 +244,12 @@ def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
 def _gradient_sync(
     recipe: Recipe, registry: Registry, built: Sequence[tuple[Selection, Any]]
 ) -> GradientSync:
-    """Return the one component that provides gradient sync, else the core's local one."""
+    """Return the one component that provides gradient sync, else the core's plain one."""
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
             sync: GradientSync = component
             return sync
-    return LocalGradients()
+    return AllReduceGradients()
 
 
 def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:

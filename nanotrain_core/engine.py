@@ -22,6 +22,7 @@ from nanotrain_core.contracts import (
     StepReport,
     StepStats,
     TrainState,
+    UpdateReport,
 )
 from nanotrain_core.errors import CheckpointError, Diverged, PluginError
 from nanotrain_core.layout.parameters_in_flight import fence
@@ -30,11 +31,11 @@ from nanotrain_core.optim.lr_schedule import lr_scheduler
 from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.model_table import model_table
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, bubble, expert_load, sum_over_data
-from nanotrain_core.run.memory import keep_freed_memory
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.rollback import become, roll_back
 from nanotrain_core.run.run_info import run_info
@@ -44,7 +45,8 @@ from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
-    from nanotrain_core.script import Loader, ScriptConfig
+    from nanotrain_core.script import ScriptConfig
+    from nanotrain_core.script.feed import Loader
 
 
 #: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
@@ -55,7 +57,8 @@ MOST_SKIPPED = 30
 class RuntimeEngine:
     """Trains. Built from a recipe, or in a script from a model and an optimizer of your own::
 
-    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), ScriptConfig(clip_norm=1.0))
+    config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
+    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)
     engine.fit(train_loader, val_loader, steps=1000)
     """
 
@@ -71,7 +74,8 @@ class RuntimeEngine:
         """Wrap a plain model and optimizer; :func:`nanotrain_core.script.adapt` documents ``options``."""
         from nanotrain_core.script import adapt
 
-        self._take(adapt(model, optimizer, config, callbacks=callbacks, **options))
+        run = adapt(model, optimizer, config, callbacks=callbacks, **options)
+        self._take(run, folder=run.recipe.folder, resume=run.recipe.resume)
 
     @classmethod
     def from_recipe(
@@ -83,6 +87,7 @@ class RuntimeEngine:
         device: torch.device | str = "cpu",
         folder: Path | None = None,
         resume: str | None = None,
+        callbacks: Sequence[Monitor] = (),
     ) -> RuntimeEngine:
         """Compose a recipe on this rank.
 
@@ -94,16 +99,17 @@ class RuntimeEngine:
             folder: the run folder; without one nothing is saved.
             resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,
                 or the beginning if there is none.
+            callbacks: monitors beside the recipe's, told after them, on this rank: give all ranks the same.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry.registry import load_plugins
 
         if isinstance(recipe, str | Path):
             recipe = load_recipe(recipe)
-        keep_freed_memory()
         engine = cls.__new__(cls)
         weights = recipe.run.weights if resume in (None, "auto") else None  # a checkpoint replaces them
         run = compose(recipe, registry or load_plugins(), rank=rank, device=device, weights=weights)
+        run = attrs.evolve(run, monitors=[*run.monitors, *callbacks])
         engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)
         return engine
 
@@ -112,7 +118,7 @@ class RuntimeEngine:
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.step, self.owes_evaluation = 0, False
-        """Optimizer steps done, those before a resume included; and whether a wish to stop cut the evaluation
+        """Optimizer steps done, those before a resume included; and whether a stop request cut the evaluation
         of this one short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
@@ -148,12 +154,14 @@ class RuntimeEngine:
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
+        self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
         self._restore()
         self._first = self.step
+        info = run_info(self)
         self.pace.restart(self.step)
-        self.events.start(run_info(self))
+        self.events.start(info)
         try:
             with self.stop.on_signals():
                 self._loop()
@@ -214,7 +222,7 @@ class RuntimeEngine:
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
-        self.events.before_update(self.step + 1)
+        self.events.before_update(UpdateReport(self.step + 1, scale, run.gradients, run.mesh, self._trained))
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
@@ -237,7 +245,7 @@ class RuntimeEngine:
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks.
 
-        All ranks' wishes to stop travel with it, so that they stop after the same step.
+        All ranks' stop requests travel with it, so that they stop after the same step.
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
@@ -316,6 +324,7 @@ class RuntimeEngine:
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+        self.resume = None
 
     def load(self, which: str) -> bool:
         """Become what a checkpoint says; false if there is none."""
@@ -332,7 +341,7 @@ class RuntimeEngine:
         run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
-            random_state.seed_all(stream_seed(run.recipe.run.seed, "resumed", self.step), run.mesh.rank)
+            random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)
         return True
 
     def _state(self) -> TrainState:
@@ -343,7 +352,7 @@ class RuntimeEngine:
             "step": self.step,
             "owes_evaluation": self.owes_evaluation,
             "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
-            "model": dict(run.model_table),
+            "model": model_table(run.model) if run.model else {},
             "optimizer": run.optimizer.meta(),
             "loss_scale": run.loss_scale.meta(),
             "data": run.feed.meta(),

@@ -8,7 +8,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.layout.placement import RANGE
 from nanotrain_core.layout.roles import tagged
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.gemm import gemm_parameters, use_gemm
+from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
 from nanotrain_core.precision.quantized_storage import PackedWeight
 from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
 
@@ -40,20 +40,27 @@ class ForgetsItsMasters(Uniform):
         return master
 
 
-class NoWeightGradient(DequantizingGEMM):
+class NoWeightGradient(TorchGEMM):
     def wgrad(self, d_y_MN, kept):
         return torch.zeros_like(super().wgrad(d_y_MN, kept))
 
 
 class LosesOneGradient(Uniform):
-    """Gives one linear layer of all products that forget its weight's gradient."""
+    """Gives one linear layer of all a backend that forgets its weight's gradient.
+
+    One without which losses are 4% from float32's in the mean; without that of a query, they are 1%.
+    """
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
+    def setup(self, seed, passes, gemm):
+        self.passes = passes
+
     def convert(self, part):
-        module = next(module for _, module, _ in tagged(part) if gemm_parameters(module))
-        use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()))
+        module = next(module for name, module, _ in tagged(part) if name.endswith("ffn.down"))
+        backend = NoWeightGradient()
+        use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
         return super().convert(part)
 
 
@@ -78,9 +85,13 @@ class LosesTheLastRow(Uniform):
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
+    def setup(self, seed, passes, gemm):
+        self.passes = passes
+
     def convert(self, part):
         for _, module, _ in tagged(part):
-            use_gemm(module, dict.fromkeys(gemm_parameters(module), DequantizingGEMM()))
+            backend = DequantizingGEMM(TorchGEMM())
+            use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
         return super().convert(part)
 
     def pack(self, parts):

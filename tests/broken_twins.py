@@ -7,6 +7,7 @@ its own factory's module; the face of an installed plugin must not.
 """
 
 import re
+from dataclasses import replace
 from types import MethodType
 
 import attrs
@@ -22,12 +23,12 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.transformer import Transformer
-from nanotrain_core.moe.routing import runs_again
 from nanotrain_core.optim.adamw import SGD, AdamW
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
 from nanotrain_core.testing.routed import RoutedConfig
 from nanotrain_core.testing.routed_model import Routed
+from nanotrain_core.testing.sliced_layers import Sliced
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
@@ -105,7 +106,7 @@ class HidesExperts(Routed):
 
 
 class CountsTwice(Routed):
-    """Its routers count a token again when their layer is run again."""
+    """Its routers count tokens inside of their layer, which activation checkpointing runs again."""
 
     def build(self, part, *ops):
         module = super().build(part, *ops)
@@ -116,9 +117,9 @@ class CountsTwice(Routed):
 
     @staticmethod
     def count(router, args, routing):
-        if runs_again():
-            more = torch.bincount(routing.experts.flatten(), minlength=len(router.weight))
-            router.load = more if router.load is None else router.load + more
+        if routing.load is not None:
+            router.add_load(routing.load)
+        return replace(routing, load=None)
 
 
 class NumbersExperts(Routed):
@@ -160,6 +161,33 @@ class ChangesNothing(Parallel):
         self.config = config
 
     def apply(self, part, placements, mesh):
+        return part
+
+
+class ForgetsInner(Sliced):
+    """Takes a rank's gradient of a norm of its own heads for the whole: right where a model has none."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        before = dict(placements)
+        super().apply(part, placements, mesh)
+        for name, module, found in tagged(part):
+            if found.role is Role.INNER:
+                for key, _ in module.named_parameters():
+                    placements[f"{name}.{key}"] = before[f"{name}.{key}"]
+        return part
+
+
+class AddsEveryBias(ForgetsInner):
+    """Adds the bias of a ROW as often as there are ranks: of a model without biases it is right."""
+
+    def apply(self, part, placements, mesh):
+        Sliced.apply(self, part, placements, mesh)
+        for _, module, found in tagged(part):
+            if found.role is Role.ROW and module.bias is not None and mesh.size("tp") > 1:
+                module.register_forward_hook(lambda row, x, y: y + (mesh.size("tp") - 1) * row.bias)
         return part
 
 
@@ -211,6 +239,21 @@ class DropsErrors(AdamW):
         pass
 
 
+class SumsInItsStep(SummedGradients, SGD):
+    """Owns gradients too, and completes them only for itself: who looks before the update sees parts."""
+
+    def __init__(self, config):
+        SummedGradients.__init__(self)
+        SGD.__init__(self, config)
+
+    def finish(self):
+        pass
+
+    def step(self, **options):
+        SummedGradients.finish(self)
+        return SGD.step(self, **options)
+
+
 class DrawsNumbers(Monitor):
     def __init__(self, config):
         self.config = config
@@ -225,7 +268,7 @@ class ChangesGradients(DrawsNumbers):
     def on_start(self, run):
         self.placed = run.placed
 
-    def on_before_update(self, step):
+    def on_before_update(self, update):
         self.placed[0].parameter.grad.mul_(1.5)
 
 
@@ -296,7 +339,8 @@ def nanotrain_register_model(register):
 def nanotrain_register_parallel(register):
     for cls in (DropsOneSum, SumsOnlyWhatItHas):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
-    register(twin(ChangesNothing, mesh_dims={"tp"}))
+    for cls in (ChangesNothing, ForgetsInner, AddsEveryBias):
+        register(twin(cls, mesh_dims={"tp"}))
 
 
 @hookimpl
@@ -310,6 +354,7 @@ def nanotrain_register_schedule(register):
 def nanotrain_register_optimizer(register):
     register(twin(NeverClips, configs.SGDConfig))
     register(twin(DropsErrors, configs.AdamWConfig))
+    register(twin(SumsInItsStep, configs.SGDConfig, provides={"gradient_sync"}, mesh_dims={"dp"}))
 
 
 @hookimpl

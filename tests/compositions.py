@@ -24,14 +24,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "schedule": ("accumulate", *SCHEDULES),
     "sp": (False, True),
     "tied": (False, True),
-    "microbatch": (1, 2),
+    "microbatch": (2, 3),
     "experts_first": (False, True),
     "zero": (0, 1, 2),
     "recompute": (False, True),
 }
 
-#: 8 sequences a step leave one to eight microbatches on a rank.
-BATCH = {"sequences": 8, "length": 8}
+#: 11 sequences a step leave one to six microbatches on a rank, the last of them smaller wherever it can be;
+#: ranks of dp have 5 and 6, or 2 and 3. Of 7 tokens ranks of tp have 3 and 4, or 1 and 2.
+BATCH = {"sequences": 11, "length": 7}
 
 #: Ranks' shares of it differ, whatever their number.
 VOCAB = 33
@@ -61,9 +62,9 @@ _DEEPSEEK: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "transformer": {
         "use": "transformer",
-        "width": 16,
-        "heads": 4,
-        "kv_heads": 2,  # of four tensor-parallel ranks two use each
+        "width": 24,
+        "heads": 12,
+        "kv_heads": 6,  # three for each of two tensor-parallel ranks; four repeat them
         "ffn": 32,
         "vocab": VOCAB,
         "init_std": 0.3,
@@ -101,7 +102,7 @@ class Composition:
     zero: int
     """Stage of ``zero12``, which is the optimizer and syncs gradients; 0: ``ddp`` syncs them."""
     recompute: bool = False
-    """Whether layers run again in backward."""
+    """Whether layers are recomputed in backward (activation checkpointing)."""
 
     @property
     def ranks(self) -> int:
@@ -121,7 +122,7 @@ class Composition:
         return "-".join([self.model, *degrees, *schedule, *flags, f"mb{self.microbatch}"])
 
     def valid(self) -> bool:
-        """Say whether it is a run of its own: no choice is made where nothing depends on it."""
+        """Return whether it is a run of its own: no choice is made where nothing depends on it."""
         experts = self.model != "transformer"
         return (
             1 < self.ranks <= 8
@@ -193,4 +194,6 @@ def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:
 
     It stands here because every rank imports the module of what it runs.
     """
-    return {name: train(case, {"optimizer": table}) for name, table in optimizers.items()}
+    return {
+        name: train(case, {"optimizer": table}, watch_gradients=True) for name, table in optimizers.items()
+    }

@@ -27,9 +27,9 @@ def nanotrain_register_precision(register):
 
 def build(config):
     import torch
-    from nanotrain_fp8_deepseek_v3.formats import quantise
+    from nanotrain_fp8_deepseek_v3.formats import quantize
+    from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
     from nanotrain_fp8_deepseek_v3.precision import FP8DeepSeekV3, FP8Hybrid
-    from nanotrain_fp8_deepseek_v3.products import EmulatedFP8
 
     from nanotrain_core.layout.roles import Role
 
@@ -55,7 +55,7 @@ def build(config):
         """What a rank has of a layer cut by its outputs: some of the weight's rows and of dy's columns."""
 
         def of_weight(self, weight):
-            return quantise(weight.detach(), (len(weight) // parts, 0)).values().double()
+            return quantize(weight.detach(), (len(weight) // parts, 0)).values().double()
 
         def of_gradient(self, d_y, *, for_weight):
             return in_columns(d_y, self.recipe.gradients)
@@ -74,15 +74,15 @@ def build(config):
             return kept[0]
 
     def in_columns(x, *form):
-        return quantise(x, (0, x.shape[1] // parts), *form).values().double()
+        return quantize(x, (0, x.shape[1] // parts), *form).values().double()
 
     class Exact(FP8Hybrid if isinstance(config, FP8HybridConfig) else FP8DeepSeekV3):
         def __init__(self, config):
             super().__init__(config)
             self.parameter_dtype = self.gradient_dtype = torch.float64
 
-        def _products(self, name, module, tag, make):
+        def _backends(self, name, module, tag, make):
             cut = {Role.COLUMN: Column, Role.ROW: Row} if parts > 1 else {}
-            return super()._products(name, module, tag, cut.get(tag.role, Wide))
+            return super()._backends(name, module, tag, cut.get(tag.role, Wide))
 
     return Exact(config)

@@ -52,15 +52,15 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def tokens() -> torch.Tensor:
-    """Return [3, 24] tokens."""
-    return torch.randint(VOCAB, (3, 24), generator=torch.Generator().manual_seed(9))
+def tokens(length: int = 24) -> torch.Tensor:
+    """Return [3, ``length``] tokens, at most 24."""
+    return torch.randint(VOCAB, (3, 24), generator=torch.Generator().manual_seed(9))[:, :length]
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    """Return transformers' logits [3, 24, V]."""
-    return model(tokens()).logits
+def logits(model: PreTrainedModel, length: int = 24) -> torch.Tensor:
+    """Return transformers' logits [3, ``length``, V]."""
+    return model(tokens(length)).logits
 
 
 def our_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -70,11 +70,11 @@ def our_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def our_logits(path: Path) -> torch.Tensor:
-    """Return the logits [3, 24, V] of our own model with the weights at ``path``."""
+def our_logits(path: Path, length: int = 24, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the logits [3, ``length``, V] of our own model with the weights at ``path``."""
     registry = load_plugins()
     model = registry.build(open_weights(path, registry).selection)
     part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
     for name, tensor in our_tensors(path).items():
         part.get_parameter(name).copy_(tensor)
-    return part.eval()(tokens(), Batch(tokens())).value
+    return part.to(dtype).eval()(tokens(length), Batch(tokens(length))).value

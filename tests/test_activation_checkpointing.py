@@ -1,4 +1,4 @@
-"""Layers that are run again in backward: gradients as before, in the memory of one layer."""
+"""Activation checkpointing: gradients as before, in the memory of one layer."""
 
 import pytest
 import torch

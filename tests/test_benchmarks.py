@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
 from nanotrain_pp_1f1b import PipelineConfig
 from nanotrain_pp_1f1b.schedules import OneForwardOneBackward
 

@@ -89,6 +89,27 @@ def test_rank_counts_must_be_positive(capsys, tmp_path, option):
     assert "expected a number above 0" in err
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        (["--max-restarts", "-1"], "--max-restarts: expected 0 or a number above it, got '-1'"),
+        (["--rdzv-endpoint", "node1"], "--rdzv-endpoint node1: expected HOST:PORT"),
+        (
+            ["--rdzv-endpoint", "node1:http"],
+            "--rdzv-endpoint node1:http: expected HOST:PORT",
+        ),
+        (["--rdzv-endpoint", ":29400"], "--rdzv-endpoint :29400: expected HOST:PORT"),
+    ],
+)
+def test_what_would_only_be_found_out_later_is_refused_at_once(capsys, tmp_path, monkeypatch, option, text):
+    """-1 restarts were taken for none, and a place to meet without its port was waited for."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "run", write(tmp_path), *option)
+    assert code == Exit.USER
+    assert text in err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_plugins_as_table_and_as_json(capsys):
     code, out, _ = call(capsys, "plugins")
     assert code == 0

@@ -1,5 +1,7 @@
 """Every composition trains the same as one process: loss terms, gradients, their norm, weights after 3 steps.
 
+What a monitor is offered of gradients is the same, too: names, and the norm of each.
+
 In float64, to 1e-9. Weights after plain SGD steps, because Adam would hide a gradient of the wrong scale.
 """
 
@@ -45,6 +47,10 @@ def assert_trains_the_same(composition: Composition) -> None:
         for rank, trace in enumerate(traces):
             got, ours = numbers(trace), numbers(want)
             assert_numbers(got, ours, f"{name}, rank {rank}: loss terms and norm", atol=TOLERANCE)
+            for step, (norms, expected_norms) in enumerate(zip(trace.norms, want.norms, strict=True), 1):
+                assert list(norms) == list(expected_norms)
+                each = f"{name}, rank {rank}, step {step}: norm of each gradient"
+                assert_numbers([*norms.values()], [*expected_norms.values()], each, atol=TOLERANCE)
 
 
 def numbers(trace: Trace) -> list[float]:

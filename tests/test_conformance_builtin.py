@@ -12,6 +12,8 @@ LEARNED = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activ
 test_conformance = conformance(
     Case("topology", use="grid", config={"tp": 2}, world_size=4),
     Case("topology", use="grid", config={"pp": 2, "tp": 2, "ep": 4}, world_size=8),
+    Case("kernels", use="torch"),
+    Case("kernels", use="auto"),
     Case("model", use="transformer", config={"kv_heads": 2, "layers": 3}),
     Case("model", use="transformer", config={**LEARNED, "tied": True}),
     Case("model", use="routed"),

@@ -8,11 +8,14 @@ import pytest
 from nanotrain_core.testing import Case, conformance, failures, trials
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
-TWINS, PRECISIONS, CHECKPOINTS = (
-    (str(Path(__file__).with_name(f"broken_{kind}.py")),) for kind in ("twins", "precisions", "checkpoints")
+TWINS, PRECISIONS, CHECKPOINTS, KERNELS = (
+    (str(Path(__file__).with_name(f"broken_{kind}.py")),)
+    for kind in ("twins", "precisions", "checkpoints", "kernels")
 )
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
+
+MORE_LAYERS = "inner_shared_and_biased_layers"
 
 WRONG_GRADIENTS = {
     "gradients_equal[fp64]",
@@ -20,10 +23,26 @@ WRONG_GRADIENTS = {
     "weights_equal[sgd]",
     "weights_equal[adamw]",
     "a_precision_may_replace_modules",
+    MORE_LAYERS,
     "accumulation_changes_nothing",
     "unused_parameter_does_not_hang[nowhere]",
     "unused_parameter_does_not_hang[on_one_rank]",
+    "monitors_see_gradients",
 }
+
+#: What finds a function with other values or gradients, where the tiny models call it and where not.
+WRONG_FUNCTION = {
+    "functions_are_plain_pytorchs[float64]",
+    "functions_are_plain_pytorchs[bfloat16]",
+    "gradients_may_not_be_wanted",
+}
+DENSE, ROUTED = (
+    {f"runs_are_plain_pytorchs[{run}]" for run in runs}
+    for runs in (
+        ("transformer", "odd", "recomputed", "weight_passes"),
+        ("routed", "recomputed_experts", "weight_passes_of_experts"),
+    )
+)
 
 SUMMED = {"parallel": [{"use": "summed"}]}
 
@@ -49,11 +68,47 @@ FAULTS = [
         {"unused_parameter_does_not_hang[on_one_rank]"},
     ),
     (Case("parallel", use="changes_nothing", topology={"tp": 2}, plugins=TWINS), {"its_dimensions_are_used"}),
+    (Case("parallel", use="forgets_inner", topology={"tp": 2}, plugins=TWINS), {MORE_LAYERS}),
     (Case("schedule", use="drops_backward", plugins=TWINS), {"every_pass_happens_once", "gradients_equal"}),
     (Case("schedule", use="drops_backward_of_models", plugins=TWINS), {"gradients_equal"}),
     (Case("schedule", use="turns_around", plugins=TWINS), {"every_rank_gets_the_same"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
+    (
+        Case("optimizer", use="sums_in_its_step", topology={"dp": 2}, plugins=TWINS),
+        {"monitors_see_gradients"},
+    ),
+    (Case("kernels", use="ignores_the_scale", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="sees_later_blocks", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="adds_eps_to_the_root", plugins=KERNELS), WRONG_FUNCTION | DENSE | ROUTED),
+    (Case("kernels", use="wrong_gradient_of_gates", plugins=KERNELS), WRONG_FUNCTION | DENSE),
+    (Case("kernels", use="counts_ignored_targets", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="drops_the_last_row", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
+    (Case("kernels", use="forgets_their_weights", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
+    (
+        Case("kernels", use="turns_in_place", plugins=KERNELS),
+        {"inputs_stay_as_they_are", "gradients_may_not_be_wanted"},
+    ),
+    (
+        Case("kernels", use="computes_in_float32", plugins=KERNELS),
+        (WRONG_FUNCTION | DENSE | ROUTED) - {"functions_are_plain_pytorchs[bfloat16]"},
+    ),
+    (Case("kernels", use="makes_its_table_anew", plugins=KERNELS), {"table_is_the_same_each_time"}),
+    (
+        Case("kernels", use="replaces_parameters", plugins=KERNELS),
+        {f"parameters_stay_themselves[{model}]" for model in ("transformer", "routed")},
+    ),
+    (
+        Case("kernels", use="transposes_square_weights", plugins=KERNELS),
+        {
+            "products_are_plain_pytorchs[float64]",
+            "products_are_plain_pytorchs[bfloat16]",
+            "runs_are_plain_pytorchs[weight_passes]",
+            "runs_are_plain_pytorchs[weight_passes_of_experts]",
+        },
+    ),
+    (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_know_nothing_of_one_another"}),
+    (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},
@@ -109,7 +164,7 @@ FAULTS = [
     ),
     (
         Case("data", use="ignores_the_shard", config=SYNTHETIC, plugins=TWINS),
-        {"shards_make_up_the_global_batch[2]", "shards_make_up_the_global_batch[4]"},
+        {f"shards_make_up_the_global_batch[{count}]" for count in (2, 3, 4)},
     ),
     (
         Case("data", use="takes_any_position", config=SYNTHETIC, plugins=TWINS),
@@ -119,6 +174,7 @@ FAULTS = [
         Case("data", use="never_ends_validation", config=SYNTHETIC, plugins=TWINS),
         {
             "validation_shards_make_up_the_batch[2]",
+            "validation_shards_make_up_the_batch[3]",
             "validation_shards_make_up_the_batch[4]",
             "looking_does_not_advance",
             "validation_has_one_order",
@@ -140,6 +196,20 @@ def test_a_fault_fails_exactly_the_checks_meant_for_it(case, faults):
     found = failures(t for t in trials(case) if t.check.kind == case.kind)
     report = "\n".join(f"{label}: {error}" for label, error in found.items())
     assert set(found) == faults, report
+
+
+def test_a_router_that_counts_by_itself_is_told_what_to_do():
+    case = Case("model", use="counts_twice", plugins=TWINS)
+    ((_, error),) = failures(t for t in trials(case) if t.label == "layers_may_be_run_again").items()
+    assert "return the load in Routing and add it in the part" in str(error)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("use", "faults"), [("sliced", set()), ("adds_every_bias", {MORE_LAYERS})])
+def test_tensor_parallelism_fails_exactly_the_checks_meant_for_its_fault(use, faults):
+    test_a_fault_fails_exactly_the_checks_meant_for_it(
+        Case("parallel", use=use, topology={"tp": 2}, plugins=TWINS), faults
+    )
 
 
 def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
@@ -165,12 +235,12 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
 
 
 def test_a_case_that_makes_no_recipe_is_told_once_with_what_to_change():
-    case = Case("optimizer", use="sgd", overrides={"batch": {"sequences": 7}})
+    case = Case("optimizer", use="sgd", overrides={"batch": {"sequences": 0}})
     ((label, error),) = failures(trials(case)).items()
     assert label == "makes_a_recipe"
     lines = str(error).splitlines()
     assert lines[0] == "the recipe of case sgd-w1 is refused"
-    assert lines[1].startswith("batch.sequences: 7 is not a multiple of 2")
+    assert lines[1].startswith("batch.sequences: ")
     assert (
         lines[2]
         == "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"

@@ -51,8 +51,19 @@ def refusal(path):
             {"hidden_act": "relu"},
             "model 'transformer' cannot represent it: config.json: hidden_act is 'relu'",
         ),
-        ({"attention_bias": True}, "attention_bias is True and mlp_bias False"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type is 'dynamic'; only 'default' or 'llama3'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_type is 'longrope'; only 'default' or 'llama3' or 'yarn' or 'linear' or 'dynamic' can be",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor of its RoPE is missing; expected a number"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 16}},
+            "2048 in max_position_embeddings and 16 in original_max_position_embeddings; leave the",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0}},
+            "attention_factor of its RoPE is 0 or less",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor of its RoPE is missing; expected a number"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0}},
@@ -272,8 +283,28 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
             [ParameterMapping("a", HFTensor("x", columns=(0, 1, 1)))],
             "foreign names of a: columns are no permutation",
         ),
+        (
+            [ParameterMapping("a", HFTensor("x", columns=range(2)))],
+            "foreign names of a: columns are no permutation",
+        ),
     ],
 )
 def test_a_plugin_whose_names_are_wrong_is_told_which(mappings, text):
     with pytest.raises(PluginError, match=text):
         Atlas(mappings, {"a": (4, 3)})
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ((range(3), range(2, 4)), "the columns of x are not each used once: 5 are given"),
+        ((range(3), range(3, 6)), "foreign names of b: 3 columns for 2"),
+        ((range(3), None), "the rows of x are not each used once"),
+    ],
+)
+def test_parameters_that_share_a_tensor_by_columns_must_use_each_once(columns, text):
+    mappings = [
+        ParameterMapping(name, HFTensor("x", columns=each)) for name, each in zip("ab", columns, strict=True)
+    ]
+    with pytest.raises(PluginError, match=text):
+        Atlas(mappings, {"a": (4, 3), "b": (4, 2)})

@@ -40,6 +40,14 @@ use = "synthetic"
 vocab = 64
 """
 
+OWN = """[model]
+use = "transformer"
+layers = 2
+width = 32
+heads = 4
+vocab = 64
+"""
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -219,6 +227,21 @@ def test_weights_that_do_not_fit_are_refused_in_plain_words(folder, words, text)
     assert ended.code == Exit.USER
     assert text in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_recipe_s_own_export_starts_it_where_it_leaves_values_unset(folder):
+    """A folder that was exported spells out what the recipe left unset; resumed, both are one model, too."""
+    (folder / "recipe.toml").write_text(RECIPE.replace('extends = "ours/model.toml"', OWN))
+    words = ("run", "recipe.toml", "--set", "run.steps=1")
+    assert nanotrain(*words, "--folder", "first", cwd=folder).code == Exit.DONE
+    assert main(["convert", "first", "exported"]) == 0
+    done = nanotrain(*words, "--weights", "exported", "--folder", "second", cwd=folder)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    spelled = ("--set", "model.ffn=128", "--set", "model.kv_heads=4", "--set", "model.head_size=8")
+    again = ("run", "second/recipe.toml", "--folder", "second", "--resume", "--set", "run.steps=2", *spelled)
+    done = nanotrain(*again, cwd=folder)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    assert [row["step"] for row in steps(folder / "second")] == [1, 2]
 
 
 def test_what_only_shapes_training_may_differ(folder):

@@ -159,9 +159,11 @@ def test_the_seed_decides_the_order(corpus):
     assert first != other
 
 
-def test_a_batch_that_does_not_divide_over_ranks_is_refused(corpus):
-    with pytest.raises(ValueError, match="6 sequences do not divide over 4"):
-        opened(corpus).train_batch(6, Shard(0, 4))
+def test_shares_of_a_batch_that_does_not_divide_over_ranks_differ_by_one(corpus):
+    parts = [opened(corpus).train_batch(6, Shard(index, 4)) for index in range(4)]
+    assert [part.sequences for part in parts] == [1, 2, 1, 2]
+    whole = opened(corpus).train_batch(6, WHOLE)
+    assert torch.equal(torch.cat([part.tokens for part in parts]), whole.tokens)
 
 
 # --- validation -------------------------------------------------------------------------------

@@ -68,11 +68,8 @@ REFUSED = {
     "kv_heads": (
         GPT,
         2,
-        ["topology.tp=2", "model.kv_heads=3"],
-        [
-            "--set #2: model.kv_heads: 3 key and value heads do not divide by tp = 2; tp could be 1 or 3, "
-            "their number 2 or 4"
-        ],
+        ["topology.tp=2", "model.kv_heads=4"],
+        ["--set #2: model.kv_heads: 4 kv_heads do not divide 6 heads"],
     ),
     "vocabulary": (
         GPT,
@@ -92,17 +89,20 @@ REFUSED = {
     "length": (
         GPT,
         2,
-        ["topology.tp=2", "batch.length=13"],
+        ["topology.tp=2", "batch.length=1"],
         [
-            "--set #2: batch.length: 13 tokens do not divide by tp = 2, which sequence_parallel needs; "
-            "nearest: 12 or 14"
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for sequence_parallel; nearest: 2"
         ],
     ),
     "length with experts": (
         DEEPSEEK.replace("expert_ffn = 9", "expert_ffn = 10"),
         2,
-        ["topology.tp=2", "batch.length=13", "parallel.0.sequence_parallel=false"],
-        ["--set #2: batch.length: 13 tokens do not divide by tp = 2, which experts need; nearest: 12 or 14"],
+        ["topology.tp=2", "batch.length=1", "parallel.0.sequence_parallel=false"],
+        [
+            "--set #2: batch.length: 1 tokens are fewer than tp = 2 ranks, each of which takes a share of "
+            "them for its experts; nearest: 2"
+        ],
     ),
     "shared experts": (
         DEEPSEEK,
@@ -158,8 +158,11 @@ REFUSED = {
     "sequences": (
         GPT,
         3,
-        [],
-        ["recipe.toml:4: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"],
+        ["batch.microbatch=1"],
+        [
+            "recipe.toml:4: batch.sequences: 8 leave some of dp = 3 ranks without a sequence in the last of "
+            "3 microbatches, in which all take part; nearest: 6 or 9, or batch.microbatch = 2"
+        ],
     ),
     "ranks": (
         GPT,
@@ -167,7 +170,34 @@ REFUSED = {
         ["topology.tp=4"],
         [
             "--nproc: run.ranks: 6 ranks do not fit [topology]: pp 1 x cp 1 x tp 4 = 4 does not divide 6; "
-            "4 or 8 ranks would do"
+            "4 or 8 ranks would do",
+            "recipe.toml:11: model.heads: 6 heads do not divide by tp = 4; tp could be 3 or 6, their number "
+            "4 or 8",
+        ],
+    ),
+    "ranks, stages and experts": (
+        GPT,
+        6,
+        ["topology.pp=8", "schedule.use=1f1b", "topology.ep=2"],
+        [
+            "--nproc: run.ranks: 6 ranks do not fit [topology]: pp 8 x cp 1 x tp 1 = 8 does not divide 6; "
+            "16 or 32 ranks would do",
+            "--set #2: schedule: '1f1b': 4 layers cannot fill 8 stages (pp 8): at most pp = 4, or list "
+            "[schedule] layers, where a stage may have 0",
+            "--set #3: topology.ep: ep = 2, but model 'transformer' has no experts; expected 1",
+        ],
+    ),
+    "ranks, decay and an idle dimension": (
+        GPT,
+        3,
+        ["topology.cp=2", "optimizer.lr_schedule.decay_steps=2"],
+        [
+            "--nproc: run.ranks: 3 ranks do not fit [topology]: pp 1 x cp 2 x tp 1 = 2 does not divide 3; "
+            "2 or 4 ranks would do",
+            "--set #2: optimizer.lr_schedule.decay_steps: 0 steps of warm-up and 2 of decay do not fit into "
+            "a run of 1 steps",
+            "--set #1: topology.cp: cp = 2, but no component of this recipe handles cp; nor does an "
+            "installed one: set cp = 1",
         ],
     ),
 }

@@ -86,7 +86,28 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting")])
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ("tag.role is Role.INNER", "False", "layers.0.attn.q.inner.weight"),
+        ("tag.role in (Role.COLUMN, Role.SHARED)", "tag.role is Role.COLUMN", "embed.weight: rank 1"),
+    ],
+    ids=["inner", "shared"],
+)
+def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_path, old, new, where):
+    """It did not, and passed every check: the model that it was tested with has neither."""
+    label = "inner_shared_and_biased_layers"
+    case = Case("parallel", use="mini_tp", topology={"tp": 2})
+    now = write_example(tmp_path, "mini_tp.py")
+    assert failed(attrs.evolve(case, plugins=[now]), label) == {}
+    (tmp_path / "old").mkdir()
+    before = write_example(tmp_path / "old", "mini_tp.py", old, new)
+    found = failed(attrs.evolve(case, plugins=[before]), "gradients_equal[fp64]", label)
+    assert set(found) == {label}
+    assert where in found[label]
+
+
+@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting"), ("kernels", "lean")])
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
 
@@ -101,18 +122,26 @@ def test_the_gradient_sync_of_the_documentation_passes_every_check(tmp_path, top
     assert failed(attrs.evolve(case, plugins=plugins)) == {}
 
 
-def test_what_to_import_from_where_is_there():
-    table = PLUGINS.partition("## What to import from where")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \| (.+) \| (yes|no) \|$", table, re.MULTILINE)
-    assert len(rows) > 10
-    for module, names, _ in rows:
-        for name in re.findall(r"`(\w+)`", names):
-            assert hasattr(import_module(module), name), f"{module}.{name}"
+DOORS = ("nanotrain_core.api", "nanotrain_core.api.torch")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_to_import_from_where_is_there(door):
+    table = PLUGINS.partition(f"\n### `{door}`\n")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| [\w ,]+ \| (.*`.+) \|$", table, re.MULTILINE)
+    assert len(rows) >= 10
+    for name in re.findall(r"`(\w+)`", " ".join(rows)):
+        assert name == "register" or name in import_module(door).__all__, name
+
+
+def test_examples_of_plugins_import_from_there_alone():
+    for block in re.findall(r"```python\n(.*?)```", PLUGINS, re.DOTALL):
+        found = re.findall(r"^\s*(?:from|import) (nanotrain_core[\w.]*)", block, re.MULTILINE)
+        assert set(found) <= {*DOORS, "nanotrain_core.testing"}, block
 
 
 def test_what_is_said_to_be_torch_free_is():
-    modules = re.findall(r"^\| `(nanotrain_core[\w.]*)` \|.*\| yes \|$", PLUGINS, re.MULTILINE)
-    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    code = "import sys, nanotrain_core.api, nanotrain_core.testing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -123,6 +152,23 @@ def test_the_plugin_of_the_tutorial_trains(tmp_path):
     assert (done.code, done.err) == (Exit.DONE, "")
     losses = [float(found) for found in re.findall(r"^ +\d+/20 +(\S+)", done.out, re.MULTILINE)]
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_files_that_a_page_names_are_there(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    linked = re.findall(r"\[`([\w./]+)`\]\(([^)#]+)\)", text)
+    assert all(name == "nanotrain_core.api" or name.rstrip("/") in target for name, target in linked)
+    plain = set(re.findall(r"`([\w./]+\.py)`", text)) - {name for name, _ in linked}
+    assert len(linked) > 10
+    for name in plain:
+        assert (ROOT / name).is_file() or (ROOT / "nanotrain_core" / name).is_file(), name
+
+
+def test_the_architecture_page_has_every_room():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parent.name for path in ROOT.glob("nanotrain_core/*/__init__.py")}
+    assert set(re.findall(r"^\| \[`(\w+)/`\]", text, re.MULTILINE)) == rooms
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,31 @@ def test_torchrun_without_a_meeting_place_is_refused():
 def test_ranks_share_the_cores_of_a_host():
     alone, shared = Ranks(), Ranks(local_world_size=10_000)
     assert alone.threads() >= shared.threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE 8: ranks are numbered from 0"),
+        ({"WORLD_SIZE": "0"}, "RANK is 5 and WORLD_SIZE 0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK is 4 and LOCAL_WORLD_SIZE 4"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' where a number was expected"),
+        ({"RANK": "-1"}, "RANK is '-1' where a number was expected"),
+    ],
+)
+def test_numbers_that_make_no_rank_are_refused(changes, text):
+    """A rank beyond the world waited for one that never comes."""
+    with pytest.raises(LaunchError, match=f"^started by torchrun, but {text}"):
+        Ranks.detect({**TORCHRUN, **changes})
+
+
+def test_nodes_of_slurm_may_have_different_numbers_of_tasks():
+    environment = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1,7", "SLURM_LOCALID": "6"}
+    assert Ranks.detect(environment).local_rank == 6
+
+
+@pytest.mark.parametrize("port", ["http", "", "0", "70000"])
+def test_a_port_that_is_none_is_refused(port):
+    """It ended with a traceback."""
+    with pytest.raises(LaunchError, match=f"^MASTER_PORT is '{port}': expected 1 to 65535$"):
+        rendezvous_address(Ranks(launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": port})

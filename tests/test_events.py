@@ -147,9 +147,9 @@ class Looks(Monitor):
     def weights(self):
         return [placed.parameter.detach().clone() for placed in self.run.placed]
 
-    def on_before_update(self, step):
-        gradients = [self.run.gradients.gradient(placed.parameter).clone() for placed in self.run.placed]
-        self.events.append(("before_update", step, self.weights(), gradients))
+    def on_before_update(self, update):
+        gradients = [found.tensor.clone() for found in update.gradients()]
+        self.events.append(("before_update", update.step, self.weights(), gradients))
 
     def on_step(self, report):
         self.events.append(("step", report.step, self.weights()))

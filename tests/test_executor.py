@@ -5,13 +5,16 @@ import torch
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.compose import split_linear_layers
 from nanotrain_core.layout.gradients import LocalGradients, watch
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.models.transformer import Transformer
-from nanotrain_core.pipeline import weight_gradients
 from nanotrain_core.pipeline.actions import Action, Part
 from nanotrain_core.pipeline.executor import Executor
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
+from nanotrain_core.precision.gemm import TorchGEMM
 
 CONFIG = TransformerConfig(layers=2, width=16, heads=2, vocab=32)
 
@@ -26,14 +29,16 @@ def world():
     return Mesh(Layout({"dense": View(("dp",), (1,))}))
 
 
-def stages(*parts):
-    """Return parts of a small model with fixed weights."""
+def stages(*parts, passes=None):
+    """Return parts of a small model with fixed weights; with ``passes``, their linear layers can defer."""
     model, built = Transformer(CONFIG), {}
     for number, part in enumerate(parts):
         built[number] = model.build(part).to_empty(device="cpu").double()
         for name, parameter in built[number].named_parameters():
             generator = torch.Generator().manual_seed(sum(name.encode()))
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+        if passes is not None:
+            split_linear_layers(built[number], TorchGEMM(), passes)
     return built
 
 
@@ -42,7 +47,7 @@ HALVES = [
     Part(first=0, last=1, has_embedding=True, has_head=False),
     Part(first=1, last=2, has_embedding=False, has_head=True),
 ]
-#: Both halves of the model on one rank, which hands over to itself.
+#: Both halves of the model on one rank, which sends to itself.
 SPLIT = "F0.0 F1.0 B1.0 F0.1 F1.1 B1.1 W1.0 B0.0 W0.0 W1.1 B0.1 W0.1"
 
 
@@ -54,8 +59,9 @@ def batches(number):
 
 def run(mesh, parts, text, microbatches=2):
     """Run actions and return the gradients by name, and the summed loss."""
-    modules, gradients = stages(*parts), LocalGradients()
-    executor = Executor(modules, gradients, mesh, owners=[0] * len(parts))
+    passes, gradients = Passes(), LocalGradients()
+    modules = stages(*parts, passes=passes)
+    executor = Executor(modules, gradients, mesh, owners=[0] * len(parts), passes=passes)
     losses = executor.run(order(text), batches(microbatches), {"lm": torch.tensor(0.5)})
     named = [pair for module in modules.values() for pair in module.named_parameters()]
     return {name: gradients.gradient(parameter) for name, parameter in named}, losses["lm"]
@@ -76,21 +82,21 @@ def test_any_order_has_the_gradients_of_the_plain_one(world):
 
 
 def test_a_split_backward_leaves_the_products_of_linear_layers_to_w(world, monkeypatch):
-    log = []
-    modules = stages(*HALVES)
+    log, passes = [], Passes()
+    modules = stages(*HALVES, passes=passes)
     for module in modules.values():
         for name, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(
                 lambda p, name=name: log.append(name) if p.grad is not None else None
             )
-    compute = weight_gradients.Postponed.compute
+    compute = DeferredGradients.compute
 
     def logged(self):
         log.append("W")
         compute(self)
 
-    monkeypatch.setattr(weight_gradients.Postponed, "compute", logged)
-    executor = Executor(modules, LocalGradients(), world, owners=[0, 0])
+    monkeypatch.setattr(DeferredGradients, "compute", logged)
+    executor = Executor(modules, LocalGradients(), world, owners=[0, 0], passes=passes)
     executor.run(order("F0.0 F1.0 B1.0 B0.0 W1.0 W0.0"), batches(1), {"lm": torch.tensor(1.0)})
     before, last, first = " ".join(log).split("W")
     linear = {
@@ -129,18 +135,43 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next(world):
             assert torch.equal(gradients.gradient(parameter), expected[name]), name
 
 
-def test_gradients_put_off_by_a_step_that_broke_off_are_not_waited_for(world):
+def test_gradients_deferred_by_a_step_that_broke_off_are_not_waited_for(world):
     """Else no later gradient of these weights would count as complete, and the weights were never freed."""
-    modules, gradients, complete = stages(*HALVES), LocalGradients(), []
+    passes, gradients, complete = Passes(), LocalGradients(), []
+    modules = stages(*HALVES, passes=passes)
     placed = [parameter for module in modules.values() for parameter in module.parameters()]
     for parameter in placed:
         watch(parameter, gradients)
     gradients.dtype, gradients.completed = None, complete.append
-    executor = Executor(modules, gradients, world, owners=[0, 0])
+    executor = Executor(modules, gradients, world, owners=[0, 0], passes=passes)
     with pytest.raises(KeyError):
         executor.run(order("F0.0 F1.0 B1.0 B0.1 W1.0 W0.0"), batches(1), {"lm": torch.tensor(0.5)})
-    assert not any(map(weight_gradients.is_pending, placed))
+    assert passes.weights_since is None
+    assert passes.deferred is None
+    assert not passes.recomputing
     for parameter in placed:
         parameter.grad = None
     executor.run(order("F0.0 F1.0 B1.0 B0.0"), batches(1), {"lm": torch.tensor(0.5)})
     assert {id(parameter) for parameter in complete} == {id(parameter) for parameter in placed}
+    assert all(parameter.grad is not None for parameter in placed)
+
+
+def test_two_runs_in_one_process_do_not_see_each_others_passes(world):
+    """One defers; the other, whose pass goes on inside of that, gets all of its gradients at once."""
+    passes, gradients = Passes(), LocalGradients()
+    outer, found = stages(*WHOLE, passes=passes), []
+    executor = Executor(outer, gradients, world, passes=passes)
+    backward = executor._backward
+
+    def during(action):
+        with passes.backward(DeferredGradients()):
+            found.append(run(world, WHOLE, "F0.0 B0.0", microbatches=1)[0])
+            assert passes.recomputing
+        backward(action)
+
+    executor._backward = during
+    executor.run(order("F0.0 B0.0 W0.0"), batches(1), {"lm": torch.tensor(0.5)})
+    alone, _ = run(world, WHOLE, "F0.0 B0.0", microbatches=1)
+    for name, parameter in outer[0].named_parameters():
+        assert torch.equal(found[0][name], alone[name]), name
+        assert torch.equal(parameter.grad, alone[name]), name

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nanotrain_core.contracts import Parallel
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.pool import RankFailure
 from nanotrain_core.testing.probe import placements
@@ -11,6 +10,7 @@ LAZY = """
 import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
+from nanotrain_core.contracts import Parallel
 
 
 @attrs.define(frozen=True)

@@ -79,6 +79,45 @@ def test_a_checkpoint_from_before_sizes_were_kept_is_taken_to_have_had_this_one(
     assert (fed.of_last(2), fed.tokens) == ((8, 24), 24)
 
 
+class Rows(Numbers):
+    """Numbers of which each rank gets its rows, and as many to validate on."""
+
+    def train_batch(self, sequences, shard):
+        tokens = super().train_batch(sequences, shard).tokens[list(shard.rows(sequences))]
+        return Batch(tokens, tokens)
+
+    def validation_batch(self, index, sequences, shard):
+        self.position = index * sequences
+        return self.train_batch(sequences, shard)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "microbatch", "sizes"),
+    [
+        (8, 4, [[4, 4]]),
+        (7, 3, [[3, 3, 1]]),
+        (2, 3, [[2]]),
+        (7, 3, [[3], [2], [2]]),
+        (5, 2, [[2, 1], [1, 1]]),
+        (11, 2, [[2, 2, 2], [2, 2, 1]]),
+        (13, 3, [[3, 1], [2, 1], [2, 1], [2, 1]]),
+    ],
+)
+def test_every_rank_has_as_many_microbatches_the_last_of_them_smaller(sequences, microbatch, sizes):
+    shape, seen, ranks = BatchConfig(sequences=sequences, microbatch=microbatch, length=1), [], len(sizes)
+    validated = []
+    for rank in range(ranks):
+        data, shard = Rows(), Shard(rank, ranks)
+        fed = DataFeed(data, data, shape, EvaluationConfig(sequences=1), shard, torch.device("cpu"))
+        seen.append(fed.microbatches())
+        validated.append(list(fed.validation()))
+    assert sorted([[part.sequences for part in mine] for mine in seen], reverse=True) == sizes
+    for found in (seen, validated):
+        taken = torch.cat([part.tokens for mine in found for part in mine])
+        assert taken[:, 0].tolist() == list(range(sequences))
+    assert {len(mine) for mine in (*seen, *validated)} == {shape.microbatches(ranks)}
+
+
 def test_tokens_are_counted_as_they_were_trained_on(tmp_path):
     case = Case("optimizer", use="sgd")
     keys = {"checkpoint": {"use": "simple"}, "monitor": [{"use": "jsonl"}]}

@@ -83,12 +83,14 @@ def share_of_short(gradient):
     return ((gradient.view(torch.int32) & 0xFFF) == 0).float().mean().item()
 
 
+SOCKETS = {"kernels": {"use": "cpu", "shared_memory": False}}
+
 ROUNDING = {
     **LAYOUTS,
     "alone": ({}, {}),
     "alone-recompute": ({}, {"parallel": [{"use": "recompute"}]}),
     "dp2-zero1": ({"dp": 2}, {"optimizer": {"use": "zero12", "stage": 1, "lr": 3e-3}}),
-    "tp2-sockets": ({"tp": 2}, {"parallel": [{"use": "tp", "shared_memory": False}, DDP]}),
+    "tp2-sockets": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP], **SOCKETS}),
 }
 QUICK = ("alone", "tp2-sockets", "ep2", "pp2-zb_h1", "dp2-zero2")
 ROUNDED = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in ROUNDING]

@@ -1,4 +1,4 @@
-"""Products that a precision gives stand in for a layer's own under every wrapper and schedule."""
+"""A GEMM backend stands in for a layer's own products under every wrapper and schedule."""
 
 from pathlib import Path
 
@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag, take_over
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.gemm import gemm_parameters, products_of, steady, steady_weights, use_gemm
+from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
 from nanotrain_core.testing.compare import assert_same, whole
 from nanotrain_core.testing.probe import make_run
 
-PLUGIN = str(Path(__file__).with_name("given_products.py"))
+PLUGIN = str(Path(__file__).with_name("gemm_layers.py"))
 GPT = {"bias": True, "norm": "layernorm", "activation": "gelu", "positions": "learned", "max_length": 16}
 DEEPSEEK = {
     "use": "deepseek", "layers": 2, "dense_layers": 1, "width": 32, "vocab": 64, "heads": 4, "q_rank": 8,
@@ -39,33 +41,34 @@ def case_of(layout, precision):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_products_have_the_gradients_of_a_layers_own_on_one_process(layout):
-    ranks, (alone,) = traces(case_of(layout, "given")), traces(case_of(layout, "fp64").alone())
+def test_gradients_are_those_of_plain_layers_on_one_process(layout):
+    ranks, (alone,) = traces(case_of(layout, "exact")), traces(case_of(layout, "fp64").alone())
     for part in ("gradients", "weights"):
         found = whole([getattr(trace, part) for trace in ranks], atol=1e-10)
         assert_same(found, whole([getattr(alone, part)]), part, atol=1e-10)
     assert [r.loss for r in ranks[0].reports] == pytest.approx([r.loss for r in alone.reports], abs=1e-10)
 
 
-def test_every_linear_layer_and_the_experts_that_ask_take_products():
-    taken = set(make_run(case_of("alone", "given"), {}).described)
+def test_every_linear_layer_and_the_experts_that_ask_take_a_backend():
+    taken = set(make_run(case_of("alone", "exact"), {}).described)
     names = {p.placement.name for p in make_run(case_of("alone", "fp64"), {}).placed}
     left = {name.rpartition(".")[0].rpartition(".")[2] for name in names - taken}
     assert left == {"embed", "head", "norm", "router", "attn_norm", "ffn_norm", "q_a_norm", "kv_a_norm",
                     "hidden_norm", "embed_norm"}  # fmt: skip
     assert "layers.1.moe.experts.down" in taken
-    assert not any("experts" in name for name in make_run(case_of("routed", "given"), {}).described)
+    assert not any("experts" in name for name in make_run(case_of("routed", "exact"), {}).described)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [64, 1, 30], [0, 8, 0]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_plain_products_are_those_of_each_group_by_itself(counts, dtype):
+@pytest.mark.parametrize("backend", [TorchGEMM(), DequantizingGEMM(TorchGEMM())], ids=["torch", "quantized"])
+def test_plain_products_are_those_of_each_group_by_itself(backend, counts, dtype):
     """Experts without rows get zeros, a rank without rows nothing."""
     torch.manual_seed(0)
     rows, own = sum(counts), torch.tensor(counts)
     x, d_y, weight = torch.randn(rows, 16), torch.randn(rows, 24), torch.randn(3, 24, 16)
     x, d_y, weight = (each.to(dtype) for each in (x, d_y, weight))
-    products = DequantizingGEMM().grouped(own)
+    products = backend.grouped(own)
     (y,), kept = products.forward(x, weight)
     each = list(zip(x.split(counts), d_y.split(counts), weight, strict=True))
     tolerance = {torch.bfloat16: 0.02, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
@@ -80,26 +83,93 @@ def test_plain_products_are_those_of_each_group_by_itself(counts, dtype):
         torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-def test_a_layer_that_a_wrapper_computes_keeps_its_products():
+def test_a_layer_that_a_wrapper_computes_takes_no_backend():
     layer = take_over(tag(nn.Linear(2, 2), Role.COLUMN), lambda module, x: x)
     assert gemm_parameters(layer) == ()
-    assert multiplied(nn.Linear(2, 2)) == ()
-    assert products_of(layer) == {}
+    assert gemm_parameters(nn.Linear(2, 2)) == ()
+    assert gemms_of(layer) is None
 
 
-def test_products_can_be_given_anew():
-    layer = tag(nn.Linear(2, 2), Role.ROW)
-    use_gemm(layer, {"weight": "one"})
+def test_a_backend_can_be_replaced():
+    layer, passes = tag(nn.Linear(2, 2), Role.ROW), Passes()
+    use_gemm(layer, {"weight": "one"}, passes)
     assert gemm_parameters(layer) == ("weight",)
-    use_gemm(layer, {"weight": "other"})
-    assert products_of(layer) == {"weight": "other"}
+    use_gemm(layer, {"weight": "other"}, passes)
+    assert gemms_of(layer).backends == {"weight": "other"}
 
 
-def test_what_is_made_of_weights_holds_while_they_are_steady():
-    assert steady() is None
-    with steady_weights():
-        first = steady()
-        assert first == steady()
-    with steady_weights():
-        assert steady() not in (None, first)
-    assert steady() is None
+def test_what_is_made_of_weights_holds_while_they_stand_still():
+    passes, other = Passes(), Passes()
+    assert passes.weights_since is None
+    with passes.weights_stand_still():
+        first = passes.weights_since
+        assert first is not None
+        assert first == passes.weights_since
+        assert other.weights_since is None
+    with passes.weights_stand_still():
+        assert passes.weights_since not in (None, first)
+    assert passes.weights_since is None
+
+
+def test_a_pass_that_fails_is_over():
+    passes, later = Passes(), DeferredGradients()
+    with pytest.raises(ZeroDivisionError), passes.weights_stand_still(), passes.backward(later):
+        raise ZeroDivisionError
+    assert passes.weights_since is None
+    assert passes.deferred is None
+    assert not passes.recomputing
+
+
+def test_a_layer_defers_to_the_passes_that_it_was_given_and_to_no_others():
+    passes, other, x = Passes(), Passes(), torch.randn(3, 4)
+    layers = [tag(nn.Linear(4, 2, bias=False), Role.COLUMN) for _ in range(2)]
+    for layer, own in zip(layers, (passes, other), strict=True):
+        use_gemm(layer, {"weight": TorchGEMM()}, own)
+    later = DeferredGradients()
+    loss = sum(layer(x).sum() for layer in layers)
+    with passes.backward(later):
+        loss.backward()
+    assert layers[0].weight.grad is None
+    assert torch.equal(layers[1].weight.grad, x.sum(0).expand(2, 4))
+    later.compute()
+    assert torch.equal(layers[0].weight.grad, x.sum(0).expand(2, 4))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("before", [False, True], ids=["first", "added"])
+def test_a_weight_used_twice_has_both_wgrads_when_its_hook_runs(grad_dtype, before):
+    """What waits for a gradient is told once, of the sum, in the run's dtype."""
+    passes, later, told = Passes(), DeferredGradients(), []
+    layer = tag(nn.Linear(4, 2, bias=False, dtype=torch.bfloat16), Role.COLUMN)
+    layer.weight.grad_dtype = grad_dtype
+    layer.weight.grad = torch.full((2, 4), 0.5, dtype=grad_dtype) if before else None
+    use_gemm(layer, {"weight": TorchGEMM()}, passes)
+    inputs = [torch.arange(12.0).view(3, 4).bfloat16() + shift for shift in (0, 1)]
+    loss = sum(layer(x).sum() for x in inputs)
+    with passes.backward(later):
+        loss.backward()
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
+    later.compute()
+    expected = 0.5 * before + sum(x.float().sum(0).bfloat16().to(grad_dtype) for x in inputs)
+    assert len(told) == 1
+    assert told[0].dtype == grad_dtype
+    assert torch.equal(told[0], expected.to(grad_dtype).expand(2, 4))
+    later.compute()
+    assert len(told) == 1
+
+
+def test_an_input_that_is_recomputed_is_kept_as_what_it_is_made_of():
+    layer, passes = tag(nn.Linear(4, 2, bias=False), Role.ROW), Passes()
+    use_gemm(layer, {"weight": TorchGEMM()}, passes)
+    recomputed, half = gemms_of(layer).recomputed, torch.randn(3, 4)
+    kept = []
+    for x in (half * 2, half * 2):
+        recomputed.offer(x, (half,), lambda half: half * 2)
+        if kept:
+            x.mul_(3)  # another one than was offered
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = layer(x)
+        y.sum().backward()
+        torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 4))
+        layer.weight.grad = None
+    assert [any(each is half for each in saved) for saved in (kept[:2], kept[2:])] == [True, False]

@@ -1,4 +1,4 @@
-"""Gradients of narrow parameters are added in the run's dtype: of all uses, and of all microbatches."""
+"""Gradients of low-precision parameters are added in the run's dtype: of all uses and microbatches."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def report(step, loss, **more):
 
 
 def feed(guard, losses, first=1):
-    """Let the guard see losses; return its wishes by step."""
+    """Let the guard see losses; return its requests by step."""
     wishes = {step: guard.on_step(report(step, loss)) for step, loss in enumerate(losses, first)}
     return {step: wish for step, wish in wishes.items() if wish is not None}
 
@@ -139,7 +139,7 @@ def test_a_one_step_lr_multiplier_is_rolled_back_and_its_data_left_out(tmp_path)
     hurt = run_ranks(train, 2, tmp_path / "hurt", spike_at=23)
     (back,) = metrics(tmp_path / "hurt", "rollback")
     assert (back["onset"], back["restored"], back["count"]) == (23, 20, 1)
-    # The loss shows the update of step 23 at 24 and 25; the wish is agreed on with step 26 or before a save.
+    # The loss shows the update of step 23 at 24 and 25; the request is agreed on by step 26 or before a save.
     assert back["step"] in (25, 26)
     sequences = 8
     assert back["skipped"] == [22 * sequences, back["step"] * sequences]
@@ -156,7 +156,7 @@ def test_a_one_step_lr_multiplier_is_rolled_back_and_its_data_left_out(tmp_path)
 
 
 def test_a_rollback_comes_with_the_next_step_however_long_the_next_save_is_away(tmp_path):
-    """The guard wishes to go back at every bad step: also at the one with which all ranks have agreed."""
+    """The guard requests to go back at every bad step: also at the one with which all ranks have agreed."""
     run_ranks(train, 2, tmp_path, spike_at=21)  # shows at 22 and 23; saves are at 20 and 25
     (back,) = metrics(tmp_path, "rollback")
     assert (back["onset"], back["step"], back["restored"]) == (21, 24, 20)
@@ -186,7 +186,7 @@ def test_a_resume_after_a_rollback_leaves_the_same_data_out(tmp_path):
 
 
 class StopsAfter(Monitor):
-    """Wishes to stop in the step in which the guard wishes to go back."""
+    """Requests a stop in the step in which the guard requests to go back."""
 
     every_step = True
 

@@ -53,10 +53,10 @@ def train_one_parameter(case, folder, **options):
 
 
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, shared_memory):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, kernels):
     fp64 = {"precision": {"use": "fp64"}}
-    shared_out = case({**ZERO, "shared_memory": shared_memory}, kind, **fp64)
+    shared_out = case(ZERO, kind, kernels={"use": kernels}, **fp64)
     through = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2)
     assert [len(trace.state) for trace in through] == [3, 0]
     resumed = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2, resume="2")
@@ -89,10 +89,10 @@ def slowly(seconds):
         yield
 
 
-def save_often(folder, optimizer, seconds, asynchronous):
+def save_often(folder, kernels, seconds, asynchronous):
     often = {"checkpoint": {"every": 2, "keep": 99, "asynchronous": asynchronous}, "run": {"steps": 9}}
     with slowly(seconds):
-        make_engine(case(optimizer), often, folder=folder).fit()
+        make_engine(case(ZERO, kernels={"use": kernels}), often, folder=folder).fit()
 
 
 def files(folder):
@@ -102,11 +102,10 @@ def files(folder):
     return {name: path.read_bytes() for name, path in here if "superseded" not in str(name)}
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(tmp_path, shared_memory):
-    optimizer = {**ZERO, "shared_memory": shared_memory}
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(tmp_path, kernels):
     for name, seconds, asynchronous in (("beside", 0.05, True), ("at once", 0.0, False)):
-        run_ranks(save_often, 2, tmp_path / name, optimizer, seconds, asynchronous)
+        run_ranks(save_often, 2, tmp_path / name, kernels, seconds, asynchronous)
     beside, at_once = (files(tmp_path / name) for name in ("beside", "at once"))
     assert len(beside) == 5 * 5  # steps 2, 4, 6, 8 and 9: a manifest, and two files of each rank
     shards = [path for path in beside if path.suffix == ".safetensors"]
@@ -186,7 +185,7 @@ def resume_unreadably(folder, full, steps):
 @pytest.mark.parametrize("full", [True, False])
 def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):
     """One bad host sets nothing aside that all others could go on from, if it can read none."""
-    run_ranks(save_often, 2, tmp_path, ZERO, 0.0, True)
+    run_ranks(save_often, 2, tmp_path, "auto", 0.0, True)
     steps = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     for error in run_ranks(resume_unreadably, 2, tmp_path, full, (2, 4, 6, 8, 9)):
         assert "is whole: " in error
@@ -277,7 +276,7 @@ def test_as_many_ranks_in_another_layout_do_not_take_each_others_streams(tmp_pat
 
 
 def stop_in_evaluation(engine, step):
-    """Have the run wish to stop once it reads a validation batch after ``step``."""
+    """Have the run request a stop once it reads a validation batch after ``step``."""
     validation = engine.run.feed.validation
 
     def stopping():

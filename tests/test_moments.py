@@ -1,15 +1,20 @@
-"""AdamW's moments in bfloat16 and in 8 bits: their numbers, bytes and checkpoints, alone and shared out."""
+"""AdamW's moments in bfloat16 and in 8 bits: their numbers, bytes and checkpoints, alone and sharded."""
 
 import tempfile
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
+from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.optim import moments
 from nanotrain_core.optim.moments import FIRST, GROUP, SECOND, NarrowMoments
-from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing import Case, failures, run_ranks, trials
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.probe import make_run, push, train
 
@@ -222,8 +227,79 @@ def test_moments_of_another_form_are_refused_by_name(saved, wanted, text):
 
 
 def test_a_split_that_would_cut_a_group_is_refused_with_one_that_does_not():
-    with pytest.raises(Exception, match=r"attn\.o\.weight: .*rows of 64 are split over 4 .*at most 2, or"):
-        run_ranks(make_run, 4, on("adamw", 1, "int8", model={**MODEL, "heads": 4}, tp=4), {})
+    whole = Placement.whole("layers.0.attn.o.weight", (8, 64), Layout({"dense": View(("tp",), (4,))}))
+    assert moments.in_groups(Piece(None, whole.split(1, "tp", 1, 2)))
+    with pytest.raises(
+        NanotrainError, match=r"attn\.o\.weight: .*rows of 64 are split over 4 .*at most 2, or"
+    ):
+        moments.in_groups(Piece(None, whole.split(1, "tp", 0, 4)))
+
+
+HEADS = (
+    "optimizer.moment_dtype: with 'int8' 32 neighbours in a row share a scale, but 4 heads make rows of 64, "
+    "of which tp = 4 leaves 16 on a rank; expected tp of at most 2, or 'bfloat16'"
+)
+
+
+@pytest.mark.parametrize("use", ["adamw", "zero12"])
+def test_such_a_split_is_refused_before_a_process_starts(use):
+    model = {**MODEL, "heads": 4}
+    with pytest.raises(RecipeError) as caught:
+        on(use, 1, "int8", model=model, tp=4).recipe()
+    assert HEADS in caught.value.lines
+    for form, tp in (("bfloat16", 4), ("int8", 2)):
+        on(use, 1, form, model=model, tp=tp).recipe()
+    on(use, 1, "int8", model={**model, "head_size": 6}, tp=4).recipe()  # 24 in a row: float32 moments
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "what"),
+    [
+        ({"ffn": 96}, 2, "96 columns of the feed-forward layer make rows of 96"),
+        ({"kv_heads": 2, "bias": True}, 2, "2 key and value heads make rows of 32"),
+        ({"kv_heads": 2}, 2, None),
+        ({"kv_heads": 1, "bias": True, "head_size": 32}, 2, None),
+    ],
+)
+def test_every_row_that_is_cut_is_found(changes, tp, what):
+    case = on("adamw", 1, "int8", model={**MODEL, "heads": 4, **changes}, tp=tp)
+    if what is None:
+        run_ranks(bytes_of_moments, tp, case)
+        return
+    with pytest.raises(RecipeError, match=what):
+        case.recipe()
+
+
+def test_rows_of_experts_are_cut_by_etp():
+    experts = {"use": "deepseek", "layers": 1, "width": 64, "heads": 2, "vocab": 64, "dense_layers": 0}
+    experts |= {"kv_rank": 8, "nope_size": 4, "rope_size": 4, "value_size": 16, "ffn": 64, "experts": 2}
+    experts |= {"top_k": 1, "shared_experts": 0}
+    degrees = {"dp": 2, "etp": 2}
+    for width, refused in ((96, True), (64, False), (90, False)):
+        overrides = {"model": {**experts, "expert_ffn": width}, "parallel": [{"use": "ep_deepseek"}]}
+        adamw = {"moment_dtype": "int8"}
+        case = Case("optimizer", use="adamw", config=adamw, topology=degrees, overrides=overrides)
+        if refused:
+            with pytest.raises(
+                RecipeError, match="96 columns of an expert make rows of 96, of which etp = 2"
+            ):
+                case.recipe()
+        else:
+            run_ranks(bytes_of_moments, 2, case)
+
+
+def test_the_harness_holds_rows_against_what_is_built(monkeypatch):
+    true = [*TransformerConfig(layers=1, **MODEL).divisibility()]
+    case = Case("model", use="transformer", config={"layers": 1, **MODEL})
+    (trial,) = (trial for trial in trials(case) if trial.label == "divisibility_is_true")
+    assert failures([trial]) == {}
+    for extent in (extent for extent in true if extent.row):
+        said = [attrs.evolve(e, row=e.row + (e == extent)) for e in true]
+        monkeypatch.setattr(TransformerConfig, "divisibility", lambda self, said=said: said)
+        (error,) = failures([trial]).values()
+        assert str(error).startswith(
+            "rows said by divisibility(), but nothing that is built has them: [Divisible("
+        )
 
 
 # --- bytes ------------------------------------------------------------------------------------------

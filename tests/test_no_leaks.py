@@ -12,7 +12,7 @@ from nanotrain_core.testing.probe import train
 
 CASES = [
     Case("parallel", use="ddp", topology={"dp": 2}),
-    Case("optimizer", use="zero12", config={"shared_memory": False}, topology={"dp": 2}),
+    Case("optimizer", use="zero12", topology={"dp": 2}, overrides={"kernels": {"use": "torch"}}),
 ]
 
 

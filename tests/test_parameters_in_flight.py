@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from nanotrain_core.contracts import Optimizer
 from nanotrain_core.layout.parameters_in_flight import fence, readers
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.testing.late_weights import LateWeights
@@ -80,5 +81,5 @@ def test_everything_can_be_waited_for_at_once():
 
 def test_an_optimizer_that_is_never_late_adds_no_hook():
     part = Tagged()
-    fence([part], object())()
+    fence([part], Optimizer())()
     assert not any(module._forward_pre_hooks for module in part.modules())

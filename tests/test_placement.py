@@ -5,7 +5,8 @@ import torch
 
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, global_norm, place, placed_parameters
+from nanotrain_core.layout.placement import Placement, clip_factor, global_norm, place, placed_parameters
+from nanotrain_core.testing import run_ranks
 
 LAYOUT = Layout(
     {
@@ -70,12 +71,39 @@ def test_global_norm_of_one_rank_is_the_norm_of_all_gradients():
     torch.testing.assert_close(global_norm(pairs, mesh), expected)
 
 
+def norm_of_what_rank_0_has(dtype):
+    rank = torch.distributed.get_rank()
+    mesh = Mesh(Layout({"dense": View(("dp",), (3,))}), rank=rank)
+    gradient = torch.linspace(0.1, 0.7, 5, dtype=dtype)
+    placement = Placement.whole("w", (5,), mesh.layout).shared_out()
+    return global_norm([(gradient, placement)] if rank == 0 else [], mesh)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_ranks_without_gradients_have_the_same_norm_to_the_last_bit(dtype):
+    norms = run_ranks(norm_of_what_rank_0_has, 3, dtype)
+    assert {(norm.dtype, norm.item()) for norm in norms} == {(torch.float64, norms[0].item())}
+    exact = torch.linspace(0.1, 0.7, 5, dtype=dtype).double().norm().item()
+    assert norms[0].item() == pytest.approx(exact, rel=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_gradients_are_clipped_in_their_own_dtype_or_float32(dtype, wide):
+    norm, gradients = torch.tensor(8.0, dtype=torch.float64), [torch.ones(3, dtype=dtype)]
+    assert clip_factor(norm, 2.0, gradients).dtype == wide
+    assert clip_factor(norm, 2.0, gradients).item() == pytest.approx(0.25, rel=1e-6)
+    assert clip_factor(norm, 9.0, gradients).item() == clip_factor(norm, 0.0, gradients).item() == 1.0
+
+
 def test_the_norm_of_a_large_gradient_is_that_of_its_parts():
     """A CPU adds squares one after the other in float32: of a table of 22 million it was 0.1% too small."""
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
     placement = Placement.whole("w", (6000, 1000), mesh.layout)
     gradient = torch.randn(placement.shape, generator=torch.Generator().manual_seed(0)) * 1e-3
-    exact = sum(part.double().square().sum() for part in gradient.split(10)).sqrt().float()
+    exact = sum(part.double().square().sum() for part in gradient.split(10)).sqrt()
     for laid_out in (gradient, gradient.T.contiguous().T):
         norm = global_norm([(laid_out, placement)], mesh)
         torch.testing.assert_close(norm, exact, rtol=3e-6, atol=0.0)

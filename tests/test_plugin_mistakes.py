@@ -106,13 +106,25 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
             "model",
             "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops",
         ),
-        ("monitor", r"without .*on_start, .*\(see nanotrain_core.contracts.Monitor\)"),
-        ("parallel", "returned a object without apply"),
+        ("topology", r"without layout \(see nanotrain_core.contracts.Topology\)"),
+        ("monitor", r"without .*on_start, .*\(inherit from nanotrain_core.contracts.Monitor\)"),
+        ("parallel", r"without apply, splits_linear \(inherit from nanotrain_core.contracts.Parallel\)"),
+        ("precision", r"without parameter_dtype, .* \(inherit from nanotrain_core.contracts.Precision\)"),
+        ("kernels", r"without prepare, ops, .* \(inherit from nanotrain_core.contracts.Kernels\)"),
     ],
 )
 def test_an_object_that_lacks_part_of_its_contract(tmp_path, kind, text):
     with pytest.raises(PluginError, match=text):
         build(plugin(tmp_path, kind=kind), kind)
+
+
+def test_an_heir_that_leaves_out_what_has_no_default_is_told_what(tmp_path):
+    """It inherits already: the text names the contract, and what is missing."""
+    text = "from nanotrain_core.contracts import Precision; return type('Mine', (Precision,), {})()"
+    path = plugin(tmp_path, kind="precision", build=text)
+    wanted = r"Mine without parameter_dtype, .*loss_scale \(see nanotrain_core.contracts.Precision\)"
+    with pytest.raises(PluginError, match=wanted):
+        build(path, "precision")
 
 
 def test_data_need_only_their_methods_before_they_are_open(tmp_path):

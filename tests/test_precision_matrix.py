@@ -20,7 +20,10 @@ from nanotrain_core.testing.probe import Trace, train
 
 #: Widths of which every part that a rank may have is a multiple of 16.
 WIDE = {"width": 64, "ffn": 128, "init_std": 0.1}
+WIDE_GPT = {"heads": 4, "kv_heads": 2}
 WIDE_DEEPSEEK = {"kv_rank": 16, "nope_size": 16, "rope_size": 16, "value_size": 16, "expert_ffn": 64}
+#: Cut alike on every layout, into microbatches of 1 or 2: what one holds is rounded together.
+EVEN = {"sequences": 8, "length": 8}
 
 
 @attrs.define(frozen=True)
@@ -55,12 +58,15 @@ def case_of(precision: str, composition: Composition) -> Case:
     """Return a composition as a case of its precision."""
     grid = composition.case()
     model = {**grid.overrides["model"], **WIDE}
-    if composition.model != "transformer":
+    if composition.model == "transformer":
+        model |= WIDE_GPT
+    else:
         model |= WIDE_DEEPSEEK | ({"q_rank": 16} if "q_rank" in model else {})
     optimizer = composition.optimizers()["adamw"]
     if composition.zero:
         optimizer = {**optimizer, "bucket_mb": 0.05}  # ends within tensors of this width
-    overrides = {**grid.overrides, "model": model, "optimizer": optimizer}
+    batch = {**EVEN, "microbatch": composition.microbatch - 1}
+    overrides = {**grid.overrides, "batch": batch, "model": model, "optimizer": optimizer}
     table, _ = PRECISIONS[precision]
     return Case("precision", topology=grid.topology, overrides=overrides, name=composition.id, **table)
 

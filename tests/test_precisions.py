@@ -1,4 +1,4 @@
-"""The dynamic loss scale, and what keeps narrow dtypes from going wrong in silence."""
+"""The dynamic loss scale, and what keeps low-precision dtypes from going wrong in silence."""
 
 import pytest
 import torch

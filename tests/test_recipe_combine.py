@@ -67,34 +67,37 @@ def test_ranks_that_the_degrees_do_not_divide_are_refused(tmp_path):
     assert line.endswith("2 or 4 ranks would do")
 
 
-def test_batch_that_does_not_divide_names_the_nearest(tmp_path):
-    (line,) = reasons(tmp_path, "syncs", ranks=3)
-    assert (
-        line
-        == "recipe.toml:5: batch.sequences: 8 is not a multiple of 6 = dp 3 x microbatch 2; nearest: 6 or 12"
-    )
+def test_batch_with_less_than_a_sequence_for_each_rank_names_the_nearest(tmp_path):
+    (line,) = reasons(tmp_path, "syncs", ranks=9)
+    text = "batch.sequences: 8 leave some of dp = 9 ranks without a sequence; nearest: 9"
+    assert line == f"recipe.toml:5: {text}"
+
+
+def test_a_batch_need_not_divide(tmp_path):
+    assert reasons(tmp_path, "syncs", ranks=3) == []
+    assert reasons(tmp_path, overrides=["batch.sequences=7"]) == []
 
 
 def test_rows_are_shared_out_over_dp_alone(tmp_path):
     assert reasons(tmp_path, "syncs", "splits", ranks=16, overrides=["topology.tp=4"]) == []
 
 
-def test_data_parallel_ranks_need_a_gradient_sync(tmp_path):
-    (line,) = reasons(tmp_path, ranks=2)
-    assert line.startswith("recipe.toml: parallel: dp = 2, but nothing sums the gradients")
-    assert 'use = "ddp"' in line
-    assert reasons(tmp_path, "syncs", ranks=2) == []
+def test_data_parallel_ranks_need_no_gradient_sync_but_are_told_of_a_faster_one(tmp_path):
+    assert reasons(tmp_path, ranks=2) == []
+    (note,) = resolve_recipe(write(tmp_path, SMALL), ranks=2).notes
+    assert note.startswith("dp = 2: gradients are summed after backward; ")
+    assert 'parallel "ddp"' in note
+    assert resolve_recipe(write(tmp_path, SMALL), ranks=1).notes == ()
+    assert resolve_recipe(write(tmp_path, SMALL + DDP), ranks=2).notes == ()
+    tensor = SMALL + '[topology]\ntp = 2\n[[parallel]]\nuse = "tp"\n'
+    assert resolve_recipe(write(tmp_path, tensor), ranks=2).notes == (), "edp is 2, but there are no experts"
 
 
-def test_expert_replicas_need_a_gradient_sync(tmp_path):
-    arguments = {"ranks": 4, "overrides": ["topology.tp=4", "topology.ep=2"]}
-    (line,) = reasons(tmp_path, "splits", **arguments)
-    assert "edp = 2, but nothing sums the gradients" in line
-    assert reasons(tmp_path, "splits", "syncs", **arguments) == []
-
-
-def test_tensor_parallel_ranks_alone_need_no_gradient_sync(tmp_path):
-    assert reasons(tmp_path, "splits", ranks=2, overrides=["topology.tp=2"]) == []
+def test_ranks_along_any_dimension_need_no_gradient_sync(tmp_path):
+    for degrees in (["topology.tp=2"], ["topology.tp=4", "topology.ep=2"]):
+        ranks = int(degrees[0][-1])
+        assert reasons(tmp_path, "splits", ranks=ranks, overrides=degrees) == []
+        assert reasons(tmp_path, "splits", "syncs", ranks=ranks, overrides=degrees) == []
 
 
 def test_dimension_that_no_component_handles_is_refused(tmp_path):

@@ -108,6 +108,21 @@ def test_several_values_out_of_range_are_all_told(tmp_path):
     assert [line.split(": ")[1] for line in found] == ["model.layers", "model.width"]
 
 
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("parallel.0", '[[parallel]]\nuse = "ddp"\n'),
+        ("parallel.0", '[[parallel]]\nuse = "tp"\n'),
+        ("optimizer", '[optimizer]\nuse = "zero12"\nlr = 0.1\n'),
+    ],
+    ids=["ddp", "tp", "zero12"],
+)
+def test_a_key_that_moved_to_the_kernels_is_told_where(tmp_path, key, table):
+    (line,) = problems(tmp_path, SMALL + table + "shared_memory = false\n")
+    said = "unknown key 'shared_memory': it is kernels.shared_memory now, of [kernels] use = \"cpu\", for the"
+    assert f": {key}.shared_memory: {said} whole run; valid: " in line
+
+
 def test_mistake_in_the_extended_file_names_that_file(tmp_path):
     write(tmp_path, SMALL.replace("width = 32", 'width = "wide"'), "base.toml")
     (line,) = problems(tmp_path, 'extends = "base.toml"\n[run]\nsteps = 5\n')

@@ -150,7 +150,7 @@ def test_two_signals_end_a_launcher_that_nobody_answers(tmp_path):
 
 
 def listens(at):
-    """Say whether a host serves the place where they meet."""
+    """Return whether a host serves the place where they meet."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(at.rpartition(":")[2]))) == 0
 

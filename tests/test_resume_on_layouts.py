@@ -1,6 +1,6 @@
 """A checkpoint of a run over pp, dp and ep goes on as if it had not stopped, there and on other layouts.
 
-In both formats, and whether each rank keeps the optimizer state of all it holds or zero12 shares it out.
+In both formats, and whether each rank keeps the optimizer state of all it holds or zero12 shards it.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def layout(**choices):
 
 
 SOURCE = layout(pp=2, dp=2, ep=2, schedule="1f1b")
-SHARED_OUT = layout(dp=4, ep=2, etp=2, zero=2, microbatch=1)
+SHARED_OUT = layout(dp=4, ep=2, etp=2, zero=2)
 TARGETS = {
     "same": SOURCE,
     "one rank": layout(),

@@ -9,10 +9,12 @@ from torch.nn import functional as F
 
 from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import Monitor
+from nanotrain_core.monitors.console import Console
 from nanotrain_core.recipe.tree import ScheduleConfig
 from nanotrain_core.script import ScriptConfig
-from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing import Case, run_ranks
 
 
 class Recorder(Monitor):
@@ -214,3 +216,79 @@ def test_fit_goes_on_after_a_stop():
     assert engine.fit(make_loader(), steps=6).reason == "stopped"
     end = engine.fit(make_loader(), steps=6)
     assert (end.step, end.reason) == (6, "done")
+
+
+def test_the_console_says_how_many_tokens_a_step_has(capsys):
+    model, loader = make_model(), [Batch(*pair) for pair in make_loader()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    console, recorder = Console(ConsoleConfig(style="lines")), Recorder()
+    engine = RuntimeEngine(model, optimizer, ScriptConfig(accumulate=2), callbacks=[console, recorder])
+    engine.fit(iter(loader), steps=2)
+    assert f"{2 * 3 * 6} tokens a step" in capsys.readouterr().out
+    assert [report.tokens for report in recorder.steps] == [36, 72]  # no batch was lost by looking ahead
+
+
+def test_a_recipes_engine_takes_callbacks_beside_the_recipes_monitors():
+    case, recorder = Case("monitor", use="jsonl"), Recorder()
+    recipe = case.recipe(run={"steps": 2})
+    engine = RuntimeEngine.from_recipe(recipe, registry=case.registry(), callbacks=[recorder])
+    engine.fit()
+    assert [report.step for report in recorder.steps] == [1, 2]
+    assert [type(monitor).__name__ for monitor in engine.run.monitors] == ["Jsonl", "Recorder"]
+
+
+def autocast_loop(model, loader, dtype, scale):
+    """What a script would write itself for mixed precision."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    for step in range(6):
+        tokens, targets = loader[step % len(loader)]
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            logits = model(tokens)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        loss = loss / (targets != IGNORE).sum()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "scale"), [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 2.0**16)]
+)
+def test_a_narrow_precision_is_autocast_with_a_loss_scale_where_it_is_needed(precision, dtype, scale):
+    ours, loader, recorder = make_model().float(), make_loader(), Recorder()
+    theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.05)
+    RuntimeEngine(ours, optimizer, ScriptConfig(precision=precision), callbacks=[recorder]).fit(
+        loader, steps=6
+    )
+    losses = autocast_loop(theirs, loader, dtype, scale)
+    assert [report.loss for report in recorder.steps] == pytest.approx(losses, rel=1e-6)
+    assert {report.loss_scale for report in recorder.steps} == {scale}
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+    assert autocast_loop(exact, loader, torch.float32, 1.0) != pytest.approx(losses, rel=1e-6)
+
+
+def test_a_step_that_overflows_in_float16_changes_nothing_and_halves_the_scale():
+    model, recorder = make_model().float(), Recorder()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    large = lambda output, targets: 1e4 * output.float().square().sum()  # noqa: E731
+    engine = RuntimeEngine(
+        model, optimizer, ScriptConfig(precision="fp16", clip_norm=1.0), callbacks=[recorder], loss=large
+    )
+    engine.fit(make_loader(), steps=1)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not optimizer.state
+    engine.fit(make_loader(), steps=20)
+    skipped = [report.skipped for report in recorder.steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    scales = [report.loss_scale for report in recorder.steps]
+    assert scales[: sum(skipped)] == [2.0 ** (15 - n) for n in range(sum(skipped))]
+    assert not all(map(torch.equal, model.parameters(), before))

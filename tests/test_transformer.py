@@ -10,10 +10,10 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.models import cross_entropy
-from nanotrain_core.models.cross_entropy import linear_cross_entropy
-from nanotrain_core.models.rms_norm import RMSNorm
-from nanotrain_core.models.rope import frequencies, rotate, rotation
+from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 
@@ -192,13 +192,13 @@ def test_a_later_token_never_changes_earlier_logits(shape):
 
 
 def turn_of(length, theta, like):
-    return rotation(length, frequencies(8, theta, device=like.device), like=like)
+    return rope_rotation(length, rope_frequencies(8, theta, device=like.device), like=like)
 
 
 def test_rope_makes_scores_depend_on_the_distance_alone():
     q, k = draw("q", (8,)), draw("k", (8,))
     turn = turn_of(32, 100.0, q)
-    q_SK, k_SK = (rotate(x.expand(1, 32, 1, 8), turn)[0, :, 0] for x in (q, k))
+    q_SK, k_SK = (TORCH.rope(x.expand(1, 32, 1, 8), *turn)[0, :, 0] for x in (q, k))
     scores = q_SK @ k_SK.T
     for distance in range(-31, 32):
         diagonal = scores.diagonal(distance)
@@ -208,14 +208,14 @@ def test_rope_makes_scores_depend_on_the_distance_alone():
 
 def test_rope_keeps_norms():
     x = draw("x", (2, 32, 3, 8))
-    turned = rotate(x, turn_of(32, 10000.0, x))
+    turned = TORCH.rope(x, *turn_of(32, 10000.0, x))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
 
 
 def test_rope_of_a_bfloat16_model_turns_in_float32():
     x = draw("x", (1, 512, 1, 8)).bfloat16()
-    turned = rotate(x, turn_of(512, 10000.0, x))
-    exact = rotate(x.double(), turn_of(512, 10000.0, x.double()))
+    turned = TORCH.rope(x, *turn_of(512, 10000.0, x))
+    exact = TORCH.rope(x.double(), *turn_of(512, 10000.0, x.double()))
     # One rounding of the result, half a unit in the last of bfloat16's 8 bits, and nothing more.
     torch.testing.assert_close(turned.double(), exact, rtol=1.001 * 2**-8, atol=1e-7)
 
@@ -247,12 +247,12 @@ def test_rms_norm_and_its_gradients_equal_torch(dtype, close):
 
 
 @pytest.mark.parametrize("fewest", [1, 3, 4, 100])
-def test_chunked_loss_and_gradients_equal_plain_cross_entropy(fewest, monkeypatch):
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", (0, fewest))
+def test_chunked_loss_and_gradients_equal_plain_cross_entropy(fewest):
+    chunks = Chunks(logits=0, tokens=fewest)
     hidden = draw("hidden", (10, 6)).requires_grad_()
     weight = draw("weight", (13, 6)).requires_grad_()
     target = torch.tensor([3, IGNORE, 0, 12, 7, IGNORE, IGNORE, IGNORE, 1, 3])
-    mine = linear_cross_entropy(hidden, weight, target)
+    mine = linear_cross_entropy(hidden, weight, target, chunks=chunks)
     plain = F.cross_entropy(hidden @ weight.T, target, reduction="sum")
     torch.testing.assert_close(mine, plain, rtol=1e-13, atol=0)
     # A gradient of the loss other than 1: the loss weight, loss scale and token count come in there.
@@ -263,7 +263,7 @@ def test_chunked_loss_and_gradients_equal_plain_cross_entropy(fewest, monkeypatc
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(hidden, weight, target), mine)
+        assert torch.equal(linear_cross_entropy(hidden, weight, target, chunks=chunks), mine)
 
 
 def test_chunked_loss_survives_huge_logits():

@@ -7,6 +7,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
+from nanotrain_core.optim.moment_groups import check_moments
 
 
 @hookimpl
@@ -66,7 +67,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="recompute",
             config=configs.RecomputeConfig,
             factory="nanotrain_core.models.activation_checkpointing:Recompute",
-            summary="layers run again in backward: memory of one at a time, for a third more computing",
+            summary="activation checkpointing: keeps the input of layers alone, for a third more computing",
         )
     )
 
@@ -80,6 +81,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=configs.AdamWConfig,
             factory="nanotrain_core.optim.adamw:AdamW",
             summary="AdamW, fused, decay on matrices only",
+            check=check_moments,
         )
     )
     register(
@@ -209,6 +211,7 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.TextConfig,
             factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
+            survey="nanotrain_core.data.text_survey:survey",
         )
     )
     register(
@@ -217,5 +220,6 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.SyntheticConfig,
             factory="nanotrain_core.data.synthetic:Synthetic",
             summary="a seeded Markov chain whose entropy is known",
+            survey="nanotrain_core.builtin.configs:survey_synthetic",
         )
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import and_, ge, gt, le, lt
 
+from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
@@ -53,21 +55,61 @@ class TorchKernelsConfig:
 
 @attrs.define(frozen=True, kw_only=True)
 class RopeScalingConfig:
-    """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on, as Llama 3.1 does."""
+    """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on."""
 
+    type: Literal["llama3", "yarn", "linear", "dynamic"] = "llama3"
+    """`linear` slows all pairs of numbers down by `factor`, `llama3` (Llama 3.1) and `yarn` those that turn
+    seldom; `dynamic` raises the base with the length of each batch's sequences, beyond `original_length`."""
     factor: float = attrs.field(default=8.0, validator=ge(1.0))
     """How many times longer sequences become."""
     original_length: int = attrs.field(default=8192, validator=ge(1))
-    """Length the model was trained on before."""
+    """Length the model was trained on before. Not of `linear`."""
     low_freq_factor: float = attrs.field(default=1.0, validator=gt(0.0))
-    """Pairs that turn fewer times over `original_length` are slowed down by `factor`."""
+    """Of `llama3`: pairs that turn fewer times over `original_length` are slowed down by `factor`."""
     high_freq_factor: float = attrs.field(default=4.0, validator=gt(0.0))
-    """Pairs that turn more often keep their frequency; those between, in part."""
+    """Of `llama3`: pairs that turn more often keep their frequency; those between, in part."""
+    beta_fast: float = attrs.field(default=32.0, validator=gt(0.0))
+    """Of `yarn`: pairs that turn more often than this over `original_length` keep their frequency."""
+    beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
+    """Of `yarn`: pairs that turn less often are slowed down by `factor`; those between, in part."""
+    truncate: bool = True
+    """Of `yarn`: count those pairs in whole numbers."""
+    attention_factor: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Of `yarn`: scales rotated numbers, so attention scores by its square. 0 means 0.1 ln(`factor`) + 1."""
 
     @high_freq_factor.validator
     def _higher(self, attribute: attrs.Attribute[float], value: float) -> None:
         if value <= self.low_freq_factor:
             raise ValueError(f"must be above low_freq_factor = {self.low_freq_factor}, got {value}")
+
+    @beta_slow.validator
+    def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if value >= self.beta_fast:
+            raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated numbers are multiplied by."""
+        return (self.attention_factor or yarn_magnitude(self.factor)) if self.type == "yarn" else 1.0
+
+    def canonical(self) -> dict[str, Any]:
+        """Return the keys that its type reads, each spelled out."""
+        table = {name: getattr(self, name) for name in ("type", "factor", *_READ[self.type])}
+        return table | ({"attention_factor": self.magnitude} if self.type == "yarn" else {})
+
+
+#: ``type`` of a scaling -> the keys that it reads, besides ``factor``.
+_READ: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": ("original_length",),
+    "llama3": ("original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_length", "beta_fast", "beta_slow", "truncate"),
+}
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return how much larger YaRN makes rotated numbers. Source: arXiv 2309.00071, equation 22."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -104,21 +146,47 @@ class TransformerConfig:
     """Feed-forward layer: SwiGLU has three matrices, GELU (tanh form) two."""
     bias: bool = False
     """Biases on the linear layers and LayerNorms."""
+    attention_bias: bool | None = None
+    """Biases on the linear layers of attention. Unset: as `bias` says."""
+    ffn_bias: bool | None = None
+    """Biases on those of the feed-forward layer. Unset: as `bias` says."""
     tied: bool = False
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=gt(0.0), metadata={TRAINING: True})
     """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
 
+    def resolved(self) -> TransformerConfig:
+        """Return the same model with every value spelled out that may be left unset."""
+        return attrs.evolve(
+            self,
+            kv_heads=self.kv_heads or self.heads,
+            head_size=self.head_size or self.width // self.heads,
+            ffn=self.ffn or 4 * self.width,
+            attention_bias=self.bias if self.attention_bias is None else self.attention_bias,
+            ffn_bias=self.bias if self.ffn_bias is None else self.ffn_bias,
+        )
+
+    def canonical(self) -> dict[str, Any]:
+        """Return what its weights compute, in the one form that all recipes of this model share."""
+        table = attrs.asdict(self.resolved())
+        if self.positions != "rope":
+            del table["rope_theta"], table["rope_scaling"]
+        elif self.rope_scaling is not None:
+            table["rope_scaling"] = self.rope_scaling.canonical()
+        if self.norm == "rmsnorm":  # has no biases, and the linear layers' are spelled out
+            del table["bias"]
+        return table
+
     def divisibility(self) -> Iterator[Divisible]:
-        """Say how finely its parts can be split."""
+        """Yield how finely its parts can be split."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
+        split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
+        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * size)
         if self.kv_heads:
-            yield Divisible(
-                (Role.COLUMN,), "model.kv_heads", self.kv_heads, "key and value heads", grouped=True
-            )
+            what, row = "key and value heads", self.kv_heads * size if self.bias else 0
+            yield Divisible((Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, row=row)
         ffn = self.ffn or 4 * self.width
-        yield Divisible((Role.COLUMN, Role.ROW), "model.ffn", ffn, "columns of the feed-forward layer")
+        yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
@@ -129,8 +197,10 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
             "model.heads",
             f"{config.heads} heads do not divide width {config.width}; set head_size or change heads",
         )
-    elif config.positions == "rope" and (config.head_size or config.width // config.heads) % 2:
+    elif config.positions == "rope" and config.resolved().head_size % 2:
         yield Problem("model.heads", "RoPE turns pairs of numbers: the size of a head must be even")
+    elif config.rope_scaling and config.rope_scaling.type == "dynamic" and config.resolved().head_size < 4:
+        yield Problem("model.rope_scaling.type", "'dynamic' needs heads of at least 4 numbers")
     if config.heads % kv_heads:
         yield Problem("model.kv_heads", f"{kv_heads} kv_heads do not divide {config.heads} heads")
     if config.rope_scaling and config.positions != "rope":
@@ -143,7 +213,7 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
 
 @attrs.define(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """``[[parallel]] use = "recompute"``: layers run again in backward, so that they keep little."""
+    """``[[parallel]] use = "recompute"``: activation checkpointing. Layers keep their input alone."""
 
     every: int = attrs.field(default=1, validator=ge(1))
     """1: all layers of a stage; 2: every second one, for half of the memory and half of the time."""
@@ -316,3 +386,8 @@ class SyntheticConfig:
     def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
         if value > self.vocab:
             raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")
+
+
+def survey_synthetic(config: SyntheticConfig, length: int) -> Survey:
+    """Return what there will be, of any length."""
+    return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

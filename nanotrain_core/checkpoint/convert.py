@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nanotrain_core.checkpoint.info import TORCH, CheckpointInfo
+from nanotrain_core.checkpoint.info import DTYPE_NAMES, CheckpointInfo
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.layout import Layout, View
@@ -38,7 +38,7 @@ def reformat(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, 
                 name,
                 shape,
                 (0,) * len(shape),
-                torch.empty(shape, dtype=getattr(torch, TORCH[tensor["dtype"]])),
+                torch.empty(shape, dtype=getattr(torch, DTYPE_NAMES[tensor["dtype"]])),
             )
         )
     source.open(out / "checkpoints", mesh)  # it must touch nothing beside the checkpoint that is read

@@ -12,7 +12,7 @@ import attrs
 # Source: https://github.com/huggingface/safetensors, ``safetensors/src/tensor.rs``, ``Dtype``.
 
 #: Code -> bytes of one number.
-BYTES = {
+DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
     "F16": 2,
@@ -28,7 +28,7 @@ BYTES = {
 }
 
 #: Code -> name of torch's dtype.
-TORCH = {
+DTYPE_NAMES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",

@@ -16,14 +16,16 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanotrain_core.checkpoint.info import TORCH
+from nanotrain_core.checkpoint.info import DTYPE_NAMES
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
 
 INDEX = "model.safetensors.index.json"
 
 #: What weights may be stored in, and what safetensors calls it.
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, TORCH[code]) for code in ("F64", "F32", "F16", "BF16")}
+DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, DTYPE_NAMES[code]) for code in ("F64", "F32", "F16", "BF16")
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

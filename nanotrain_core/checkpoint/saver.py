@@ -28,7 +28,7 @@ class CheckpointSaver:
         self._log = structlog.get_logger("nanotrain.checkpoint")
 
     def due(self, step: int) -> bool:
-        """Say whether the checkpoint wants to save after ``step``."""
+        """Return whether the checkpoint wants to save after ``step``."""
         return self.checkpoint is not None and self.checkpoint.due(step)
 
     def begin(self, step: int, state: TrainState, *, last: bool = False) -> None:
@@ -52,7 +52,7 @@ class CheckpointSaver:
             self.checkpoint.settle()
 
     def advance(self, *, wait: bool, last: bool = False) -> None:
-        """Tell of checkpoints that are complete by now; ``wait`` for one that is on its way."""
+        """Report checkpoints that are complete by now; ``wait`` for one that is on its way."""
         checkpoint = self.checkpoint
         if checkpoint is not None:
             self._bear(lambda: self._tell_of(checkpoint.advance(wait=wait)), last=last)

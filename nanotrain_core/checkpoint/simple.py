@@ -86,7 +86,7 @@ class SimpleCheckpoint:
         """Nothing to wait for: a save is complete when :meth:`save` returns."""
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
-        """Tell of saves since the last call: each was complete when :meth:`save` returned."""
+        """Return reports of saves since the last call: each was complete when :meth:`save` returned."""
         del wait
         reports, self._complete = self._complete, []
         return reports
@@ -116,6 +116,8 @@ class SimpleCheckpoint:
         if which != "latest":
             self._agree("; ".join(damage(path)) if self.mesh.rank == 0 else None)
         with self._opened(path) as file:
+            meta = json.loads(read_header(file)["state"])
+            state = self.fitted(state, meta)
             names = frozenset(names_in(file))
             wanted = set().union(*self.mesh.gather({block.name for block in state.blocks}))
             kept = [name for name in names if not name.startswith("rng/")]
@@ -124,7 +126,6 @@ class SimpleCheckpoint:
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
             self._agree(text)
-            meta = json.loads(read_header(file)["state"])
             state.accept(meta)  # first, since another model tells more
             self._agree(left_over(path, kept, wanted))
             self._quarantine(damaged)
@@ -137,6 +138,10 @@ class SimpleCheckpoint:
             return TrainState(
                 state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
             )
+
+    def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
+        """Return the state to fill, for a subclass whose blocks depend on the ``meta`` that was saved."""
+        return state
 
     def _opened(self, path: Path) -> Any:
         """Open a file that rank 0 found whole on every rank, or on none.
@@ -258,7 +263,7 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
 
 
 def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
-    """Say which tensor this run would drop, as the moments of a parameter that is trained no more."""
+    """Return which tensor this run would drop, as the moments of a parameter that is trained no more."""
     rest = sorted({*names} - wanted)
     return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
 

@@ -67,12 +67,13 @@ def _call(words: list[str]) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return Exit.USER
+    arguments.words = words
     code: int = module.run(arguments)
     return code
 
 
 def _unknown(word: str, name: str, usage: str) -> str:
-    """Say of a word that the command ``name`` does not take what comes near it, and how to find what does."""
+    """Return what comes near a word that the command ``name`` does not take, and how to find what does."""
     prefix, command = (f"{name}: ", f"nanotrain {name}") if name else ("", "nanotrain")
     lists = f"`{command} --help` lists what it takes"
     if not word.startswith("-"):

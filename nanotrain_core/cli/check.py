@@ -6,6 +6,7 @@ import argparse
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.errors import Exit
+from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.layout.layout import View
 from nanotrain_core.recipe.write import explain
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what would run. Problems end in a RecipeError."""
     found = resolve(args)
+    check_inputs(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
         return Exit.DONE

@@ -10,13 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.checkpoint.info import CheckpointInfo
-from nanotrain_core.checkpoint.listing import listed
-from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
+from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
-
-Found = tuple[str, CheckpointInfo]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,30 +41,9 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def find(path: Path, registry: Registry, step: int | None = None) -> list[Found]:
-    """Return (kind, checkpoint) of all that ``path`` holds, or of one step; oldest first.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
-    kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).catalogue]
-    found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
-    found.sort(key=lambda item: item[1].step)
-    chosen = [item for item in found if step in (None, item[1].step)]
-    if not chosen:
-        known = ", ".join(str(saved.step) for _, saved in found) or "none"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise CheckpointError(
-            f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(kinds)}"
-        )
-    return chosen
-
-
 def ls(args: argparse.Namespace, registry: Registry) -> int:
     """Print a line for each checkpoint."""
-    found = find(args.path, registry)
+    found = find_checkpoints(args.path, registry)
     print(f"{'step':>10}  {'kind':12}  {'size':>10}  {'ranks':>5}  saved")
     for use, saved in found:
         try:
@@ -83,7 +58,7 @@ def ls(args: argparse.Namespace, registry: Registry) -> int:
 
 def show(args: argparse.Namespace, registry: Registry) -> int:
     """Print what a checkpoint says of itself."""
-    use, saved = find(args.path, registry, args.step)[-1]
+    use, saved = find_checkpoints(args.path, registry, args.step)[-1]
     described = saved.describe()
     if args.json:
         print(json.dumps(described, indent=2, ensure_ascii=False))
@@ -96,6 +71,10 @@ def show(args: argparse.Namespace, registry: Registry) -> int:
     return Exit.DONE
 
 
+#: Characters of what a line of ``show`` tells; ``--json`` has all.
+LONGEST = 1000
+
+
 def summary(described: Mapping[str, Any]) -> list[str]:
     """Return what is worth a line: everything short, tensors by kind, files."""
     lines = []
@@ -103,7 +82,8 @@ def summary(described: Mapping[str, Any]) -> list[str]:
         if key not in ("meta", "tensors", "files", "sha256"):
             lines.append(f"{key:12} {json.dumps(value)}")
     for key, value in described["meta"].items():
-        lines.append(f"{key:12} {'...' if key == 'recipe' else json.dumps(value)}")
+        text = json.dumps(value)
+        lines.append(f"{key:12} {'...' if key == 'recipe' or len(text) > LONGEST else text}")
     kinds: dict[str, list[int]] = {}
     for name, tensor in described["tensors"].items():
         kinds.setdefault(name.rpartition("/")[0] or "weights", []).append(prod(tensor["shape"]))
@@ -115,7 +95,7 @@ def summary(described: Mapping[str, Any]) -> list[str]:
 def verify(args: argparse.Namespace, registry: Registry) -> int:
     """Read checkpoints from end to end; the exit code is 2 if one is not whole."""
     code = Exit.DONE
-    for _, saved in find(args.path, registry, args.step):
+    for _, saved in find_checkpoints(args.path, registry, args.step):
         problems = saved.verify()
         print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code
@@ -129,7 +109,7 @@ def convert(args: argparse.Namespace, registry: Registry) -> int:
     if args.to in ("huggingface", "nanotrain"):
         instead = f"`nanotrain convert {args.path} {args.out} --to {args.to}`"
         raise CheckpointError(f"'{args.to}' is no kind of checkpoint; for the weights alone: {instead}")
-    use, saved = find(args.path, registry, args.step)[-1]
+    use, saved = find_checkpoints(args.path, registry, args.step)[-1]
     path = reformat(registry, use, saved, args.to, args.out)
     print(f"{path}: step {saved.step}, '{use}' as '{args.to}', of one rank")
     return Exit.DONE

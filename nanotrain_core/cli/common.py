@@ -1,18 +1,27 @@
-"""Options that several commands share."""
+"""What several commands share: their options, and how they find a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
+from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.listing import listed
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugin`` and ``--no-plugin``."""
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also load this file or folder as a plugin",
     )
     parser.add_argument(
         "--no-plugin", action="append", default=[], metavar="NAME", help="do not load this plugin"
@@ -46,6 +55,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Read 0 or a number above it, for ``argparse``."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return int(text)
+
+
 def ranks(args: argparse.Namespace) -> int | None:
     """Return the world size that ``--nproc`` and ``--nnodes`` ask for, None if neither does."""
     if args.nproc is None and args.nnodes is None:
@@ -59,3 +75,26 @@ def resolve(args: argparse.Namespace) -> Resolution:
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
     return found
+
+
+def find_checkpoints(
+    path: Path, registry: Registry, step: int | None = None
+) -> list[tuple[str, CheckpointInfo]]:
+    """Return (kind, checkpoint) of all that ``path`` holds, or of one step; oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
+    kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).catalogue]
+    found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
+    found.sort(key=lambda item: item[1].step)
+    chosen = [item for item in found if step in (None, item[1].step)]
+    if not chosen:
+        known = ", ".join(str(saved.step) for _, saved in found) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise CheckpointError(
+            f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(kinds)}"
+        )
+    return chosen

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from nanotrain_core.cli.common import positive
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit, NanotrainError, RecipeError, did_you_mean
 from nanotrain_core.recipe.source import override_source
@@ -32,9 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--degree", action="append", default=[], metavar="DIM=N", help="the layout, for example dp=2"
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks, if not the product of the degrees")
     parser.add_argument(
-        "--plugin", action="append", default=[], metavar="FILE.py", help="also load this file as a plugin"
+        "--nproc", type=positive, metavar="N", help="ranks, if not the fewest that have the degrees"
+    )
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also load this file or folder as a plugin",
     )
 
 
@@ -48,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         kind,
         use=use,
         config=_tables("--set", args.set),
-        topology=_tables("--degree", args.degree, "DIM=N such as dp=2"),
+        topology=_degrees(args.degree),
         overrides=_tables("--with", args.overrides),
         plugins=args.plugin,
         **ranks,
@@ -93,6 +100,16 @@ def _component(text: str) -> tuple[str, str]:
         near, kinds = "" if kind in KINDS else did_you_mean(kind, KINDS), ", ".join(KINDS)
         raise NanotrainError(f"expected KIND:NAME such as parallel:ddp, got '{text}'{near}; kinds: {kinds}")
     return kind, use
+
+
+def _degrees(lines: list[str]) -> dict[str, int]:
+    """Read lines such as ``dp=2``."""
+    form = "DIM=N such as dp=2"
+    degrees = _tables("--degree", lines, form)
+    for dim, degree in degrees.items():
+        if type(degree) is not int or degree < 1:
+            raise NanotrainError(f"--degree: expected {form} with a number above 0, got {dim}={degree}")
+    return degrees
 
 
 def _tables(option: str, lines: list[str], form: str = "KEY=VALUE as in a recipe") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.cli.ckpt import find
+from nanotrain_core.cli.common import find_checkpoints
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry
 
@@ -24,11 +24,13 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     Raises:
         CheckpointError: there are not two checkpoints, or the second run has none of that step.
     """
-    found = find(args.path, registry)
+    found = find_checkpoints(args.path, registry)
     _, last = found[-1]
-    _, first = find(args.path, registry, args.step)[0]
+    _, first = find_checkpoints(args.path, registry, args.step)[0]
     if first.step >= last.step:
         raise CheckpointError(f"{args.path}: there is no checkpoint after step {first.step} to compare with")
+    if not last.describe()["meta"]["model"]:
+        raise CheckpointError(f"{args.path} is of a script, not of a recipe: run the script to go on from it")
     with tempfile.TemporaryDirectory(prefix="nanotrain-replay-") as scratch:
         recipe, again = Path(scratch, "recipe.toml"), Path(scratch, "run")
         recipe.write_text(last.describe()["meta"]["recipe"], encoding="utf-8")
@@ -39,7 +41,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         ).returncode
         if code != Exit.DONE:
             return code
-        _, twin = find(again, registry, last.step)[-1]
+        _, twin = find_checkpoints(again, registry, last.step)[-1]
         said = [saved.describe() for saved in (last, twin)]
         old, new = (_hashes(each["files"]) for each in said)
         differing = _differing(old, new)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
+from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, resolve
+from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.errors import NanotrainError, nearby
 from nanotrain_core.launch.environment import Ranks
-from nanotrain_core.recipe import Recipe, load_recipe
+from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.run.stop import end_on_sigterm
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at that place")
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=count,
         metavar="N",
         help="start all ranks again after a failure, at most N times; default: run.max_restarts",
     )
@@ -71,12 +71,14 @@ def run(args: argparse.Namespace) -> int:
     joined = Ranks.detect()
     if joined is not None:
         return EXIT_OF[train(job, joined)]
-    recipe = resolve(args).recipe
+    found = resolve(args)
+    recipe = found.recipe
     nnodes = args.nnodes or 1
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))
+    check_inputs(found, weights=args.resume is None)
     if args.nproc is None and nnodes == 1:
-        recipe = fit_to_gpus(args, recipe)
+        recipe = fit_to_gpus(args, found)
     nodes = Nodes(
         count=nnodes,
         nproc=recipe.run.ranks // nnodes,
@@ -101,16 +103,3 @@ def use_weights(args: argparse.Namespace) -> None:
         near = nearby(Path(args.weights))
         raise NanotrainError(f"--weights {args.weights}: there is no such file or folder{near}")
     args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]
-
-
-def fit_to_gpus(args: argparse.Namespace, recipe: Recipe) -> Recipe:
-    """Take as many ranks as there are GPUs where the recipe asks for more: the global batch stays."""
-    if recipe.run.device == "cpu" or recipe.run.ranks == 1:
-        return recipe
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if not 0 < gpus < recipe.run.ranks:
-        return recipe
-    print(f"nanotrain: {gpus} GPUs here, so {gpus} ranks in place of {recipe.run.ranks}", file=sys.stderr)
-    return load_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=gpus)

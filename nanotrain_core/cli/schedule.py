@@ -84,7 +84,7 @@ def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs |
 
 
 def _listed_layers(config: Any) -> int:
-    """Return how many layers the key ``layers`` of a schedule's table shares out, 0 if it has none."""
+    """Return how many layers the key ``layers`` of a schedule's table splits, 0 if it has none."""
     layers = getattr(config, "layers", None)
     return sum(layers) if isinstance(layers, tuple) and all(type(n) is int for n in layers) else 0
 
@@ -113,7 +113,7 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
 
 
 def _contents(part: Part) -> str:
-    """Say what a stage holds."""
+    """Return what a stage holds, in words."""
     layers = (
         f"layers {part.first} to {part.last - 1}" if part.last - part.first > 1 else f"layer {part.first}"
     )

@@ -1,8 +1,8 @@
 """What the object behind each kind of component must offer.
 
-``Component.factory`` is called with the component's config and returns one of these. Protocols are
-structural: a plugin need not inherit from anything here, except that :class:`Monitor` is a base
-class with empty methods, so that a monitor writes only the events it wants.
+``Component.factory`` is called with the component's config and returns one of these. Inherit from
+:class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
+classes, of which a plugin writes only what it has something for. The others are protocols, and structural.
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
@@ -23,6 +23,7 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.contracts.schedule import Schedule
 from nanotrain_core.contracts.topology import Topology
+from nanotrain_core.contracts.update import PieceGradient, UpdateReport
 
 __all__ = [
     "Block",
@@ -44,6 +45,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "PartOutput",
+    "PieceGradient",
     "Precision",
     "Request",
     "RollbackReport",
@@ -54,5 +56,6 @@ __all__ = [
     "StepStats",
     "Topology",
     "TrainState",
+    "UpdateReport",
     "WeightReader",
 ]

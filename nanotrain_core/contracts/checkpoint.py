@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
         ...
 
     def due(self, step: int) -> bool:
-        """Say whether to save after ``step`` steps are done, the same on every rank.
+        """Return whether to save after ``step`` steps are done, the same on every rank.
 
         The final save, and one when the run is asked to stop, are always made.
         """

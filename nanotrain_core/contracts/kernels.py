@@ -1,4 +1,4 @@
-"""What kernels must offer: who computes a model's functions, its linear layers, and exchanges between ranks."""
+"""What kernels must offer: who computes a model's functions and linear layers, and how ranks exchange."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from nanotrain_core.contracts.reports import (
     RollbackReport,
     StepReport,
 )
+from nanotrain_core.contracts.update import UpdateReport
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.run.stop import Rollback
@@ -78,13 +79,16 @@ class Monitor:
 
     def on_start(self, run: RunInfo) -> None: ...
 
-    def on_before_update(self, step: int) -> None:
-        """Look at what step ``step``, the first is 1, is about to update, and at its gradient.
+    def on_before_update(self, update: UpdateReport) -> None:
+        """Look at what step ``update.step`` is about to update, and at its gradient.
 
         Called in every step, logged or not, on all ranks at the same point: forward and backward of all
-        microbatches are done, gradients are summed over ranks, not yet unscaled or clipped, and weights are
-        still those that they were computed with. A step that is skipped, since its gradient is not finite,
-        is one of them: nobody knows yet.
+        microbatches are done, gradients are summed over ranks, not yet clipped, and weights are still those
+        that they were computed with. A step that is skipped, since its gradient is not finite, is one of
+        them: nobody knows yet.
+
+        Gradients are where the run's gradient sync keeps them, in ``parameter.grad`` on few layouts:
+        :meth:`UpdateReport.gradients` and :meth:`UpdateReport.norms` have them on all.
         """
 
     def on_step(self, report: StepReport) -> Request | None: ...

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.contracts.parallel import GradientSync
@@ -69,15 +70,17 @@ class StepStats:
     """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
 
     grad_norm: torch.Tensor
-    """Global 2-norm before clipping, equal on every rank."""
+    """Global 2-norm before clipping: a scalar, the same bits on every rank, also on one without a share."""
     skipped: bool = False
 
 
-class Optimizer(Protocol):
-    """Updates weights from summed gradients. Its config is an ``OptimizerConfig``."""
+class Optimizer:
+    """A base class: updates weights from summed gradients. Its config is an ``OptimizerConfig``."""
 
     inner: torch.optim.Optimizer
     """Holds ``param_groups`` for learning-rate schedulers."""
+    returns_early: bool = False
+    """Whether :meth:`step` returns while updated weights still travel: who reads them calls :meth:`wait`."""
 
     def setup(
         self,
@@ -87,25 +90,31 @@ class Optimizer(Protocol):
         mesh: Mesh,
     ) -> None:
         """Make the masters and allocate all state, so that a checkpoint can fill it before step 1."""
-        ...
+        raise NotImplementedError(
+            f"{type(self).__name__} has no setup(parameters, precision, gradients, mesh)"
+        )
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
 
         A step whose global norm is not finite changes nothing, on all ranks alike, and says so.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no step(loss_scale=...)")
 
-    # An optimizer may also have ``wait(parameters)``: its step then returns while updated weights travel,
-    # and the core waits for those of a module before that is called: see
-    # nanotrain_core.layout.parameters_in_flight.
+    def wait(self, parameters: Collection[nn.Parameter]) -> None:
+        """Return when updated weights of ``parameters`` are there.
+
+        Of an optimizer that ``returns_early`` the core asks it for a module's parameters right before that
+        is called: see :mod:`nanotrain_core.layout.parameters_in_flight`.
+        """
 
     def blocks(self) -> Iterable[Block]:
         """Yield every state tensor, masters included."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no blocks()")
 
     def meta(self) -> dict[str, Any]:
         """Return the rest of the state, as JSON."""
-        ...
+        return {}
 
-    def load_meta(self, meta: Mapping[str, Any]) -> None: ...
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Take what :meth:`meta` returned."""

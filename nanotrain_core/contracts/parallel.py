@@ -33,7 +33,7 @@ class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
-    :class:`~nanotrain_core.layout.gradients.LocalGradients` serves, on a layout that needs no sums.
+    :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.
     """
 
     def attach(
@@ -46,8 +46,8 @@ class GradientSync(Protocol):
         """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
         ``passes.splits_backward`` tells whether a weight's gradient may come later than others of its
-        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is the parameter's
-        ``grad_dtype``.
+        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is
+        the parameter's ``grad_dtype``.
         """
         ...
 
@@ -76,7 +76,9 @@ class GradientSync(Protocol):
     def pieces(self) -> Sequence[Piece]:
         """Return what this rank gets complete gradients of, and is to update: fixed from :meth:`attach` on.
 
-        Whole parameters, or a range of each where the ranks that hold a block share it out.
+        Whole parameters, or a range of each where the ranks that sum the gradient of a block shard it (ZeRO).
+        Ranks that hold the same block without summing it (the placement's ``same``) must cut it at the same
+        elements, whatever else they hold: a checkpoint takes each distinct box once.
         """
         ...
 

@@ -51,7 +51,7 @@ class ErrorFeedback(MasterWeight, Protocol):
 
 
 class LossScale(Protocol):
-    """Multiplies the loss before backward so that small gradients survive a narrow dtype."""
+    """Multiplies the loss before backward so that small gradients survive a low-precision dtype."""
 
     @property
     def value(self) -> float: ...

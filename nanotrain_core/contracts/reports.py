@@ -91,7 +91,8 @@ class RollbackReport:
     restored: int
     """The step it goes on from."""
     skipped: tuple[int, int]
-    """Sequences that will not be seen again: first, and one behind the last, counted from the run's start."""
+    """Sequences that will not be seen again: first, and one behind the last, counted from the run's start.
+    Of a script's loader, batches."""
     count: int
     """Rollbacks of this run so far, this one and those before a resume included."""
     reason: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sysconfig
@@ -26,18 +27,71 @@ class Document:
     content: bytes
 
 
-def read_documents(paths: Sequence[str], suffixes: Sequence[str]) -> list[Document]:
-    """Read files, and folders with all they hold, in an order that is the same on every machine.
+@attrs.define(frozen=True)
+class Source:
+    """A file, or a folder of which files with one of ``suffixes`` are read.
 
-    In a folder only files with one of ``suffixes`` are read; hidden files and folders and empty files
-    are skipped. Without ``paths``, the Python standard library's own source is read, tests left out.
+    Hidden files and folders, and empty files of a folder, are skipped.
+    """
+
+    path: Path
+    suffixes: Sequence[str]
+    skip: frozenset[str] = frozenset()
+    """Names of folders that are left out."""
+
+    def files(self) -> list[Path]:
+        """Return the files, in an order that is the same on every machine.
+
+        Raises:
+            DataError: the path does not exist, or the folder has nothing to read.
+        """
+        if not self.path.is_dir():
+            if not self.path.exists():
+                raise DataError(missing_path(self.path, "data path"))
+            return [self.path]
+        files = sorted(_files(self.path, self.skip), key=lambda file: file.relative_to(self.path).parts)
+        chosen = [file for file in files if file.suffix in self.suffixes]
+        if not chosen:
+            raise DataError(
+                f"data folder {self.path} has no file with suffix {', '.join(self.suffixes)}: "
+                f"{_suffixes_of(files)}"
+            )
+        return chosen
+
+    def documents(self) -> list[Document]:
+        """Read the files.
+
+        Raises:
+            DataError: as :meth:`files`, or one cannot be read.
+        """
+        root = self.path if self.path.is_dir() else self.path.parent
+        documents = [Document(file.relative_to(root).as_posix(), _content(file)) for file in self.files()]
+        return [document for document in documents if document.content or root != self.path]
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each of :meth:`documents`, without reading them.
+
+        Raises:
+            DataError: as :meth:`documents`.
+        """
+        sizes = [_size(file) for file in self.files()]
+        return [size for size in sizes if size or not self.path.is_dir()]
+
+
+def sources(paths: Sequence[str], suffixes: Sequence[str]) -> list[Source]:
+    """Return where a corpus is: without ``paths`` in the Python standard library, its tests left out."""
+    if not paths:
+        return [Source(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY)]
+    return [Source(Path(path), suffixes) for path in paths]
+
+
+def read_documents(paths: Sequence[str], suffixes: Sequence[str]) -> list[Document]:
+    """Read the documents of all :func:`sources`.
 
     Raises:
-        DataError: a path does not exist, or a folder has nothing to read.
+        DataError: a path does not exist or cannot be read, or a folder has nothing to read.
     """
-    if not paths:
-        return _read_folder(Path(sysconfig.get_path("stdlib")), (".py",), skip=NOT_LIBRARY)
-    return [document for path in paths for document in _read(Path(path), suffixes)]
+    return [document for source in sources(paths, suffixes) for document in source.documents()]
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
@@ -50,31 +104,12 @@ def fingerprint(documents: Iterable[Document]) -> str:
 
 
 def missing_path(path: Path, what: str) -> str:
-    """Say that ``path`` does not exist, from which part on, and what has a name like it."""
+    """Return that ``path`` does not exist, from which part on, and what has a name like it."""
     parent, child = path.parent, path
     while not parent.exists() and parent != parent.parent:
         parent, child = parent.parent, parent
     names = sorted(os.listdir(parent)) if parent.is_dir() else []
     return f"{what} {path} does not exist: no {child.name!r} in {parent}{did_you_mean(child.name, names)}"
-
-
-def _read(path: Path, suffixes: Sequence[str]) -> list[Document]:
-    if path.is_dir():
-        return _read_folder(path, suffixes)
-    if not path.exists():
-        raise DataError(missing_path(path, "data path"))
-    return [Document(path.name, _content(path))]
-
-
-def _read_folder(folder: Path, suffixes: Sequence[str], skip: frozenset[str] = frozenset()) -> list[Document]:
-    files = sorted(_files(folder, skip), key=lambda file: file.relative_to(folder).parts)
-    chosen = [file for file in files if file.suffix in suffixes]
-    if not chosen:
-        raise DataError(
-            f"data folder {folder} has no file with suffix {', '.join(suffixes)}: {_suffixes_of(files)}"
-        )
-    documents = [Document(file.relative_to(folder).as_posix(), _content(file)) for file in chosen]
-    return [document for document in documents if document.content]
 
 
 def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
@@ -95,3 +130,14 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file that can be read."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    if not os.access(path, os.R_OK):
+        raise DataError(f"cannot read {path}: {os.strerror(errno.EACCES)}")
+    return size

@@ -75,7 +75,6 @@ class SequenceData:
 
         Raises:
             DataError: the training split holds fewer sequences than one batch.
-            ValueError: the batch does not divide over the shards.
         """
         if sequences > self.train:
             raise DataError(

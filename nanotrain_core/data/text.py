@@ -9,6 +9,7 @@ import numpy as np
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import fingerprint, read_documents
 from nanotrain_core.data.order import Integers, SequenceData
+from nanotrain_core.data.text_survey import held_out
 from nanotrain_core.data.tokenizers import make_tokenizer
 from nanotrain_core.errors import DataError
 
@@ -87,9 +88,8 @@ class Text(SequenceData):
 def split(count: int, fraction: float) -> tuple[Integers, Integers]:
     """Return the numbers of the training and of the validation sequences, of ``count`` in all.
 
-    The held-out ones are spread evenly over the text, so that both splits hold every kind of it. Unless
-    ``fraction`` is 0 there is at least one, if ``count`` leaves one to train on.
+    The held-out ones are spread evenly over the text, so that both splits hold every kind of it.
     """
-    held = min(count - 1, max(1, round(count * fraction))) if fraction else 0
+    held = held_out(count, fraction)
     validation = ((2 * np.arange(held) + 1) * count) // (2 * held) if held else np.empty(0, np.int64)
     return np.setdiff1d(np.arange(count), validation), validation

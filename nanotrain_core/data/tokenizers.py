@@ -78,9 +78,7 @@ class TokenizerFile:
     DOCUMENTS = 64
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise DataError(missing_path(path, "tokenizer"))
-        content = path.read_bytes()
+        content = _content(path)
         self._tokenizer = _parse(path, content)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
@@ -136,6 +134,17 @@ def make_tokenizer(name: str) -> Tokenizer:
         DataError: the file is missing or is not a tokenizer, or the package ``tokenizers`` is.
     """
     return Bytes() if name == "bytes" else TokenizerFile(Path(name))
+
+
+def _content(path: Path) -> bytes:
+    if not path.exists():
+        raise DataError(missing_path(path, "tokenizer"))
+    if path.is_dir():
+        raise DataError(f"tokenizer {path} is a folder; expected a file, such as {path / 'tokenizer.json'}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer {path}: {error.strerror}") from None
 
 
 def _parse(path: Path, content: bytes) -> Any:

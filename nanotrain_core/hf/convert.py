@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -120,6 +121,8 @@ def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[
         raise HFError(f"{why}. {OWN_NAMES}") from None
     atlas = Atlas(hf.mappings(model_config), weights.reader.shapes)
     entries = list(atlas.entries(weights.reader, dtypes))
+    dtype = entries[0].dtype
+    entries += [Entry(n, s, dtype, partial(torch.empty, s, dtype=dtype)) for n, s in hf.empty(model_config)]
     largest = max(entries, key=lambda entry: entry.nbytes).dtype
     config["torch_dtype"] = str(largest).removeprefix("torch.")
     return entries, CONFIG, json.dumps(config, indent=2) + "\n"

@@ -7,7 +7,7 @@ A model component that has a mapping in Hugging Face ``transformers`` names a :c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -32,7 +32,7 @@ class HFTensor:
     parameters that share a Hugging Face tensor must together use each of its rows once.
     """
     columns: Sequence[int] | None = None
-    """Column j of ours is column ``columns[j]`` of theirs, a permutation; None: the same order."""
+    """The same of axis 1. Parameters that share a tensor have other rows each, or other columns, not both."""
 
 
 @attrs.define(frozen=True)
@@ -48,8 +48,8 @@ class ParameterMapping:
     """One tensor, or as many as our parameter has on axis 0, one for each index: a matrix per expert."""
 
 
-class HFMapping(Protocol):
-    """What ``Component.hf`` names. Every ``config`` is one of the component's config class."""
+class HFMapping:
+    """What ``Component.hf`` names: a base class. Every ``config`` is one of the component's config class."""
 
     model_types: Sequence[str]
     """The values of ``model_type`` in a ``config.json`` that this component can represent."""
@@ -66,7 +66,7 @@ class HFMapping(Protocol):
         Raises:
             HFError: it has an option that this component cannot represent.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no table(hf, tensors)")
 
     def config(self, config: Any) -> dict[str, Any]:
         """Return the contents of a ``config.json``, with ``model_type`` and ``architectures``.
@@ -74,11 +74,19 @@ class HFMapping(Protocol):
         Raises:
             HFError: the other library has no such model.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no config(config)")
 
     def mappings(self, config: Any) -> Iterable[ParameterMapping]:
-        """Yield every parameter of the whole model once, layer by layer."""
-        ...
+        """Yield every parameter of the whole model once, layer by layer, as it is written."""
+        raise NotImplementedError(f"{type(self).__name__} has no mappings(config)")
+
+    def mappings_in(self, config: Any, hf: Mapping[str, Any]) -> Iterable[ParameterMapping]:
+        """Yield the same for files whose ``config.json`` is ``hf``: it may say how a tensor is stored."""
+        return self.mappings(config)
+
+    def empty(self, config: Any) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of tensors that the other library has without any number, as of no experts."""
+        return ()
 
 
 def expect(hf: Mapping[str, Any], key: str, *allowed: Any) -> Any:

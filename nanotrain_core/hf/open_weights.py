@@ -26,7 +26,7 @@ from nanotrain_core.hf.weights import Atlas, ForeignWeights, differences, missin
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Shape
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.recipe.model_table import model_table, refuse_other_model, training_keys
+from nanotrain_core.recipe.model_table import model_table, refuse_other_model, without_none
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
@@ -127,7 +127,7 @@ def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selectio
     Raises:
         CheckpointError: it does not fit the component as installed.
     """
-    rest: dict[str, Any] = _without_none(table)
+    rest: dict[str, Any] = without_none(table)
     use = rest.pop("use", None)
     if not isinstance(use, str):
         raise CheckpointError(f"{path}: the model's table does not say which model to use")
@@ -135,13 +135,6 @@ def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selectio
     if problems:
         raise CheckpointError("\n".join(f"{path}: {problem.key}: {problem.message}" for problem in problems))
     return Selection("model", use, config)
-
-
-def _without_none(value: Any) -> Any:
-    """Leave out what TOML cannot write: a saved table spells out every key."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
 
 
 def on_meta(selection: Selection, registry: Registry) -> nn.Module:
@@ -188,7 +181,8 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
     except HFError as problem:
         raise HFError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
     selection = select(table, registry, folder)
-    atlas = Atlas(hf.mappings(selection.config), shapes_of(selection, registry))
+    own = selection.config
+    atlas = Atlas(hf.mappings_in(own, config), shapes_of(selection, registry))
     return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
 
 
@@ -234,12 +228,7 @@ def load_weights(
         CheckpointError: the weights are damaged, of another model than the run's, or other ones on some rank.
     """
     weights = open_weights(path, registry)
-    refuse_other_model(
-        model_table(weights.selection),
-        model_table(selection),
-        free=training_keys(selection.config),
-        what=f"{path} has weights",
-    )
+    refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
     damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:
         raise CheckpointError("; ".join(damage))

@@ -10,18 +10,20 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.hf.mapping import HFError, HFTensor, ParameterMapping, expect, expect_size
-from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
+from nanotrain_core.hf.mapping import HFError, HFMapping, HFTensor, ParameterMapping, expect, expect_size
+from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 
 #: The options in which the two differ, as :class:`TransformerConfig` calls them.
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
+#: What the last of them means, unless a table says otherwise.
+_BIASES = {"attention_bias": True, "ffn_bias": True}
 
 #: What transformers calls GELU's tanh form.
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
-class TransformerNames:
+class TransformerNames(HFMapping):
     """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
     model_types = ("llama", "gpt2")
@@ -42,19 +44,20 @@ class TransformerNames:
 
 
 def is_gpt2(config: TransformerConfig) -> bool:
-    """Say whether a model is a GPT-2, and not a Llama.
+    """Return whether a model is a GPT-2, and not a Llama.
 
     Raises:
         HFError: it is neither.
     """
-    for options in (GPT2, LLAMA):
-        if all(getattr(config, key) == value for key, value in options.items()):
-            return options is GPT2
+    given = config.resolved()
+    for options in (GPT2 | _BIASES, LLAMA):
+        if all(getattr(given, key) == value for key, value in options.items()):
+            return options is not LLAMA
     known = "; ".join(
         f"{name}: " + ", ".join(f"{key} = {value!r}" for key, value in options.items())
-        for name, options in {"Llama": LLAMA, "GPT-2": GPT2}.items()
+        for name, options in {"Llama": LLAMA, "GPT-2": GPT2 | _BIASES}.items()
     )
-    ours = ", ".join(f"{key} = {getattr(config, key)!r}" for key in GPT2)
+    ours = ", ".join(f"{key} = {getattr(given, key)!r}" for key in GPT2 | _BIASES)
     raise HFError(f"it is neither of these: {known}; it has {ours}")
 
 
@@ -68,10 +71,6 @@ def _shared_table(hf: Mapping[str, Any], width: int, heads: int) -> dict[str, An
 # --- Llama ------------------------------------------------------------------------------------
 
 
-#: Options of Llama 3.1's scaled frequencies that have the same names here.
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor")
-
-
 def _llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
     expect(hf, "hidden_act", "silu", "swish")
     width, heads = expect_size(hf, "hidden_size"), expect_size(hf, "num_attention_heads")
@@ -80,10 +79,9 @@ def _llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
         **_shared_table(hf, width, heads),
         **LLAMA,
         "ffn": expect_size(hf, "intermediate_size"),
-        "max_length": hf.get("max_position_embeddings") or 0,
-        **_rope(hf),
+        **rope_table(hf),
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
-        "bias": _llama_bias(hf),
+        **_llama_bias(hf),
         "tied": bool(hf.get("tie_word_embeddings", False)),
     }
     kv_heads, head_size = hf.get("num_key_value_heads"), hf.get("head_dim")
@@ -94,32 +92,9 @@ def _llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    theta, kind, options = read_rope(hf, "llama3")
-    if kind == "default":
-        return {"rope_theta": theta}
-    scaling = {name: expect_number(options, name) for name in _SCALING}
-    length = expect_size(options, "original_max_position_embeddings")
-    return {"rope_theta": theta, "rope_scaling": {**scaling, "original_length": length}}
-
-
-def _rope_options(config: TransformerConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return write_rope(config.rope_theta)
-    options = {name: getattr(scaling, name) for name in _SCALING}
-    options["original_max_position_embeddings"] = scaling.original_length
-    return write_rope(config.rope_theta, "llama3", options)
-
-
-def _llama_bias(hf: Mapping[str, Any]) -> bool:
+def _llama_bias(hf: Mapping[str, Any]) -> dict[str, bool]:
     attention, mlp = (bool(hf.get(key, False)) for key in ("attention_bias", "mlp_bias"))
-    if attention != mlp:
-        raise HFError(
-            f"config.json: attention_bias is {attention} and mlp_bias {mlp}; "
-            "only both or neither can be represented"
-        )
-    return attention
+    return {"bias": mlp} if attention == mlp else {"attention_bias": attention, "ffn_bias": mlp}
 
 
 def _llama_config(config: TransformerConfig) -> dict[str, Any]:
@@ -138,14 +113,12 @@ def _llama_config(config: TransformerConfig) -> dict[str, Any]:
         "vocab_size": c.vocab,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        **_rope_options(c),
-        "attention_bias": c.bias,
-        "mlp_bias": c.bias,
+        **rope_options(c),
+        "attention_bias": c.resolved().attention_bias,
+        "mlp_bias": c.resolved().ffn_bias,
         "attention_dropout": 0.0,
         **_shared_config(c),
     }
-    if c.max_length:
-        result["max_position_embeddings"] = c.max_length
     return result
 
 
@@ -169,10 +142,11 @@ _LLAMA_MODULES = {
 
 
 def _llama_names(config: TransformerConfig) -> Iterator[ParameterMapping]:
+    biased = {"attn": config.resolved().attention_bias, "ffn": config.resolved().ffn_bias}
     yield ParameterMapping("embed.weight", HFTensor("model.embed_tokens.weight"))
     for layer in range(config.layers):
         for ours, theirs in _LLAMA_MODULES.items():
-            for kind in ("weight", "bias") if config.bias and not ours.endswith("norm") else ("weight",):
+            for kind in ("weight", "bias") if biased.get(ours.partition(".")[0]) else ("weight",):
                 hf = HFTensor(f"model.layers.{layer}.{theirs}.{kind}")
                 yield ParameterMapping(f"layers.{layer}.{ours}.{kind}", hf)
     yield ParameterMapping("norm.weight", HFTensor("model.norm.weight"))

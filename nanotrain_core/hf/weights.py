@@ -95,27 +95,36 @@ def _pieces(mapping: ParameterMapping, shape: Shape) -> list[Piece]:
 
 def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
     """Return the shape that all pieces of a Hugging Face tensor together make up."""
+    orders = [(piece.hf.rows, piece.hf.columns) for piece in pieces]
+    if orders == [(None, None)]:
+        return pieces[0].shape
+    axis = 1 if all(rows is None and columns is not None for rows, columns in orders) else 0
     for piece in pieces:
         columns = piece.hf.columns
-        if columns is not None and sorted(columns) != list(range(piece.shape[1])):
+        whole = axis == 0 or len(pieces) == 1
+        if whole and columns is not None and sorted(columns) != list(range(piece.shape[1])):
             raise PluginError(
                 f"Hugging Face names of {piece.name}: columns are no permutation of {piece.shape[1]}"
             )
-    if len(pieces) == 1 and pieces[0].hf.rows is None:
-        return pieces[0].shape
-    rows = [row for piece in pieces for row in _rows(piece)]
-    if sorted(rows) != list(range(len(rows))) or len({piece.shape[1:] for piece in pieces}) > 1:
+    used = [number for piece in pieces for number in _order(piece, axis)]
+    rests = {piece.shape[:axis] + piece.shape[axis + 1 :] for piece in pieces}
+    if sorted(used) != list(range(len(used))) or len(rests) > 1:
+        what = _AXES[axis]
         raise PluginError(
-            f"Hugging Face names: the rows of {name} are not each used once: {len(rows)} are given"
+            f"Hugging Face names: the {what} of {name} are not each used once: {len(used)} are given"
         )
-    return (len(rows), *pieces[0].shape[1:])
+    shape = pieces[0].shape
+    return (*shape[:axis], len(used), *shape[axis + 1 :])
 
 
-def _rows(piece: Piece) -> Sequence[int]:
-    rows = piece.hf.rows
-    if rows is not None and len(rows) != piece.shape[0]:
-        raise PluginError(f"Hugging Face names of {piece.name}: {len(rows)} rows for {piece.shape[0]}")
-    return range(piece.shape[0]) if rows is None else rows
+_AXES = ("rows", "columns")
+
+
+def _order(piece: Piece, axis: int) -> Sequence[int]:
+    order, size = (piece.hf.rows, piece.hf.columns)[axis], piece.shape[axis]
+    if order is not None and len(order) != size:
+        raise PluginError(f"Hugging Face names of {piece.name}: {len(order)} {_AXES[axis]} for {size}")
+    return range(size) if order is None else order
 
 
 def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> torch.Tensor:
@@ -124,13 +133,14 @@ def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> to
     for piece in pieces:
         block = source.read(piece.name, piece.index)
         block = block[0] if piece.single else block
-        if piece.hf.columns is not None:
-            block = block.index_select(1, torch.tensor(piece.hf.columns).argsort())
-        if piece.hf.rows is None:
+        rows, columns = piece.hf.rows, piece.hf.columns
+        if rows is None and columns is None:
             result = block
             break
         result = block.new_empty(shape) if result is None else result
-        result[torch.tensor(piece.hf.rows)] = block
+        if columns is not None and rows is not None:
+            block = block.index_select(1, torch.tensor(columns).argsort())
+        result[(slice(None), torch.tensor(columns)) if rows is None else torch.tensor(rows)] = block
     assert result is not None
     return result.t() if pieces[0].hf.transposed else result
 
@@ -191,6 +201,6 @@ def differences(
         elif tuple(found[name]) != tuple(shape):
             yield f"{name} has shape {tuple(found[name])}, expected {tuple(shape)}"
     patterns = [re.compile(pattern) for pattern in ignored]
-    for name in found:
-        if name not in expected and not any(pattern.fullmatch(name) for pattern in patterns):
+    for name, shape in found.items():
+        if name not in expected and 0 not in shape and not any(p.fullmatch(name) for p in patterns):
             yield f"it has a tensor {name}, which the model has no place for"

@@ -36,7 +36,7 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 
 
 def let_all_hear(key: str, store: Store, rank: int, world_size: int) -> None:
-    """Say that this rank has read ``key``, and on rank 0 await the others: the store may end with it."""
+    """Announce that this rank has read ``key``, and on rank 0 await the others: the store may end with it."""
     store.set(f"heard/{key}/{rank}", "yes")
     if rank == 0:
         with contextlib.suppress(RuntimeError):  # one that never comes

@@ -52,6 +52,11 @@ def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], lau
             raise LaunchError(f"started by {launcher}, but {name} is {text!r} where a number was expected")
         values.append(int(digits))
     rank, world_size, local_rank, local_world_size = values
+    # Slurm lists the tasks of each node, of which only the first is read.
+    for place, size in ((0, 1), (2, 3)) if launcher == "torchrun" else ((0, 1),):
+        if values[place] >= values[size]:
+            text = f"{names[place]} is {values[place]} and {names[size]} {values[size]}"
+            raise LaunchError(f"started by {launcher}, but {text}: ranks are numbered from 0")
     return Ranks(rank, world_size, local_rank, local_world_size, launcher)
 
 
@@ -62,11 +67,18 @@ def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ
         LaunchError: nothing says where.
     """
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        if not is_port(environment["MASTER_PORT"]):
+            raise LaunchError(f"MASTER_PORT is {environment['MASTER_PORT']!r}: expected 1 to 65535")
         return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     if ranks.launcher == "srun":
         port = 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000
         return environment.get("MASTER_ADDR") or _first_slurm_host(environment), port
     raise LaunchError(f"started by {ranks.launcher}, but MASTER_ADDR and MASTER_PORT are not set")
+
+
+def is_port(text: str) -> bool:
+    """Return whether ``text`` is the number of a port."""
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:

@@ -35,7 +35,7 @@ import attrs
 
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch.cause import Cause, first_cause
-from nanotrain_core.launch.environment import Ranks, loopback
+from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
@@ -67,6 +67,9 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     """
     if nodes.count > 1 and not nodes.endpoint:
         raise LaunchError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on every node")
+    host, _, port = nodes.endpoint.rpartition(":")
+    if nodes.endpoint and not (host and is_port(port)):
+        raise LaunchError(f"--rdzv-endpoint {nodes.endpoint}: expected HOST:PORT, for example node1:29400")
     if nodes.count == 1:
         folder = job.folder or recipe.run.folder
         claim = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
@@ -153,7 +156,7 @@ def _start_again(
     codes: Mapping[int, int],
     number: int,
 ) -> bool:
-    """Tell why the ranks ended; say whether to start them once more, for the ``number``-th time."""
+    """Print why the ranks ended; return whether to start them once more, for the ``number``-th time."""
     cause = first_cause(scratch, codes, watch.hang)
     if cause.mistake or forwarder.received is not None:
         return False

@@ -111,7 +111,7 @@ def told(problem: BaseException) -> str:
 
 
 def is_echo(text: str) -> bool:
-    """Say whether an error only tells that another rank went away."""
+    """Return whether an error only tells that another rank went away."""
     return any(
         sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
     )

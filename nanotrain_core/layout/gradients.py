@@ -1,18 +1,21 @@
 """Where gradients live between backward and the optimizer.
 
-``LocalGradients`` is the plain case, one rank or only replicas that agree. Data-parallel plugins
-build on it: it owns the hook that fires when a microbatch's gradient of a parameter is complete.
+``LocalGradients`` accumulates on one rank. Data-parallel plugins build on it: it owns the hook that fires
+when a microbatch's gradient of a parameter is complete. ``AllReduceGradients`` also adds up what ranks hold
+parts of, and serves every run in which no component provides ``gradient_sync``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.pipeline.passes import Passes
@@ -64,13 +67,18 @@ class LocalGradients:
                 watch(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
-        """Refuse a layout whose gradients are partial: nobody here would add them up."""
+        """Refuse a layout whose gradients are partial: nobody here would add them up.
+
+        A class that does add them up overrides this.
+        """
         for placed in self.placed:
             partial = placed.placement.sync_span(mesh.layout)
             if partial:
                 raise NanotrainError(
-                    f"the gradient of {placed.placement.name} is partial along {partial} and no "
-                    'component provides gradient_sync (for example [[parallel]] use = "ddp")'
+                    f"the gradient of {placed.placement.name} is partial along {partial}, and "
+                    f"{type(self).__name__} adds up none; "
+                    "expected another gradient_sync, such as "
+                    "nanotrain_core.layout.gradients.AllReduceGradients()"
                 )
 
     def accumulated(self, parameter: torch.Tensor) -> None:
@@ -119,3 +127,61 @@ class LocalGradients:
         self._completing.clear()
         for placed in self.placed:
             self.drop(placed.parameter)
+
+
+class AllReduceGradients(LocalGradients):
+    """Sums each gradient over the ranks that hold a part of it, after backward, in the run's dtype.
+
+    Gradients with the same ranks to sum over are joined into flat tensors, one all-reduce for each. Nothing
+    overlaps with backward: components that provide ``gradient_sync`` are there to be faster.
+    """
+
+    #: Bytes of gradients that one all-reduce sums, at most, unless a single parameter has more: that much
+    #: memory is needed on top of the gradients.
+    LIMIT = 32 * 2**20
+
+    def attach(
+        self,
+        parameters: Sequence[PlacedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype | None,
+        passes: Passes | None = None,
+    ) -> None:
+        """Watch ``parameters``, and fix in which order which of them are summed."""
+        super().attach(parameters, mesh, dtype, passes)
+        self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
+
+    def check(self, mesh: Mesh) -> None:
+        """Any layout will do."""
+
+    def _joined(self, mesh: Mesh) -> Iterator[tuple[Span, list[nn.Parameter]]]:
+        """Yield parameters to sum in one go, in the same order on all ranks that share a sum.
+
+        Those that several pipeline stages hold come last: their ranks have nothing else in common.
+        """
+        spans = [(p, p.placement.sync_span(mesh.layout)) for p in self.placed if p.parameter.requires_grad]
+        partial = [(placed, span) for placed, span in spans if span]
+        partial.sort(key=lambda each: (each[1].stages, each[1].dims, each[0].placement.name))
+        members: list[nn.Parameter] = []
+        last, size = None, 0
+        for placed, span in partial:
+            dtype = self.dtype or placed.parameter.dtype
+            own = placed.parameter.numel() * dtype.itemsize
+            if members and ((span, dtype) != last or size + own > self.LIMIT):
+                assert last is not None
+                yield last[0], members
+                members, size = [], 0
+            members.append(placed.parameter)
+            last, size = (span, dtype), size + own
+        if last is not None:
+            yield last[0], members
+
+    def finish(self) -> None:
+        """Sum."""
+        super().finish()
+        for group, parameters in self._sums:
+            flat = torch.cat([self.gradient(parameter).reshape(-1) for parameter in parameters])
+            dist.all_reduce(flat, group=group)
+            totals = torch.split(flat, [parameter.numel() for parameter in parameters])
+            for parameter, total in zip(parameters, totals, strict=True):
+                parameter.grad = total.view(parameter.shape)

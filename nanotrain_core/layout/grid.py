@@ -23,7 +23,7 @@ class Grid:
         """Return both views of ``world_size`` ranks.
 
         Ranks along cp see different tokens of the same rows, so gradients are partial over dp and
-        cp, while the rows of a batch are shared out over dp alone. Ranks of the expert view see different
+        cp, while the rows of a batch are split over dp alone. Ranks of the expert view see different
         tokens along edp and ep, those of one etp group the same.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.host.collectives import HostCollectives
+from nanotrain_core.layout.exchange import Exchange
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.transport import Transport
 
@@ -39,7 +39,7 @@ class Mesh:
         self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._spans: list[Span] = []
-        self._host_collectives: dict[dist.ProcessGroup, HostCollectives | None] = {}
+        self._exchanges: dict[dist.ProcessGroup, Exchange] = {}
         self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data])
 
     @property
@@ -61,7 +61,7 @@ class Mesh:
         """Create this rank's groups of each of ``wanted``.
 
         All ranks of the run must ask for the same, in the same order; :meth:`agree_on_groups` sees to it
-        where the wishes come from parameters, which differ between pipeline stages.
+        where what is wanted comes from parameters, which differ between pipeline stages.
         """
         for span in wanted:
             member = self.layout.some_member(self.rank, span)
@@ -121,17 +121,27 @@ class Mesh:
             raise KeyError(f"no process group of {span}: ask for it with agree_on_groups first")
         return self._groups[ranks]
 
-    def host_collectives(self, *dims: str) -> HostCollectives | None:
-        """Return collectives through shared memory along ``dims``, or None on every rank there.
+    def exchange(self, *dims: str) -> Exchange | None:
+        """Return what :attr:`transport` offers the group along ``dims``, or None when it has one member.
 
-        They are for ranks of one host that compute on its CPU. Collective at the first call.
+        Raises:
+            KeyError: several dimensions together were never asked for before training began.
         """
-        group = self.group(*dims)
-        if group is None or self.device.type != "cpu":
+        return self.exchange_of(Span(dims))
+
+    def exchange_of(self, span: Span) -> Exchange | None:
+        """Return what :attr:`transport` offers the group of ``span``, or None when it has one member.
+
+        Raises:
+            KeyError: it is along several dimensions or stages and was never asked for.
+        """
+        group = self.group_of(span)
+        if group is None:
             return None
-        if group not in self._host_collectives:
-            self._host_collectives[group] = HostCollectives.open(group, self.timeout.total_seconds())
-        return self._host_collectives[group]
+        if group not in self._exchanges:
+            seconds = self.timeout.total_seconds()
+            self._exchanges[group] = self.transport.exchange(group, self.device, seconds)
+        return self._exchanges[group]
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
         """All-gather: return the ``value``, any picklable object, of every rank along ``dims`` or of all."""
@@ -155,7 +165,7 @@ class Mesh:
             dist.all_reduce(tensor, group=group)
 
     def speaks_for_replicas(self, *, once_per_pipeline: bool = False) -> bool:
-        """Say whether this rank is the first of those that see the same data in the same stage.
+        """Return whether this rank is the first of those that see the same data in the same stage.
 
         Summing what only such ranks contribute counts every row of a batch once.
         """

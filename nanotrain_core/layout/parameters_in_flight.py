@@ -28,7 +28,7 @@ def fence(parts: Iterable[nn.Module], optimizer: Any) -> Callable[[], None]:
     Returns:
         A function that waits for every parameter of them.
     """
-    if not hasattr(optimizer, "wait"):
+    if not optimizer.returns_early:
         return lambda: None
     wait: Wait = optimizer.wait
     parameters: list[nn.Parameter] = []

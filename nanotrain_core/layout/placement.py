@@ -6,12 +6,13 @@ clipping, ZeRO, checkpoints, the planner, the replica check) reads placements an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
 from nanotrain_core.layout.layout import Layout, Span
+from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +26,6 @@ Shape = tuple[int, ...]
 #: 22 million in float32 it loses 0.2%, of 134 million 2.8%, and gradients are clipped to too large a norm.
 #: A GPU adds in many places at once.
 SUMMED = {"cpu": 2**16}
-
-#: Where ranks share a parameter out, ranges begin at multiples of this many elements of the flattened block,
-#: so that what is kept for a few neighbouring weights at once, as a narrow format's scale, is on one rank.
-RANGE = 64
 
 
 def share_of(length: int, index: int, count: int) -> tuple[int, int]:
@@ -220,10 +217,11 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     """All-reduce: the 2-norm of a whole model's gradient from every rank's blocks.
 
     A block held by n ranks counts 1/n on each, so one sum over the world counts every element once,
-    whatever the layout. The result is equal on every rank.
+    whatever the layout. The result is equal on every rank, bit for bit.
 
     Returns:
-        A scalar tensor on the mesh's device, float64 for float64 gradients, else float32.
+        A float64 scalar tensor on the mesh's device, whatever the gradients' dtype: a rank may have none to
+        take it from, and would round what others do not.
     """
     import torch
 
@@ -231,11 +229,45 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     for gradient, placement in gradients:
         runs = torch.split(gradient.reshape(-1), SUMMED.get(gradient.device.type, 2**62))
         squares.setdefault(placement.replicas(mesh.layout), []).extend(runs)
-    dtype = torch.float32
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for replicas, blocks in squares.items():
-        norms = torch.stack(torch._foreach_norm(blocks)) if blocks else torch.zeros(1)
-        dtype = torch.promote_types(dtype, norms.dtype)
-        total += norms.double().square().sum() / replicas
+        total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
     mesh.all_reduce(total)
-    return total.sqrt().to(dtype)
+    return total.sqrt()
+
+
+def named_norms(
+    gradients: Iterable[tuple[torch.Tensor, Placement]], names: Sequence[str], mesh: Mesh
+) -> list[float]:
+    """All-reduce: the 2-norm of each named tensor's gradient, from every rank's blocks or ranges of it.
+
+    As :func:`global_norm`, for each name by itself.
+
+    Args:
+        gradients: this rank's.
+        names: of the whole model, the same on every rank.
+        mesh: of the run.
+    """
+    import torch
+
+    position = {name: number for number, name in enumerate(names)}
+    totals = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+    for gradient, placement in gradients:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        runs = torch.split(gradient.reshape(-1), SUMMED.get(gradient.device.type, 2**62))
+        norms = torch.stack([torch.linalg.vector_norm(run, dtype=wide) for run in runs])
+        totals[position[placement.name]] += norms.double().square().sum() / placement.replicas(mesh.layout)
+    mesh.all_reduce(totals)
+    found: list[float] = totals.sqrt().tolist()
+    return found
+
+
+def clip_factor(norm: torch.Tensor, limit: float, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return by what to multiply ``gradients``, at least one, so that a global norm is at most ``limit``.
+
+    A scalar tensor in their dtype, or float32 where that has fewer bits; 1 for a limit of 0.
+    """
+    import torch
+
+    norm = norm.to(torch.promote_types(torch.float32, gradients[0].dtype))
+    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)

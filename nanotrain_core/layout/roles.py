@@ -51,9 +51,9 @@ class Role(Enum):
     SHARED = "identity on what all heads share, as MLA's rotary key: where it enters the split region"
     """``module(x [B, S, ...]) -> x``. A COLUMN's input enters there too, without this role."""
     ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
-    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. With
-    ``take_load()`` and ``balance(load)`` it is told after each step how many tokens each expert got:
-    see :func:`nanotrain_core.moe.routing.balance`."""
+    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. A
+    :class:`~nanotrain_core.moe.routing.CountingRouter` is told after each step how many tokens each expert
+    got: see :func:`nanotrain_core.moe.routing.balance`."""
     EXPERTS = (
         "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"
     )
@@ -71,11 +71,11 @@ class Tag:
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
     grouped: bool = False
     """Of COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
-    Where there are fewer units than ranks, several ranks may use the same one."""
+    Where a number of ranks does not divide the units, several ranks may use the same one."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
     products: tuple[str, ...] = ()
-    """Of EXPERTS: stacked weights [E, N, K] that they multiply as ``products.products_of(module)`` says.
+    """Of EXPERTS: the stacked weights [E, N, K] of gate, up and down, as they are handed to ``ops.experts``.
     One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
 
 
@@ -136,7 +136,7 @@ def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def share_tokens(experts: nn.Module, dim: str) -> None:
-    """Say that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
+    """Record that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
 
     The core refuses to train experts that are called with the same tokens on several ranks.
     """

@@ -1,4 +1,4 @@
-"""Activation checkpointing (recompute): layers run again in backward and keep only their input.
+"""Activation checkpointing (recompute): layers keep only their input; backward runs their forward pass again.
 
 Of a layer only its input [B, S, D] is kept: the memory of one layer at a time for a third more computing.
 
@@ -30,13 +30,13 @@ class Recompute(Parallel):
         self.config = config
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Have modules of role BLOCK run again in backward; placements stay as they are."""
+        """Checkpoint the activations of modules of role BLOCK; placements stay as they are."""
         run_again(part, every=self.config.every)
         return part
 
 
 def run_again(part: nn.Module, *, every: int = 1) -> None:
-    """Have the first and each ``every``-th module of role BLOCK after it run again in backward."""
+    """Checkpoint the activations of the first module of role BLOCK and each ``every``-th after it."""
     for number, block in enumerate(blocks(part)):
         if number % every == 0:
             take_over(block, partial(run_twice, taken_over_by(block)))

@@ -39,7 +39,7 @@ class Chunks:
     def of(self, tokens: int, columns: int) -> list[slice]:
         """Return the rows of one chunk after another, whose logits have so many columns."""
         size = max(self.tokens, self.logits // columns)
-        return [slice(start, start + size) for start in range(0, tokens, size)]
+        return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
 #: Of a device with much memory.
@@ -120,18 +120,18 @@ class _ChunkedLoss(torch.autograd.Function):
         wide = wide_dtype(weight_VD)
         d_hidden_TD = torch.empty_like(hidden_TD)
         d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
-        total = torch.zeros((), dtype=wide, device=hidden_TD.device)
+        losses = []
         for rows in slices:
             hidden_CD = hidden_TD[rows]
             logits_CV = hidden_CD @ weight_VD.T
             chunk, gradient = loss(logits_CV, target_T[rows])
-            total = total + chunk
+            losses.append(chunk)
             d_logits_CV = gradient().to(hidden_CD.dtype)
             d_hidden_TD[rows] = d_logits_CV @ weight_VD
             _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
-        return total
+        return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable

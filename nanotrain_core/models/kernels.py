@@ -41,3 +41,10 @@ def kernels_for(selection: Selection, registry: Registry, device: torch.device) 
     found = [name for name in registry.names("kernels") if word in registry.get("kernels", name).provides]
     use = found[0] if len(found) == 1 else "torch"
     return use, registry.build(Selection("kernels", use, registry.get("kernels", use).config()))
+
+
+def installed_kernels(device: torch.device) -> Kernels:
+    """Return what ``auto`` takes for ``device``, where there is no recipe."""
+    from nanotrain_core.registry.registry import load_plugins
+
+    return kernels_for(Selection("kernels", "auto", AutoKernelsConfig()), load_plugins(), device)[1]

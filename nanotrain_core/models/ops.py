@@ -1,7 +1,7 @@
 """The functions that models call, as plain PyTorch: the definition of each, and what runs on a GPU.
 
-A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component of
-kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
+A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component
+of kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
 
 Shapes: B batch, S sequence, T tokens (B S), D width, H query heads, G key and value heads, K size of a query
 and key, V size of a value or of the vocabulary, F feed-forward width, E experts, C experts chosen for each
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm
 
 Tensor = torch.Tensor
 
@@ -45,7 +46,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def rope(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1K: Tensor) -> Tensor:
     """Return ``x_BSHK`` with number i of each head and number i + K/2 turned by their position's angle.
 
-    ``cos`` and ``sin`` are those of :func:`~nanotrain_core.models.rope.rotation`, in whose dtype it is turned.
+    ``cos`` and ``sin`` are what :func:`~nanotrain_core.models.rope.rope_rotation` returns; it is turned in
+    their dtype.
     Source: Su et al., arXiv 2104.09864, equation 34, in the "rotate half" order of Llama's public weights.
     """
     x1, x2 = x_BSHK.to(cos_S1K.dtype).chunk(2, dim=-1)
@@ -61,10 +63,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows, ``counts_E`` of them, times its transposed weight; there may be none.
 
-    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts.
+    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts. Elsewhere it
+    does, and in a compiled graph inside of one operator.
     """
-    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and _aligned(weight_ENK):
-        return F.grouped_mm(rows_NK, weight_ENK.transpose(1, 2), offs=counts_E.cumsum(0).to(torch.int32))
+    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and len(rows_NK) and _aligned(weight_ENK):
+        return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E)
+    if torch.compiler.is_compiling():
+        compiled: Tensor = grouped_mm(rows_NK, weight_ENK.mT, counts_E)
+        return compiled
     pieces = torch.split(rows_NK, counts_E.tolist())
     return torch.cat([F.linear(rows, weight) for rows, weight in zip(pieces, weight_ENK, strict=True)])
 
@@ -92,7 +98,7 @@ def permute(x_TD: Tensor, order_N: Tensor, back_N: Tensor, chosen: int) -> Tenso
 
 def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: Tensor) -> Tensor:
     """Return each token's weighted sum [T, D] of its experts' outputs, in the order its router named them."""
-    each_TCD = outputs_ND.index_select(0, back_N).view(*weights_TC.shape, -1)
+    each_TCD = outputs_ND.index_select(0, back_N).view(*weights_TC.shape, outputs_ND.shape[1])
     return (each_TCD * weights_TC.unsqueeze(-1).to(each_TCD.dtype)).sum(1)
 
 

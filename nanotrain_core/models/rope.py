@@ -3,12 +3,14 @@
 Shapes: B batch, S sequence, H heads, K head size, P = K/2 pairs. Number i of a head is paired with number
 i + P (the "rotate half" order of Llama's public weights).
 
-Source: Su et al., arXiv 2104.09864, equation 34.
+Source: Su et al., arXiv 2104.09864, equation 34. Ways to stretch it to longer sequences name their own; they
+compute what ``modeling_rope_utils`` of Hugging Face's transformers does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,25 +23,109 @@ if TYPE_CHECKING:
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-def frequencies(
-    head_size: int, theta: float, scaling: RopeScalingConfig | None = None, *, device: torch.device
+def rope_frequencies(
+    head_size: int,
+    theta: float,
+    scaling: RopeScalingConfig | None = None,
+    *,
+    length: int = 0,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return radians per position of each pair [K/2], float64.
 
-    ``scaling`` slows down pairs that hardly turn over the original length; those that turn often tell
-    neighbours apart, and stay. Its form is that of Llama 3.1 (Meta's ``apply_scaling``).
+    Args:
+        scaling: how they are stretched to longer sequences.
+        length: of the sequences, on which those of ``dynamic`` depend.
     """
     pair_P = torch.arange(0, head_size, 2, dtype=torch.float64, device=device)
     plain_P = theta ** (-pair_P / head_size)
-    if scaling is None:
-        return plain_P
-    turns_P = scaling.original_length * plain_P / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept_P = ((turns_P - low) / (high - low)).clamp(0.0, 1.0)
-    return plain_P * kept_P + plain_P / scaling.factor * (1 - kept_P)
+    return plain_P if scaling is None else SCALINGS[scaling.type](plain_P, theta, scaling, length)
 
 
-def rotation(
+def linear(plain_P: torch.Tensor, factor: float) -> torch.Tensor:
+    """Slow all pairs down, as if positions lay closer. Source: Chen et al., arXiv 2306.15595, equation 4."""
+    return plain_P / factor
+
+
+def dynamic(plain_P: torch.Tensor, factor: float, original_length: int, length: int) -> torch.Tensor:
+    """Raise the base with the length of a sequence, from the original length on.
+
+    The base becomes theta (factor length / original_length - (factor - 1)) ** (K / (K - 2)): the fastest pair
+    stays as it is. Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.3 ("Dynamic NTK").
+    """
+    size = 2 * len(plain_P)
+    grown = factor * max(length, original_length) / original_length - (factor - 1)
+    pair_P = torch.arange(0, size, 2, dtype=torch.float64, device=plain_P.device)
+    return plain_P * grown ** (-pair_P / (size - 2))
+
+
+def llama3(
+    plain_P: torch.Tensor,
+    factor: float,
+    original_length: int,
+    low_freq_factor: float,
+    high_freq_factor: float,
+) -> torch.Tensor:
+    """Slow down pairs that hardly turn over the original length; those that turn often tell neighbours apart.
+
+    Source: ``apply_scaling`` of Meta's Llama 3.1.
+    """
+    turns_P = original_length * plain_P / (2 * math.pi)
+    kept_P = ((turns_P - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return plain_P * kept_P + plain_P / factor * (1 - kept_P)
+
+
+def yarn_frequencies(
+    plain_P: torch.Tensor,
+    theta: float,
+    factor: float,
+    original_length: int,
+    *,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool = True,
+) -> torch.Tensor:
+    """Slow down pairs by how often they turn over the original length, along a ramp over their numbers.
+
+    Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.2.
+
+    Args:
+        truncate: begin and end the ramp at whole numbers of pairs.
+    """
+    size = 2 * len(plain_P)
+
+    def turning(times: float) -> float:
+        return size * math.log(original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = turning(beta_fast), turning(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    number_P = torch.arange(size // 2, dtype=torch.float64, device=plain_P.device)
+    slowed_P = ((number_P - first) / ((last - first) or 1e-3)).clamp(0.0, 1.0)
+    return plain_P * (1 - slowed_P) + plain_P / factor * slowed_P
+
+
+#: ``type`` of a scaling -> its frequencies, from those without, the base, the scaling and the length.
+SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], torch.Tensor]] = {
+    "linear": lambda plain_P, theta, s, length: linear(plain_P, s.factor),
+    "dynamic": lambda plain_P, theta, s, length: dynamic(plain_P, s.factor, s.original_length, length),
+    "llama3": lambda plain_P, theta, s, length: llama3(
+        plain_P, s.factor, s.original_length, s.low_freq_factor, s.high_freq_factor
+    ),
+    "yarn": lambda plain_P, theta, s, length: yarn_frequencies(
+        plain_P,
+        theta,
+        s.factor,
+        s.original_length,
+        beta_fast=s.beta_fast,
+        beta_slow=s.beta_slow,
+        truncate=s.truncate,
+    ),
+}
+
+
+def rope_rotation(
     length: int, frequency_P: torch.Tensor, *, like: torch.Tensor, magnitude: float = 1.0
 ) -> Rotation:
     """Return what turns positions 0 to ``length`` - 1 by ``frequency_P`` [K/2], on its device.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,7 +24,7 @@ from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.models.rope import Rotation, frequencies, rotation
+from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -33,12 +32,7 @@ class Transformer:
     """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
 
     def __init__(self, config: TransformerConfig) -> None:
-        self.config = attrs.evolve(
-            config,
-            kv_heads=config.kv_heads or config.heads,
-            head_size=config.head_size or config.width // config.heads,
-            ffn=config.ffn or 4 * config.width,
-        )
+        self.config = config.resolved()
         self.layers = config.layers
         self.vocab_size = config.vocab
         self.max_length = config.max_length or None
@@ -113,8 +107,11 @@ class TransformerPart(nn.Module):
         if self.config.positions != "rope":
             return None
         c = self.config
-        turning = frequencies(c.head_size, c.rope_theta, c.rope_scaling, device=like.device)
-        return rotation(length, turning, like=like)
+        turning = rope_frequencies(
+            c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device
+        )
+        magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
+        return rope_rotation(length, turning, like=like, magnitude=magnitude)
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.
@@ -140,7 +137,9 @@ class Block(nn.Module):
         self.attn = Attention(config, ops)
         self.ffn_norm = _norm(config, ops)
         swiglu = config.activation == "swiglu"
-        self.ffn = SwiGLU(config.width, config.ffn, ops, bias=config.bias) if swiglu else GELU(config)
+        self.ffn = (
+            SwiGLU(config.width, config.ffn, ops, bias=bool(config.ffn_bias)) if swiglu else GELU(config)
+        )
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
@@ -155,10 +154,11 @@ class Attention(nn.Module):
         super().__init__()
         D, K = config.width, config.head_size
         self.head_size, self.ops = K, ops
-        self.q = tag(nn.Linear(D, config.heads * K, bias=config.bias), Role.COLUMN, unit=K)
-        self.k = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.v = tag(nn.Linear(D, config.kv_heads * K, bias=config.bias), Role.COLUMN, unit=K, grouped=True)
-        self.o = tag(nn.Linear(config.heads * K, D, bias=config.bias), Role.ROW, unit=K)
+        bias = bool(config.attention_bias)
+        self.q = tag(nn.Linear(D, config.heads * K, bias=bias), Role.COLUMN, unit=K)
+        self.k = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
+        self.v = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
+        self.o = tag(nn.Linear(config.heads * K, D, bias=bias), Role.ROW, unit=K)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
         heads = (-1, self.head_size)
@@ -177,8 +177,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.up = tag(nn.Linear(config.width, config.ffn, bias=config.bias), Role.COLUMN)
-        self.down = tag(nn.Linear(config.ffn, config.width, bias=config.bias), Role.ROW)
+        self.up = tag(nn.Linear(config.width, config.ffn, bias=bool(config.ffn_bias)), Role.COLUMN)
+        self.down = tag(nn.Linear(config.ffn, config.width, bias=bool(config.ffn_bias)), Role.ROW)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         y_BSD: torch.Tensor = self.down(F.gelu(self.up(x_BSD), approximate="tanh"))

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, token permutation, grouped matrix products."""
+"""Mixture of experts: routing, token permutation, grouped GEMMs."""

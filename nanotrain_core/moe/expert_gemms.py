@@ -1,13 +1,14 @@
-"""SwiGLU experts whose products a GEMM backend makes, for all experts of the rank at once.
+"""SwiGLU experts whose GEMMs a backend makes, for all experts of the rank at once.
 
 Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +18,25 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.layout.roles import tag_of
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
-
-if TYPE_CHECKING:
-    from nanotrain_core.precision.gemm import GEMMBackend, LinearGEMMs, QuantizedActivations
+from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations
 
 
-def use_expert_gemms(module: nn.Module, gemms: LinearGEMMs) -> None:
-    """Have EXPERTS compute with ``gemms``: their table of functions gets another ``experts``."""
+def use_expert_gemms(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
+    """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
+
+    Args:
+        module: of that role, whose tag's ``products`` are the parameters that it hands to ``ops.experts``.
+        backends: for each of them; it is read in every call.
+        passes: of the run.
+    """
     found = tag_of(module)
     assert found is not None
     names = found.products
 
     def experts(rows_ND: torch.Tensor, counts_E: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        backends = gemms.backends
         grouped = {backend: backend.grouped(counts_E) for backend in set(backends.values())}
         three = tuple(grouped[backends[name]] for name in names)
-        y_ND: torch.Tensor = _Experts.apply(rows_ND, *weights, three, gemms.passes)  # type: ignore[no-untyped-call]
+        y_ND: torch.Tensor = _Experts.apply(rows_ND, *weights, three, passes)  # type: ignore[no-untyped-call]
         return y_ND
 
     cast(Any, module).ops = replace(ops_of(module), experts=experts)
@@ -94,10 +98,6 @@ class _Experts(torch.autograd.Function):
         return d_x_ND, *gradients, None, None
 
 
-def _quantize(
-    backend: GEMMBackend | QuantizedActivations, x_NF: torch.Tensor
-) -> tuple[torch.Tensor, ...] | None:
-    """Return a narrow form of what an input is made of, if the backend has one."""
-    from nanotrain_core.precision.gemm import QuantizedActivations
-
+def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:
+    """Return ``x_NF`` quantized, if the backend holds it so."""
     return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None

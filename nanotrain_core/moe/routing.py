@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -47,9 +47,7 @@ class Routing:
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order [N] that sorts flattened choices by expert, stably, and each expert's rows [E]."""
-    flat = experts.flatten()
-    counts = torch.zeros(count, dtype=torch.int64, device=flat.device)  # bincount would wait for the device
-    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return experts.flatten().argsort(stable=True), count_of(experts, count)
 
 
 def inverted(order: torch.Tensor) -> torch.Tensor:
@@ -78,14 +76,49 @@ def run_locally(
     return ops.unpermute(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
 
 
-def counting_routers(parts: Iterable[nn.Module]) -> dict[str, Any]:
+class CountingRouter(nn.Module):
+    """A base class of routers that are told, after each step, how many tokens each of their experts got.
+
+    Its ``forward`` returns the count of a pass as ``Routing.load``; the model's part calls :meth:`add_load`
+    with it, outside of modules of role BLOCK, which may run twice.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self._load: torch.Tensor | None = None
+
+    def add_load(self, load_E: torch.Tensor) -> None:
+        """Count the tokens of one pass."""
+        self._load = load_E if self._load is None else self._load + load_E
+
+    def take_load(self) -> torch.Tensor:
+        """Return how many tokens each expert got [E] in training since the last call, int64."""
+        load, self._load = self._load, None
+        if load is not None:
+            return load
+        device = next(self.parameters()).device
+        return torch.zeros(self.experts, dtype=torch.int64, device=device)
+
+    def balance(self, load: torch.Tensor) -> None:
+        """Learn the global ``load`` [E] of a step."""
+
+
+def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:
     """Return the routers that count tokens, by module name."""
     return {
         name: module
         for part in parts
         for name, module, tag in tagged(part)
-        if tag.role is Role.ROUTER and hasattr(module, "take_load")
+        if tag.role is Role.ROUTER and isinstance(module, CountingRouter)
     }
+
+
+def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
+    """Return how often each of ``number`` experts was chosen [E], int64: bfloat16 would lose counts."""
+    choices = experts.flatten()
+    none = torch.zeros(number, dtype=torch.int64, device=choices.device)
+    return none.scatter_add(0, choices, torch.ones_like(choices))  # bincount would wait for the device
 
 
 def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:
@@ -117,7 +150,7 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) ->
 class DispatchCodec(Protocol):
     """How rows travel to the ranks that hold their experts, and in backward their gradients.
 
-    A precision may offer a narrower form than the rows' own dtype. What comes back from the experts, and
+    A precision may offer a quantized form of them. What comes back from the experts, and
     gradients on their way back, is not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
     Source: arXiv 2412.19437, section 3.3.3.
     """

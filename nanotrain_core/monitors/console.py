@@ -35,7 +35,7 @@ class Console(Monitor):
         self.live: Live | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Say what is about to run."""
+        """Print what is about to run."""
         self.run, self.shown = run, run.rank == 0
         if not self.shown:
             return
@@ -87,7 +87,7 @@ class Console(Monitor):
         self._line(pairs({**fields, "skipped_sequences": "{}-{}".format(*report.skipped)}))
 
     def on_end(self, report: EndReport) -> None:
-        """Say how it ended."""
+        """Print how it ended."""
         if self.live is not None:
             self.live.stop()
             self.live = None

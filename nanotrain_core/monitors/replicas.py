@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from nanotrain_core.builtin.configs import ReplicasConfig
-from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo
+from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo, UpdateReport
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.placement import PlacedParameter
@@ -83,10 +83,10 @@ class Replicas(Monitor):
         """Compare what was read from the checkpoint as at the start."""
         self.first = report.restored + 1
 
-    def on_before_update(self, step: int) -> None:
+    def on_before_update(self, update: UpdateReport) -> None:
         """Compare the weights that the step's gradient was computed with, if it is their turn."""
-        if step == self.first or step % self.config.every == 0:
-            self._compare(step)
+        if update.step == self.first or update.step % self.config.every == 0:
+            self._compare(update.step)
 
     def on_before_save(self, step: int) -> None:
         """Compare what is about to be saved, whatever the interval."""
@@ -148,7 +148,7 @@ def held(placed: PlacedParameter) -> Held:
 
 
 def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
-    """Say which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
+    """Return which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
     wrong = []
     for block in sorted({block for hashes in everyone for block in hashes}):
         theirs = {rank: hashes[block] for rank, hashes in enumerate(everyone) if block in hashes}
@@ -159,7 +159,7 @@ def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
 
 
 def _who(hashes: dict[int, Any]) -> str:
-    """Say who holds other bits than the majority, if there is one."""
+    """Return who holds other bits than the majority, if there is one."""
     (usual, count), *_ = Counter(hashes.values()).most_common()
     alone = [rank for rank, value in hashes.items() if value != usual]
     if count <= len(hashes) / 2:

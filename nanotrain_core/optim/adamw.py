@@ -14,12 +14,13 @@ from nanotrain_core.contracts import (
     ErrorFeedback,
     GradientSync,
     MasterWeight,
+    Optimizer,
     Precision,
     StepStats,
 )
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter, global_norm
+from nanotrain_core.layout.placement import Piece, PlacedParameter, clip_factor, global_norm
 from nanotrain_core.optim import moments
 
 #: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
@@ -89,7 +90,7 @@ def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
             group["params"] = each
 
 
-class MasterOptimizer:
+class MasterOptimizer(Optimizer):
     """Steps a ``torch.optim`` optimizer on the masters; subclasses say which, and its state.
 
     See :class:`~nanotrain_core.contracts.Optimizer`.
@@ -191,8 +192,7 @@ class MasterOptimizer:
         limit = self.config.clip_norm
         if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no share of a small model
             return
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
-        torch._foreach_mul_(gradients, factor / loss_scale)
+        torch._foreach_mul_(gradients, clip_factor(norm, limit, gradients) / loss_scale)
 
     def blocks(self) -> Iterable[Block]:
         """Yield masters and state, each named after its parameter. Ranges of one share its scalars."""

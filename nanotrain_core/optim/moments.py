@@ -1,13 +1,13 @@
-"""How AdamW keeps its moments between steps: in float32, in bfloat16, or in 8 bits with shared scales.
+"""Low-precision optimizer states: AdamW's moments in float32, in bfloat16, or companded to 8 bits.
 
-What is narrow is widened to the master's dtype, updated by the same kernel as always, and rounded to nearest
-again, one piece after the other: what is wide at any time is the moments of one piece.
+They are dequantized to the master's dtype, updated by the same kernel as always, and quantized again (to
+nearest), one piece after the other: what is dequantized at any time is the moments of one piece.
 
 ``bfloat16`` is DeepSeek-V3's choice. Such a number changes by at least 2^-9 of itself or not at all. Each
 step moves the second moment by up to 1 - beta2 of itself, so beta2 should be 0.99 or less: at 0.999 it
 stands still where gradients are steady.
 
-``int8`` is FlashOptim's: groups of 32 neighbours in a row share a scale, and both moments are bent before
+``int8`` is FlashOptim's: groups of 32 neighbours in a row share a scale, and moments are companded before
 they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the second to
 its root. Two differences. Scales are bfloat16, rounded up, so that nothing is cut off and the second
 moment's need no root. And a second moment above 0 never becomes 0, by which the update would be divided; it
@@ -30,9 +30,8 @@ from torch.optim.adamw import adamw
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
+from nanotrain_core.optim.moment_groups import GROUP
 
-#: Neighbours in a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a multiple of it.
-GROUP = 32
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 CODE, SCALE = "_code", "_scale"
 
@@ -70,7 +69,7 @@ def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
 
 
 def in_groups(piece: Piece) -> bool:
-    """Say whether the rows of the whole tensor are groups.
+    """Return whether the rows of the whole tensor are groups.
 
     Raises:
         NanotrainError: they are, but this rank's part of a row is not.
@@ -156,7 +155,7 @@ def unbend_second(code: torch.Tensor) -> torch.Tensor:
 
 
 class NarrowMoments(torch.optim.AdamW):
-    """``torch.optim.AdamW`` on state whose moments are narrower than the weight."""
+    """``torch.optim.AdamW`` on state whose moments have fewer bits than the weight."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

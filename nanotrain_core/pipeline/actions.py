@@ -55,7 +55,7 @@ class Costs:
 
 
 def describe_stages(parts: Sequence[Part], costs: Costs) -> str:
-    """Say for people how many layers each stage has, and how even the pipeline's ranks are.
+    """Return, for people, how many layers each stage has, and how even the pipeline's ranks are.
 
     >>> costs = Costs(layers=(2.0, 2.0, 2.0, 2.0), head=3.0)
     >>> describe_stages(parts_between([0, 3, 4], [0, 1]), costs)
@@ -94,7 +94,7 @@ class Action:
     """Forward; backward; weight gradients that a backward put off.
 
     In a list with a W for a stage and microbatch, that stage's B computes what the stage before waits
-    for, and leaves products for weight gradients to the W. Without one, B computes everything.
+    for, and leaves the weight-gradient GEMMs to the W. Without one, B computes everything.
     """
     stage: int
     """Number of the part in ``Schedule.parts``."""

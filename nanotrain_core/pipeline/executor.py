@@ -110,7 +110,7 @@ class Executor:
         self._closing = self._find_closing(actions)
 
     def _ends_backward(self, action: Action) -> bool:
-        """Return whether a microbatch has all gradients of a stage with ``action``: B, or the W split off it."""
+        """Return whether ``action`` is a microbatch's last of a stage with gradients: B, or its W."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 

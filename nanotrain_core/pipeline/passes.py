@@ -39,7 +39,7 @@ class Passes:
 
     @contextmanager
     def weights_stand_still(self) -> Iterator[None]:
-        """Say that no weight changes while this lasts: a step's microbatches, or a validation batch."""
+        """Promise that no weight changes while this lasts: a step's microbatches, or a validation batch."""
         self._number, self._open = self._number + 1, True
         try:
             yield

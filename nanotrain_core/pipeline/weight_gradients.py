@@ -1,6 +1,6 @@
 """Deferred weight-gradient GEMMs: the W passes of zero-bubble schedules.
 
-A linear layer's backward pass makes two products. The gradient of its input (dgrad) is what others wait for:
+A linear layer's backward pass makes two GEMMs. The gradient of its input (dgrad) is what others wait for:
 the pipeline stage before, or the ranks that must add it up. The gradient of its weight (wgrad) is needed
 only at the end of the step, so a schedule may choose its moment.
 
@@ -20,7 +20,7 @@ Product = Callable[[], torch.Tensor]
 
 
 class DeferredGradients:
-    """Weight-gradient products of one backward pass that wait to be computed."""
+    """Weight-gradient GEMMs of one backward pass that wait to be computed."""
 
     def __init__(self) -> None:
         self._waiting: dict[nn.Parameter, deque[Product]] = {}
@@ -30,7 +30,7 @@ class DeferredGradients:
         self._waiting.setdefault(weight, deque()).append(wgrad)
 
     def compute(self) -> None:
-        """Make all products and accumulate them, as backward would have, hooks included.
+        """Make all of them and accumulate the results, as backward would have, hooks included.
 
         Hooks tell a gradient sync that a microbatch's gradient of a weight is complete. Of a weight that the
         pass used several times, only the last product runs them.
@@ -44,10 +44,6 @@ class DeferredGradients:
                     accumulate(weight, gradient)
                 else:
                     weight.backward(gradient)  # type: ignore[no-untyped-call]
-
-    def forget(self) -> None:
-        """Leave uncomputed what a step that was broken off has put off."""
-        self._waiting.clear()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Products with quantized weights, which are dequantized for each product and forgotten after it.
+"""GEMMs with quantized weights, which are dequantized for each GEMM and forgotten after it.
 
 For a precision that changes how weights are held and nothing else. A weight is dequantized twice in a
 microbatch, for y and for dgrad: only one is ever there as numbers, or that of all experts of a layer.

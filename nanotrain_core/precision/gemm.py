@@ -12,151 +12,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nanotrain_core.layout.roles import Role, tag_of, take_over, taken_over_by
+from nanotrain_core.moe.expert_gemms import use_expert_gemms
 from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations, TorchGEMM
 from nanotrain_core.precision.placed_wgrad import Place
+
+__all__ = [
+    "GEMMBackend",
+    "Kept",
+    "LinearGEMMs",
+    "QuantizedActivations",
+    "Recomputed",
+    "TorchGEMM",
+    "gemm_parameters",
+    "gemms_of",
+    "use_gemm",
+]
 
 #: Roles of layers that are ``x @ weight.T + bias`` and nothing else.
 LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
-#: What a backend keeps of an input for wgrad.
-Kept = tuple[torch.Tensor, ...]
-
-
-class GEMMBackend(Protocol):
-    """Makes the three products of 2-D rows. Nothing here is differentiable: callers have their own backward."""
-
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
-        ...
-
-    def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return what :meth:`wgrad` needs of x, which was not kept but recomputed."""
-        ...
-
-    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [M, K]."""
-        ...
-
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
-
-        A run that adds gradients up in float32 adds it as it is; elsewhere autograd rounds it.
-        """
-        ...
-
-    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for stacked weights [E, N, K]: rows are sorted, ``counts_E`` of them for each.
-
-        A weight may have no rows, and there may be none at all.
-        """
-        ...
-
-
-class QuantizedActivations:
-    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of in fewer bits."""
-
-    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Return what to keep for the backward pass in its place; None: it as it is."""
-        return None
-
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
-        """Return about what was kept."""
-        raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
-
-
-class TorchGEMM:
-    """Plain PyTorch. See :class:`GEMMBackend`."""
-
-    def matmul(self, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-        """Return ``a_MK @ b_KN``; either may be a transposed view."""
-        return a_MK @ b_KN
-
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight, and x."""
-        return [self.matmul(x_MK, weight_NK.mT) for weight_NK in weights_NK], (x_MK,)
-
-    def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return x."""
-        return (x_MK,)
-
-    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return dy times the weight."""
-        return self.matmul(d_y_MN, weight_NK)
-
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the transposed dy times x."""
-        return self.matmul(d_y_MN.T, kept[0])
-
-    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for stacked weights."""
-        return TorchGroupedGEMM(counts_E)
-
-
-class TorchGroupedGEMM:
-    """The products of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
-
-    def __init__(self, counts_E: torch.Tensor) -> None:
-        self.counts_E, self.counts = counts_E, counts_E.tolist()
-
-    def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return each weight's rows times its transpose, and x."""
-        return [self._rows(x_MK, weight_ENK.mT) for weight_ENK in weights_ENK], (x_MK,)
-
-    def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return x."""
-        return (x_MK,)
-
-    def dgrad(self, d_y_MN: torch.Tensor, weight_ENK: torch.Tensor) -> torch.Tensor:
-        """Return each weight's rows of dy times it."""
-        return self._rows(d_y_MN, weight_ENK)
-
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
-        pairs = zip(torch.split(d_y_MN, self.counts), torch.split(kept[0], self.counts), strict=True)
-        return torch.stack([d_y.T @ x for d_y, x in pairs])
-
-    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for other rows."""
-        return TorchGroupedGEMM(counts_E)
-
-    def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:
-        pairs = zip(torch.split(rows, self.counts), right_EAB, strict=True)
-        return torch.cat([own @ right_AB for own, right_AB in pairs])
+#: What is kept, and what makes a layer's input of it; not differentiable.
+Recipe = tuple[Kept, Callable[..., torch.Tensor]]
 
 
 class Recomputed:
     """The input of a linear layer that is made anew in the backward pass, and so need not be kept.
 
-    Who makes it offers it to the layer that reads it; a layer that gets another tensor keeps that.
+    Who makes it offers it to the layer that reads it; a layer that gets another tensor keeps that. An offer
+    that nobody takes, as in a recomputation that ends early, goes with its tensor.
     """
 
     def __init__(self) -> None:
-        self._x: torch.Tensor | None = None
+        self._offers = WeakTensorKeyDictionary()
 
     def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor]) -> None:
-        """Say that ``x``, as it is now, is ``make(*of)``, which is not differentiable."""
-        self._x, self._version, self._how = x, x._version, (of, make)
+        """Announce that ``x``, as it is now, is ``make(*of)``."""
+        self._offers[x] = x._version, (of, make)
 
-    def take(self, x: torch.Tensor) -> tuple[Kept, Callable[..., torch.Tensor]] | None:
+    def take(self, x: torch.Tensor) -> Recipe | None:
         """Return what was offered for ``x``, if it is unchanged, and forget it."""
-        same = x is self._x and x._version == self._version
-        self._x = None
-        return self._how if same else None
+        version, recipe = self._offers.pop(x, (None, None))  # type: ignore[no-untyped-call]
+        return recipe if version == x._version else None
 
 
 class LinearGEMMs:
-    """What a module computes its products with, in place of its own."""
+    """What a module computes its GEMMs with, in place of its own."""
 
     def __init__(self, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
         self.backends = dict(backends)
-        """By parameter. Those with one object share their input's form."""
+        """By parameter; those with one object share their input's form. Read in every call: to put something
+        in between, as a monitor does, replace entries."""
         self.passes = passes
         self.place: Place | None = None
         """Where the next call leaves its wgrad: tensor parallelism sets it, the call takes it."""
@@ -172,7 +86,7 @@ _ATTRIBUTE = "nanotrain_gemms"
 
 
 def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of ``module`` whose products can be made elsewhere: see :func:`use_gemm`."""
+    """Return the parameters of ``module`` whose GEMMs can be made elsewhere: see :func:`use_gemm`."""
     found = tag_of(module)
     if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
         return ()  # a wrapper computes on other rows than it is called with
@@ -180,15 +94,13 @@ def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
-    """Have ``module`` make the products of its parameters with ``backends``, inside all its hooks.
+    """Have ``module`` make the GEMMs of its parameters with ``backends``, inside all its hooks.
 
     Args:
         module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``products``.
         backends: for each name in :func:`gemm_parameters`.
         passes: of the run.
     """
-    from nanotrain_core.moe.expert_gemms import use_expert_gemms
-
     gemms = LinearGEMMs(backends, passes)
     setattr(module, _ATTRIBUTE, gemms)
     found = tag_of(module)
@@ -196,7 +108,7 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
         if found.role in LINEAR:
             take_over(module, _forward)
         else:
-            use_expert_gemms(module, gemms)
+            use_expert_gemms(module, gemms.backends, passes)
 
 
 def gemms_of(module: nn.Module) -> LinearGEMMs | None:
@@ -223,7 +135,7 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight_NK: torch.Tensor,
         gemms: LinearGEMMs,
-        recomputed: tuple[Kept, Callable[..., torch.Tensor]] | None,
+        recomputed: Recipe | None,
         place: Place | None,
         handle: torch.Tensor | None,
     ) -> torch.Tensor:

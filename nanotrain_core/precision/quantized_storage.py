@@ -1,10 +1,10 @@
-"""Weights that are held in fewer bytes than their numbers take: a precision's own form, behind a parameter.
+"""Quantized storage: weights in a precision's own form, in fewer bytes than their numbers take.
 
 A :class:`PackedWeight` is a parameter like others to autograd, optimizers and gradient syncs: it has a shape,
 a dtype and a gradient. What it does not have is numbers in memory. Whoever computes with them asks for
 :func:`dequantize`, and forgets them afterwards; whoever sends or compares them takes :func:`storage_of`.
-An operation of torch that only reads gets numbers that were unpacked for it, one that writes in place has
-its result rounded and packed again, and one that would look at the memory as another shape is refused, since
+An operation of torch that only reads gets numbers that were dequantized for it, one that writes in place has
+its result quantized again, and one that would look at the memory as another shape is refused, since
 what is written to such a view would be lost.
 
 It is held in rows, each of :data:`~nanotrain_core.layout.placement.RANGE` neighbouring weights with what they
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from nanotrain_core.layout.placement import RANGE
+from nanotrain_core.layout.ranges import RANGE
 
 aten = torch.ops.aten
 
@@ -138,7 +138,7 @@ class PackedWeight(torch.Tensor):
         return target
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it is, without its numbers."""
+        """Return what it is, without its numbers."""
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, in {self.rows.nbytes} bytes)"
 
 
@@ -181,12 +181,12 @@ def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return weight.view(-1)[begin:end]
 
 
-def read(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def read_range(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Return the numbers of a flat range; ``begin`` is a multiple of RANGE."""
     return weight.read(begin, end) if isinstance(weight, PackedWeight) else weight.reshape(-1)[begin:end]
 
 
-def write(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
+def write_range(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
     """Write flat numbers, of a packed weight's form, into a range: see :meth:`PackedWeight.write`."""
     if isinstance(weight, PackedWeight):
         weight.write(begin, end, numbers)
@@ -202,7 +202,7 @@ def memory_like(weight: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.zeros(rows, width, dtype=dtype, device=weight.device)
 
 
-def move(parameter: torch.Tensor, memory: torch.Tensor) -> None:
+def move_into(parameter: torch.Tensor, memory: torch.Tensor) -> None:
     """Have ``parameter`` live at the beginning of ``memory``, which is as :func:`memory_like` returns it."""
     if isinstance(parameter, PackedWeight):
         parameter.rows = memory[: len(parameter.rows)].copy_(parameter.rows)

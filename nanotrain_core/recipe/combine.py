@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,6 +17,12 @@ from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
+
+if TYPE_CHECKING:  # contracts import torch
+    from nanotrain_core.contracts import Topology
+
+#: World sizes to look for one that the degrees of a recipe fit.
+MOST = 4096
 
 
 @attrs.define(frozen=True)
@@ -58,10 +65,15 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     try:
         layout: Layout = topology.layout(recipe.run.ranks)
     except ValueError as error:
-        return None, [
-            *problems,
-            Problem("run.ranks", f"{recipe.run.ranks} ranks do not fit [topology]: {error}"),
-        ]
+        text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
+        problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]
+        near = _nearest(topology, recipe.run.ranks)
+        if near is not None:  # what the degrees cannot do on any number of ranks is told together with that
+            mismatches = list(_dimensions(members, near, recipe, registry))
+            unready = mismatches or any(_batch(recipe, near))  # of which only so many ranks would be told
+            problems += mismatches if unready else _stages(recipe, near, registry)
+            problems += _own_checks(members, recipe, near, registry)
+        return None, problems
     except NanotrainError:
         raise
     except Exception as error:
@@ -69,10 +81,16 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     problems += _lr_schedule(recipe)
     mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, recipe, registry)]
     problems += mismatches or _stages(recipe, layout, registry)
-    for member in members:
-        if member.component.check is not None:
-            problems += _own_check(member, recipe, layout, registry)
+    problems += _own_checks(members, recipe, layout, registry)
     return layout, problems
+
+
+def _nearest(topology: Topology, ranks: int) -> Layout | None:
+    """Return a layout of the same degrees: of as many ranks as come near, fewer if possible."""
+    for number in (*range(ranks - 1, 0, -1), *range(ranks + 1, MOST + 1)):
+        with suppress(ValueError):
+            return topology.layout(number)
+    return None
 
 
 def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
@@ -97,7 +115,7 @@ def pipeline_of(layout: Layout) -> int:
 def microbatches_of(recipe: Recipe, layout: Layout) -> int:
     """Return how many microbatches one rank takes in a step."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
-    return recipe.batch.sequences // (dp * recipe.batch.microbatch)
+    return recipe.batch.microbatches(dp)
 
 
 def model_layers(recipe: Recipe) -> int | None:
@@ -115,6 +133,14 @@ def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:
             f"{schedule.warmup_steps} steps of warm-up and {schedule.decay_steps} of decay do not fit into a "
             f"run of {steps} steps",
         )
+
+
+def _own_checks(
+    members: list[Member], recipe: Recipe, layout: Layout, registry: Registry
+) -> Iterator[Problem]:
+    for member in members:
+        if member.component.check is not None:
+            yield from _own_check(member, recipe, layout, registry)
 
 
 def _own_check(member: Member, recipe: Recipe, layout: Layout, registry: Registry) -> list[Problem]:
@@ -195,31 +221,45 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that every rank gets whole microbatches. dp alone shares out rows: cp ranks see the same ones."""
+    """Check that no rank has an empty microbatch. dp alone splits rows: cp ranks see the same ones."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
-    unit = dp * recipe.batch.microbatch
-    sequences = recipe.batch.sequences
-    if sequences % unit:
-        nearest = either(multiples_near(sequences, unit))
-        product = f"{unit} = dp {dp} x microbatch {recipe.batch.microbatch}"
-        yield Problem("batch.sequences", f"{sequences} is not a multiple of {product}; nearest: {nearest}")
+    batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
+    fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)
+    if fewest == 0:
+        text = f"{batch.sequences} leave some of dp = {dp} ranks without a sequence; nearest: {nearest}"
+        yield Problem("batch.sequences", text)
+    elif fewest < microbatches:  # of one sequence each: with larger ones there is always one for the last
+        text = (
+            f"{batch.sequences} leave some of dp = {dp} ranks without a sequence in the last of "
+            f"{microbatches} microbatches, in which all take part; nearest: {nearest}, or "
+            "batch.microbatch = 2"
+        )
+        yield Problem("batch.sequences", text)
 
 
 def _dimensions(
     members: list[Member], layout: Layout, recipe: Recipe, registry: Registry
 ) -> Iterator[Problem]:
-    """Check that some component handles each dimension that has more than one rank."""
-    handled = {dim for member in members for dim in member.component.mesh_dims}
-    synced = any("gradient_sync" in member.component.provides for member in members)
+    """Check that some component handles each dimension that has more than one rank.
+
+    Data-parallel dimensions need none: the core itself adds up gradients that are partial.
+    """
+    handled = {"dp", "edp"}.union(*(member.component.mesh_dims for member in members))
+    for dim in (dim for dim in layout.dims if layout.size(dim) > 1 and dim not in handled):
+        remedy = for_idle_ranks(dim, recipe.model, registry)
+        text = f"{dim} = {layout.size(dim)}, but no component of this recipe handles {dim}; {remedy}"
+        yield Problem(f"topology.{dim}", text)
+
+
+def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]:
+    """Yield what works, but could work better."""
+    chosen = (registry.get(selection.kind, selection.use) for selection in recipe.selections())
+    faster = registry.providers("gradient_sync")
+    if not faster or any("gradient_sync" in component.provides for component in chosen):
+        return
     experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
-    data = {*layout.data_dims} & {*layout.views["dense"].dims} | ({"edp"} if experts_split else set())
-    for dim in (dim for dim in layout.dims if layout.size(dim) > 1):
-        size = f"{dim} = {layout.size(dim)}"
-        if dim in data and not synced:
-            remedy = 'add [[parallel]] with use = "ddp", or change the number of ranks'
-            yield Problem("parallel", f"{size}, but nothing sums the gradients of these ranks; {remedy}")
-        elif dim not in {*handled, "dp", "edp"}:
-            remedy = for_idle_ranks(dim, recipe.model, registry)
-            yield Problem(
-                f"topology.{dim}", f"{size}, but no component of this recipe handles {dim}; {remedy}"
-            )
+    for dim in ("dp", *(("edp",) if experts_split else ())):
+        if dim in layout.dims and layout.size(dim) > 1:
+            size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
+            yield f"{size}: gradients are summed after backward; {others} would sum them meanwhile"
+            return

@@ -21,7 +21,7 @@ from nanotrain_core.layout.roles import Role
 
 @attrs.define(frozen=True)
 class Divisible:
-    """A number of units that modules of some roles have, and that a degree must divide to share them out."""
+    """A number of units that modules of some roles have, and that a degree must divide to split them."""
 
     roles: tuple[Role, ...]
     key: str
@@ -34,13 +34,16 @@ class Divisible:
     """Of EXPERTS: the width of each, along the ``split`` of the tag, and not their number."""
     grouped: bool = False
     """Several ranks may use one unit, as ``grouped`` of the modules' tags says."""
+    row: int = 0
+    """Length of the rows, of a weight or of a bias, that all units together make up, and that ranks which
+    split them cut: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or it is not said."""
 
     def fits(self, degree: int) -> bool:
-        """Say whether ``degree`` ranks can share the units out."""
-        return self.units % degree == 0 or (self.grouped and degree % self.units == 0)
+        """Return whether ``degree`` ranks can split the units."""
+        return self.units % degree == 0 or self.grouped
 
     def problem(self, dim: str, degree: int) -> Problem:
-        """Say that ``degree`` ranks along ``dim`` cannot share the units out, and what would do."""
+        """Return a problem: ``degree`` ranks along ``dim`` do not divide the units; and which would."""
         return Problem(
             self.key,
             f"{self.units} {self.what} do not divide by {dim} = {degree}; {dim} could be "

@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.combine import find_problems
+from nanotrain_core.recipe.combine import find_problems, remarks
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.resolve import Resolver
 from nanotrain_core.recipe.source import (
@@ -34,7 +34,8 @@ class Resolution:
     merged: Merged
     """Knows where each value came from."""
     notes: tuple[str, ...]
-    """What the user may want to know: versions other than those a resolved recipe was written with."""
+    """What the user may want to know: versions other than those a resolved recipe was written with, and what
+    could be faster."""
 
 
 def load_recipe(
@@ -78,9 +79,10 @@ def resolve_recipe(
         files = _missing_files(resolver.written_versions(), registry)
         raise RecipeError([*_lines(merged, resolver.problems), *files])
     layout, problems = find_problems(recipe, registry)
-    if problems or layout is None:
-        raise RecipeError(_lines(merged, problems))
-    notes = tuple(_changed_versions(merged.label, resolver.written_versions(), recipe.versions))
+    refuse(merged, problems)
+    assert layout is not None
+    changed = _changed_versions(merged.label, resolver.written_versions(), recipe.versions)
+    notes = (*changed, *remarks(recipe, registry, layout))
     return Resolution(recipe, registry, layout, merged, notes)
 
 
@@ -97,15 +99,21 @@ def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | 
     return merged
 
 
+def refuse(merged: Merged, problems: Sequence[Problem]) -> None:
+    """Raise a RecipeError with a line for each problem, if there is any."""
+    if problems:
+        raise RecipeError(_lines(merged, problems))
+
+
 def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
     return [f"{merged.place(problem.key)}: {problem.key}: {problem.message}" for problem in problems]
 
 
 def _missing_files(written: Mapping[str, str], registry: Registry) -> Iterator[str]:
-    """Yield the one-file plugins that a resolved recipe was made with and that were not given now."""
+    """Yield the local plugins that a resolved recipe was made with and that were not given now."""
     given = {plugin.distribution for plugin in registry.plugins}
     for name in sorted(set(written) - given):
-        if name.endswith(".py"):
+        if written[name].startswith("sha256-"):
             yield f"this recipe was made with {name}: give --plugin {name}"
 
 

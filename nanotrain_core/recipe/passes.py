@@ -52,7 +52,7 @@ def _expect_each_once(rank: int, actions: Sequence[Action], stages: set[int], mi
 
 
 def _expect_one_order(lists: Sequence[Sequence[Action]]) -> None:
-    """Stages that hand over to each other must run microbatches alike: messages are taken as they come."""
+    """Stages that send to each other must run microbatches alike: messages are taken as they come."""
     rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     for pair in pairwise(sorted(rank_of)):
         for kind in "FB" if rank_of[pair[0]] != rank_of[pair[1]] else "":

@@ -17,7 +17,7 @@ _CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
 def for_idle_ranks(dim: str, model: Selection, registry: Registry) -> str:
-    """Say what makes use of ranks along a dimension, if anything can."""
+    """Return what makes use of ranks along a dimension, if anything can."""
     if dim in ("ep", "etp"):
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):

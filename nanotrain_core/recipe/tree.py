@@ -83,9 +83,18 @@ class BatchConfig:
     sequences: int = attrs.field(validator=ge(1))
     """Sequences per optimizer step over the whole run."""
     microbatch: int = attrs.field(validator=ge(1))
-    """Sequences one rank passes through the model at once."""
+    """Sequences one rank passes through the model at once, at most: the last microbatch of a step may be
+    smaller."""
     length: int = attrs.field(validator=ge(1))
     """Tokens per sequence."""
+
+    def microbatches(self, shards: int) -> int:
+        """Return how many microbatches each of so many data-parallel ranks takes in a step.
+
+        Ranks' sequences differ by one where ``shards`` does not divide them, the number of microbatches never
+        does: ranks meet in collectives of each.
+        """
+        return -(-self.sequences // shards // self.microbatch)
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def members(type_: Any) -> tuple[Any, ...]:
 
 
 def expected(type_: Any) -> str:
-    """Say in words what a value of ``type_`` looks like in TOML: ``an integer``."""
+    """Return in words what a value of ``type_`` looks like in TOML: ``an integer``."""
     if type_ in _SCALARS:
         return _SCALARS[type_][1]
     if is_literal(type_):
@@ -59,7 +59,7 @@ def expected(type_: Any) -> str:
 
 
 def found(value: Any) -> str:
-    """Say in words what stands in the file instead: ``the string 'x'``."""
+    """Return in words what stands in the file instead: ``the string 'x'``."""
     name = _TOML_NAMES.get(type(value), type(value).__name__)
     return f"the {name}" if isinstance(value, list | dict) else f"the {name} {_toml(value)}"
 

@@ -37,7 +37,7 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
     """Check what a factory returned.
 
     Raises:
-        PluginError: it lacks a member of its contract.
+        PluginError: it lacks a member of its contract. If that is a base class, the text says to inherit.
     """
     wanted = [CONTRACTS[kind]]
     if "gradient_sync" in component.provides:
@@ -46,5 +46,6 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
         missing = missing_members(contract, built)
         if missing:
             returned = "None" if built is None else f"a {type(built).__name__} without {', '.join(missing)}"
-            see = f"see nanotrain_core.contracts.{contract.__name__}"
+            base = not getattr(contract, "_is_protocol", False) and not isinstance(built, contract)
+            see = f"{'inherit from' if base else 'see'} nanotrain_core.contracts.{contract.__name__}"
             raise PluginError(f"{label}: its factory returned {returned} ({see})")

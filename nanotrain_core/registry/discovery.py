@@ -7,22 +7,19 @@ whatever goes wrong is kept as that plugin's error.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
 import pluggy
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 import nanotrain_core
@@ -31,13 +28,14 @@ from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import PluginError, Preempted, describe, did_you_mean
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
+from nanotrain_core.registry.local_plugins import local_plugins
 
 #: Entry-point group in which a distribution names its plugins.
 GROUP = "nanotrain.plugins"
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(os.path.abspath(path) for path in paths)
+    return tuple(dict.fromkeys(os.path.abspath(path) for path in paths))
 
 
 def _strings(words: Iterable[str]) -> tuple[str, ...]:
@@ -49,7 +47,7 @@ class PluginArguments:
     """Which plugins to load besides the installed ones, and which not. Every rank needs the same."""
 
     local: tuple[str, ...] = attrs.field(default=(), converter=_absolute)
-    """Files given with ``--plugin``."""
+    """Files and folders given with ``--plugin``, each once."""
     blocked: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     """Plugin or distribution names given with ``--no-plugin``."""
 
@@ -59,11 +57,11 @@ class PluginInfo:
     """One plugin, as ``nanotrain plugins`` shows it."""
 
     name: str
-    """Of its entry point; of a local plugin, the file's name without ``.py``."""
+    """Of its entry point; of a local file or package, its name without ``.py``."""
     distribution: str
-    """What ``pip`` calls it; of a local plugin, the file's name."""
+    """What ``pip`` calls it; of a local file or package, its name."""
     version: str
-    """Of the distribution; of a local plugin, a hash of the file."""
+    """Of the distribution; of a local plugin, a hash of its code."""
     module: str
     """What is imported: a module, or the path of a local plugin."""
     error: str | None = None
@@ -87,9 +85,10 @@ def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
     """Load every installed and every local plugin that is not blocked, sorted by name.
 
     Raises:
-        PluginError: a local plugin's file is missing, or a blocked name is not installed.
+        PluginError: there is no plugin at a local path, or a blocked name is not installed.
     """
-    found = [*map(_installed, entry_points(group=GROUP)), *map(_local, arguments.local)]
+    found = [*map(_installed, entry_points(group=GROUP))]
+    found += [pair for path in arguments.local for pair in _local(path)]
     found.sort(key=lambda pair: (pair[0].name, pair[0].distribution))
     found = list(_unblocked(found, arguments.blocked))
     times = Counter(info.name for info, _ in found)
@@ -106,45 +105,35 @@ def _installed(entry: EntryPoint) -> tuple[PluginInfo, Import]:
         distribution=canonicalize_name(distribution.name),
         version=distribution.version,
         module=entry.value,
-        requires_core=_requires_core(distribution),
+        requires_core=_requires_core(distribution.requires or ()),
     )
     return info, entry.load
 
 
-def _requires_core(distribution: Distribution) -> str:
-    for line in distribution.requires or ():
+def _requires_core(requirements: Iterable[str]) -> str:
+    for line in requirements:
         requirement = Requirement(line)
         if canonicalize_name(requirement.name) == "nanotrain-core":
             return str(requirement.specifier)
     return ""
 
 
-def _local(file: str) -> tuple[PluginInfo, Import]:
-    path = Path(file)
+def _local(path: str) -> Iterator[tuple[PluginInfo, Import]]:
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        for found in local_plugins(Path(path), GROUP):
+            info = PluginInfo(
+                name=found.name,
+                distribution=found.distribution,
+                version=found.digest(),
+                module=path,
+                requires_core=_requires_core(found.dependencies),
+                local=True,
+            )
+            yield info, found.load
+    except (PluginError, InvalidRequirement) as error:
+        raise PluginError(f"--plugin {error}") from None
     except OSError as error:
-        raise PluginError(f"--plugin {file}: {error.strerror}") from None
-    info = PluginInfo(
-        name=path.stem, distribution=path.name, version=f"sha256-{digest[:12]}", module=file, local=True
-    )
-    return info, lambda: _import_file(path)
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that ``f"{__name__}:Thing"`` works as a factory."""
-    name = f"nanotrain_local_{path.stem.replace('.', '_')}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise PluginError("not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+        raise PluginError(f"--plugin {path}: {error.strerror}") from None
 
 
 def _unblocked(
@@ -158,8 +147,11 @@ def _unblocked(
 
 
 def _clash(info: PluginInfo, found: list[tuple[PluginInfo, Import]]) -> PluginInfo:
-    owners = " and ".join(f"{i.distribution} {i.version}" for i, _ in found if i.name == info.name)
-    return attrs.evolve(info, error=f"announced by {owners}; block one with --no-plugin DISTRIBUTION")
+    several = [other for other, _ in found if other.name == info.name]
+    owners = " and ".join(f"{other.distribution} {other.version}" for other in several)
+    apart = len({other.distribution for other in several}) > 1
+    remedy = "block one with --no-plugin DISTRIBUTION" if apart else "leave out --plugin, or uninstall it"
+    return attrs.evolve(info, error=f"announced by {owners}; {remedy}")
 
 
 def _load(info: PluginInfo, importer: Import) -> PluginInfo:

@@ -160,10 +160,14 @@ class Registry:
             return f"{text}; {elsewhere}"
         if self.broken:
             return f"{text}; broken, see `nanotrain plugins`: {', '.join(p.name for p in self.broken)}"
-        return text if did_you_mean(use, names) else f"{text}; if a file of yours has it: --plugin FILE.py"
+        return (
+            text
+            if did_you_mean(use, names)
+            else f"{text}; if a file or folder of yours has it: --plugin PATH"
+        )
 
     def _elsewhere(self, use: str) -> str:
-        """Say where a name belongs that is a component of another kind, or a plugin's and no component's."""
+        """Return where a name belongs that is a component of another kind, or a plugin's alone."""
         for kind in KINDS:
             if use in self.names(kind):
                 return f"{kind} '{use}' stands under {header(kind)}"
@@ -180,7 +184,7 @@ def header(kind: str) -> str:
 
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:
-    """Say whether a broken plugin is likely the one meant: it may have failed before it announced."""
+    """Return whether a broken plugin is likely the one meant: it may have failed before it announced."""
     announced = any((k, c.name) == (kind, use) for k, c in plugin.components)
     return announced or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
 
@@ -192,10 +196,10 @@ def load_plugins(*, block: Iterable[str] = (), local: Iterable[str] = ()) -> Reg
 
     Args:
         block: plugin or distribution names not to load.
-        local: paths of Python files to load as plugins.
+        local: paths of Python files, packages and distributions to load as plugins.
 
     Raises:
-        PluginError: a file of ``local`` is missing, or a name of ``block`` is not installed.
+        PluginError: there is no plugin at a path of ``local``, or a name of ``block`` is not installed.
     """
     return _load_plugins(os.getpid(), PluginArguments(local=local, blocked=block))
 

@@ -18,6 +18,7 @@ from nanotrain_core.contracts import (
     RollbackReport,
     RunInfo,
     StepReport,
+    UpdateReport,
 )
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.run.plain_json import as_json
@@ -44,9 +45,9 @@ class Events:
         """The run is about to take its first step."""
         self._tell("on_start", run)
 
-    def before_update(self, step: int) -> None:
-        """The gradient of ``step`` is complete, and the optimizer is about to use it."""
-        self._tell("on_before_update", step)
+    def before_update(self, update: UpdateReport) -> None:
+        """The gradient of a step is complete, and the optimizer is about to use it."""
+        self._tell("on_before_update", update)
 
     @property
     def every_step(self) -> bool:

@@ -19,15 +19,19 @@ OWN_KEYS = frozenset({"taken", "tokens", "skipped", "batch_sizes"})
 class Feed(Protocol):
     """Microbatches on the run's device."""
 
-    tokens_per_step: int
-    """Of the whole run."""
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the whole run."""
+        ...
+
     tokens: int
     """Of the whole run, trained on since its beginning."""
     bytes_per_token: float | None
     data: Any
     """The data component or loader behind it, for monitors."""
     skipped: list[tuple[int, int]]
-    """Ranges of sequences, counted from the beginning of the run, that are not trained on."""
+    """Ranges of sequences (of a script's loader: of batches), counted from the beginning of the run, that are
+    not trained on."""
 
     def use(self, train: Any, validation: Any) -> None:
         """Take a script's loaders; a recipe's feed has its data already and refuses others."""
@@ -46,7 +50,7 @@ class Feed(Protocol):
         ...
 
     def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which sequences the last ``steps`` steps took: first, and one behind the last."""
+        """Return which sequences (batches) the last ``steps`` steps took: first, and one behind the last."""
         ...
 
     def meta(self) -> dict[str, Any]: ...
@@ -92,7 +96,12 @@ class DataFeed:
         while self._is_skipped(self.taken, self.batch.sequences):
             self._take()
         self.tokens += self.tokens_per_step
-        return list(self._take().to(self.device).split(self.batch.microbatch))
+        return list(self._split(self._take()))
+
+    def _split(self, batch: Batch) -> Iterator[Batch]:
+        """Yield microbatches, on every data-parallel rank as many."""
+        count = self.batch.microbatches(self.shard.count)
+        return batch.to(self.device).split(self.batch.microbatch, count)
 
     def _take(self) -> Batch:
         self.taken += self.batch.sequences
@@ -111,7 +120,7 @@ class DataFeed:
         return batch
 
     def _is_skipped(self, position: int, sequences: int) -> bool:
-        """Say whether any sequence of the batch at ``position`` is in a skipped range."""
+        """Return whether any sequence of the batch at ``position`` is in a skipped range."""
         return any(first < position + sequences and position < end for first, end in self.skipped)
 
     def of_last(self, steps: int) -> tuple[int, int]:
@@ -149,4 +158,4 @@ class DataFeed:
             batch = self.data.validation_batch(index, self.batch.sequences, self.shard)
             if batch is None:
                 return
-            yield from self._checked("validation_batch", batch).to(self.device).split(self.batch.microbatch)
+            yield from self._split(self._checked("validation_batch", batch))

@@ -56,7 +56,7 @@ class RunFolder:
 
 
 def holds_run(path: Path) -> bool:
-    """Say whether a run has left anything in ``path``."""
+    """Return whether a run has left anything in ``path``."""
     return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
 
 
@@ -116,7 +116,7 @@ def _owner(text: str) -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Say whether a live run owns ``path``, without keeping the lock."""
+    """Return whether a live run owns ``path``, without keeping the lock."""
     try:
         with open(path / LOCK, encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

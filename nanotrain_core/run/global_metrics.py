@@ -1,4 +1,4 @@
-"""What all ranks of a run must know together: global figures, and wishes to stop. All call these at once."""
+"""What all ranks of a run must know together: global figures, and stop requests. All call these at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sum_over_data(
 
 
 def agree_now(stop: StopRequest, mesh: Mesh) -> None:
-    """All-reduce: have every rank learn at once what all wish, as each training step does."""
+    """All-reduce: have every rank learn at once what all request, as each training step does."""
     flags = torch.tensor(stop.flags(), dtype=torch.float64, device=mesh.device)
     mesh.all_reduce(flags)
     stop.agree(flags.tolist())

@@ -1,4 +1,4 @@
-"""How a run becomes what it was at a checkpoint, and which one, when a monitor says that it went wrong."""
+"""How a run is restored from a checkpoint, and which one, when a monitor says that it went wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     """
     run = engine.run
     try:
-        refuse_other_model(meta["model"], run.model_table, free=run.free_model_keys)
+        refuse_other_model(meta["model"], run.model)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
@@ -49,7 +49,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
     restored = load_newest_before(wish.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
-    # Who wished to stop still does: a step more is taken, with which the range is saved.
+    # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.wish_back(None)
     engine.pace.restart(engine.step)
@@ -57,7 +57,7 @@ def roll_back(engine: RuntimeEngine) -> None:
 
 
 def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
-    """Return the wish with the earliest onset among those of all ranks. Collective."""
+    """Return the request with the earliest onset among those of all ranks. Collective."""
     wishes: list[Rollback] = [each for each in mesh.gather(wish) if each is not None]
     return min(wishes, key=lambda each: each.onset)
 
@@ -82,7 +82,12 @@ def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
         except CheckpointError as problem:  # on every rank
             if mesh.rank == 0:
                 log.warning("a checkpoint cannot be gone back to", step=step, problem=str(problem))
+    if checkpoint is None:
+        raise Diverged(
+            f"training went wrong at step {onset} and this run saves nothing that it could go back to: "
+            "it needs a folder (in a script, ScriptConfig(folder=..., save_every=...))"
+        )
     raise Diverged(
         f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
-        "(checkpoint.every), or keep more of them (checkpoint.keep)"
+        "(checkpoint.every; save_every of a script), or keep more of them (checkpoint.keep; keep)"
     )

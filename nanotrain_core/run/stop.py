@@ -32,7 +32,7 @@ ECHO = 1.0
 
 
 def is_again(number: int, since: float) -> bool:
-    """Say whether a signal is the one received at monotonic time ``since``, on another way.
+    """Return whether a signal is the one received at monotonic time ``since``, on another way.
 
     Slurm, ``timeout`` and a shell's ``kill %1`` tell all processes, and a launcher tells its ranks once more.
     """
@@ -41,7 +41,7 @@ def is_again(number: int, since: float) -> bool:
 
 @attrs.define(frozen=True)
 class Rollback:
-    """A wish to go back to a checkpoint from before things went wrong, and not to see that data again."""
+    """A request to go back to a checkpoint from before things went wrong, and not to see that data again."""
 
     onset: int = attrs.field(validator=[instance_of(int), ge(1)])
     """The first step whose update is suspected: the checkpoint is older, and data from here on is skipped."""
@@ -60,7 +60,7 @@ def end_on_sigterm() -> None:
 
 
 class StopRequest:
-    """Collects wishes to stop on this rank; ``reason`` is set once every rank knows of one."""
+    """Collects stop requests on this rank; ``reason`` is set once every rank knows of one."""
 
     grace: float | None = None
     """Seconds after a signal in which training must end, or this process does; None: it may take its time."""
@@ -71,19 +71,19 @@ class StopRequest:
         self.clear()
 
     def clear(self) -> None:
-        """Forget earlier wishes: a new call of fit begins."""
+        """Forget earlier requests: a new call of fit begins."""
         self.reason, self._wished = None, set()
         self.rollback: Rollback | None = None
-        """This rank's own wish."""
+        """This rank's own request."""
         self.rollback_agreed = False
-        """Whether any rank wishes to go back, as all ranks know."""
+        """Whether any rank requests to go back, as all ranks know."""
 
     def wish(self, reason: StopReason) -> None:
         """Ask to stop at the next agreement."""
         self._wished.add(reason)
 
     def wish_back(self, rollback: Rollback | None) -> None:
-        """Ask to go back at the next agreement; None when that is done. The earliest wish counts.
+        """Ask to go back at the next agreement; None when that is done. The earliest request counts.
 
         What is agreed stays so: the other ranks are about to go back.
         """
@@ -93,17 +93,17 @@ class StopRequest:
             self.rollback = rollback
 
     def flags(self) -> list[float]:
-        """Return this rank's wishes as numbers to be summed over all ranks."""
+        """Return this rank's requests as numbers to be summed over all ranks."""
         return [*(float(reason in self._wished) for reason in REASONS), float(self.rollback is not None)]
 
     def agree(self, summed: Sequence[float]) -> None:
-        """Learn what all ranks together wish."""
+        """Learn what all ranks together request."""
         *stops, self.rollback_agreed = map(bool, summed)
         self.reason = next((reason for reason, wished in zip(REASONS, stops, strict=True) if wished), None)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into a wish; a second one acts as it would without us."""
+        """Turn the first Ctrl-C or SIGTERM into a stop request; a second one acts as it would without us."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

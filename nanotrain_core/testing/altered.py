@@ -1,4 +1,4 @@
-"""What ranks run for a check that trains a model it has altered: other modules, one more parameter."""
+"""What ranks run for a check that trains a model it has altered: other modules, more parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from nanotrain_core import compose
-from nanotrain_core.contracts import Initializer
-from nanotrain_core.layout.roles import Role, replace, tagged
+from nanotrain_core.contracts import Block, Initializer
+from nanotrain_core.layout.roles import Role, replace, tag, tagged
+from nanotrain_core.models.norms import RMSNorm
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
+from nanotrain_core.run import log, random_state
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.probe import Trace, train
+from nanotrain_core.testing.probe import Trace, make_engine, rank, train, weights
 
 # --- modules that a precision replaces ---------------------------------------------------------------
 
@@ -49,6 +53,100 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
         return train(case, changes)
 
 
+# --- what the model at hand may lack: the roles INNER and SHARED, and biases --------------------------
+
+
+class NormOfUnits(nn.Module):
+    """A COLUMN, then a norm of each unit of its outputs, as of each head's queries: ``inner.weight`` [unit].
+
+    All units are multiplied with one number per token, SHARED by them.
+    """
+
+    def __init__(self, column: nn.Module, unit: int) -> None:
+        super().__init__()
+        self.column, self.unit = column, unit
+        self.inner = tag(RMSNorm(unit, eps=1e-5), Role.INNER)
+        self.shared = tag(nn.Identity(), Role.SHARED)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        units = self.inner(self.column(x).unflatten(-1, (-1, self.unit)))
+        y: torch.Tensor = units.flatten(-2) * (1 + self.shared(x[..., :1]))
+        return y
+
+
+def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
+    """Train with a bias in each tagged linear, and INNER and SHARED modules at each COLUMN that has units."""
+    build = compose.build_stages
+
+    def build_with_more(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
+        stages = build(model, parts, mesh, ops)
+        with torch.device("meta"):
+            for part in stages.values():
+                _add_roles_and_biases(part)
+        return stages
+
+    with mock.patch.object(compose, "build_stages", build_with_more):
+        return train(case, changes)
+
+
+def _add_roles_and_biases(part: Any) -> None:
+    before = set(dict(part.named_parameters()))
+    renamed: dict[str, str] = {}
+    for name, module, found in list(tagged(part)):
+        if found.role not in (Role.COLUMN, Role.ROW, Role.REPLICATED):
+            continue
+        if module.bias is None:
+            module.register_parameter("bias", nn.Parameter(torch.empty(len(module.get_parameter("weight")))))
+        if found.role is Role.COLUMN and found.unit > 1:
+            parent, _, last = name.rpartition(".")
+            setattr(part.get_submodule(parent), last, NormOfUnits(module, found.unit))
+            renamed |= {f"{name}.column.{key}": f"{name}.{key}" for key, _ in module.named_parameters()}
+    known = part.initializer
+
+    def initializer(name: str) -> Initializer:
+        old = renamed.get(name, name)
+        return known(old) if old in before else Initializer("normal", 0.5)
+
+    part.initializer = initializer
+
+
+# --- a backward pass that is split ------------------------------------------------------------------
+
+
+def train_with_weight_passes(case: Case, changes: Mapping[str, Any]) -> Trace:
+    """Train with the weight gradients of each microbatch left to a W pass, two microbatches late."""
+    plain = Accumulate.actions
+
+    def with_weight_passes(schedule: Accumulate, pp: int, microbatches: int) -> Any:
+        lists = []
+        for actions in plain(schedule, pp, microbatches):
+            late: list[Action] = []
+            for action in actions:
+                late.append(action)
+                if action.kind == "B" and action.microbatch >= 2:
+                    late.append(Action("W", action.stage, action.microbatch - 2))
+            rest = range(max(0, microbatches - 2), microbatches)
+            lists.append((*late, *(Action("W", actions[0].stage, number) for number in rest)))
+        return tuple(lists)
+
+    with mock.patch.object(Accumulate, "actions", with_weight_passes):
+        return train(case, changes)
+
+
+# --- two runs in one process -----------------------------------------------------------------------
+
+
+def train_around(case: Case, changes: Mapping[str, Any], other: Mapping[str, Any]) -> list[Block]:
+    """Build the run, train another one in this process, then train the first; return its weights."""
+    log.ensure(rank())
+    random_state.seed_all(1, rank())
+    engine = make_engine(case, changes)
+    train(case, other)
+    random_state.seed_all(1, rank())
+    engine.fit()
+    return weights(engine.run)
+
+
 # --- a parameter that not every rank uses ---------------------------------------------------------
 
 
@@ -63,8 +161,8 @@ def extra_parameter(used_on: str) -> Iterator[None]:
     """Have every stage built with one more parameter, in the loss of the last dp rank or of none."""
     build = compose.build_stages
 
-    def build_with_extra(model: Any, parts: Any, mesh: Any) -> Any:
-        stages = build(model, parts, mesh)
+    def build_with_extra(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
+        stages = build(model, parts, mesh, ops)
         used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
         for number, part in stages.items():
             _add_extra(part, f"extra_{number}", used)

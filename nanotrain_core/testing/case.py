@@ -18,6 +18,7 @@ from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
+from nanotrain_core.testing.degrees import Degrees
 
 Tables = dict[str, Any]
 
@@ -46,8 +47,8 @@ HARNESS = tuple(
 #: What to do about a recipe that cannot run.
 REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"
 
-#: Degrees that say nothing about the world size: dp is what the others leave, experts are folded.
-REMAINDER, FOLDED = {"dp", "edp"}, {"edp", "ep", "etp"}
+#: Degrees that do not stand in test ids: the world size tells them.
+REMAINDER = {"dp", "edp"}
 
 
 def _texts(paths: Iterable[str | Path]) -> tuple[str, ...]:
@@ -67,9 +68,8 @@ class Case:
     config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
     """The component's own table."""
     topology: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
-    """Degrees, data parallelism among them: ``{"dp": 2, "tp": 2}``."""
-    world_size: int = attrs.field(kw_only=True)
-    """The product of the degrees, unless given."""
+    """Degrees, data parallelism among them: ``{"dp": 2, "tp": 2}``. Each is a key of the topology, or a
+    dimension that its layout must give that size."""
     overrides: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
     """Tables laid over the tiny recipe, for example ``{"model": {"vocab": 256}}``. Of the listed kinds the
     component comes after those given here, or where ``{"use": ...}`` with its own name stands among them."""
@@ -79,10 +79,16 @@ class Case:
     """Stands in test ids for a case that component and degrees do not tell from another."""
     plain: bool = attrs.field(default=False, kw_only=True)
     """Leave out layout, wrappers and pipeline: see :meth:`alone`."""
+    world_size: int = attrs.field(kw_only=True)
+    """The fewest ranks that the topology lays out with these degrees, unless given."""
 
     @world_size.default
-    def _product(self) -> int:
-        return prod(degree for dim, degree in self.topology.items() if dim not in FOLDED)
+    def _fewest_ranks(self) -> int:
+        product = prod(self.topology.values())
+        try:
+            return (self.degrees().fewest_ranks() if self.topology else None) or product
+        except PluginError:  # a plugin of the case is broken, which its checks tell
+            return product
 
     @property
     def id(self) -> str:
@@ -123,6 +129,15 @@ class Case:
         own: Tables = next(t for t in found if t["use"] == self.use) if self.listed else found
         return own
 
+    def degrees(self) -> Degrees:
+        """Return the degrees with the topology that is to have them.
+
+        Raises:
+            PluginError: as :meth:`registry`.
+        """
+        wanted = {} if self.plain else self.topology
+        return Degrees(wanted, self._around({})["topology"], self.registry())
+
     @property
     def listed(self) -> bool:
         """Whether a recipe has a list of this kind."""
@@ -132,8 +147,9 @@ class Case:
         """Return the component's config.
 
         Raises:
-            RecipeError: the case's table does not fit the config class.
+            RecipeError: the case's table does not fit the config class, or a degree not the topology.
         """
+        self.degrees().check(self.world_size)
         table = dict(self.own_table(self.tables()))
         del table["use"]
         settings, problems = structure(table, self.component().config, self.kind)
@@ -150,9 +166,14 @@ class Case:
         return attrs.evolve(self, topology={}, world_size=1, plain=True)
 
     def tables(self, **changes: Any) -> Tables:
-        """Return the recipe as TOML tables: the tiny one, then overrides, the component, ``changes``."""
-        degrees = {dim: n for dim, n in self.topology.items() if dim not in REMAINDER}
-        layout = {"run": {"ranks": self.world_size}, "topology": degrees}
+        """Return the recipe as TOML tables: the tiny one, overrides, the component, degrees, ``changes``."""
+        tables = self._around({"run": {"ranks": self.world_size}})
+        if self.topology and isinstance(tables["topology"], Mapping):
+            tables = merge(tables, {"topology": self.degrees().keys})
+        return merge(tables, changes)
+
+    def _around(self, layout: Tables) -> Tables:
+        """Return the tables without degrees."""
         tables = merge(merge(TINY, layout), self.overrides)
         own = {"use": self.use, **self.config}
         if self.listed:
@@ -161,7 +182,7 @@ class Case:
             tables = merge(tables, {self.kind: own})
         if self.plain:
             tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"], "parallel": []}
-        return merge(tables, changes)
+        return tables
 
     def _listed(self, around: list[Tables], own: Tables) -> list[Tables]:
         """Put the component where ``around`` names it, else after the others."""
@@ -179,10 +200,12 @@ class Case:
             path = Path(folder, "case.toml")
             path.write_text(tomli_w.dumps(self.tables(**changes)))
             try:
-                return load_recipe(path, plugins=self.local)
+                recipe = load_recipe(path, plugins=self.local)
             except RecipeError as error:
                 lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
                 raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None
+        self.degrees().check(self.world_size)
+        return recipe
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:

@@ -7,9 +7,13 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from nanotrain_core.contracts import Optimizer
 
-class LateWeights:
-    """Offers ``wait``, as an optimizer that overlaps communication with the next forward does."""
+
+class LateWeights(Optimizer):
+    """Returns early, as an optimizer that overlaps communication with the next forward does."""
+
+    returns_early = True
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parameters = {p for part in parts for p in part.parameters() if p.requires_grad}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -13,7 +13,15 @@ import torch.distributed as dist
 from structlog.testing import capture_logs
 
 from nanotrain_core.compose import Run, compose
-from nanotrain_core.contracts import Block, EvaluationReport, Monitor, StepReport, StepStats
+from nanotrain_core.contracts import (
+    Block,
+    EvaluationReport,
+    Monitor,
+    Optimizer,
+    StepReport,
+    StepStats,
+    UpdateReport,
+)
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.layout.initialisation import initial_block
 from nanotrain_core.layout.placement import Placement
@@ -42,6 +50,10 @@ class Trace:
     streams: Mapping[str, torch.Tensor]
     """Random-number streams, after the last step."""
     collectives: list[Entry]
+    offered: list[Block]
+    """Gradients of the first step as a monitor is offered them; none unless asked for."""
+    norms: list[dict[str, float]]
+    """Of each parameter's gradient in every step, as a monitor is offered them; none unless asked for."""
 
 
 class Reports(Monitor):
@@ -56,6 +68,21 @@ class Reports(Monitor):
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         self.evaluations.append(report.loss)
+
+
+class Gradients(Monitor):
+    """Keeps what monitors are offered of gradients: those of the first step, and the norms of all steps."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.offered: list[Block] = []
+        self.norms: list[dict[str, float]] = []
+
+    def on_before_update(self, update: UpdateReport) -> None:
+        if not self.norms:
+            self.offered = copies(block for found in update.gradients() for block in found.blocks())
+        self.norms.append(update.norms())
 
 
 class Stand:
@@ -123,8 +150,11 @@ def train(
     save_at: int = 0,
     failing_monitors: bool = False,
     log_collectives: bool = False,
+    watch_gradients: bool = False,
 ) -> Trace:
     """Train all the steps of the case's recipe.
+
+    ``watch_gradients`` adds a monitor that reads them before each update.
 
     To log the collectives of process groups doubles the time of small models; where torch does not compare
     them (``run_ranks(check_collectives=False)``), ranks of one host use shared memory for most of theirs.
@@ -132,10 +162,10 @@ def train(
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes, folder=folder, resume=resume)
-    optimizer, seen = FirstGradients(engine.run), Reports()
+    optimizer, seen, watch = FirstGradients(engine.run), Reports(), Gradients()
     checkpoint = SaveAt(engine.run.checkpoint, save_at)
-    engine.run = attrs.evolve(engine.run, optimizer=optimizer, checkpoint=checkpoint)
-    engine.events.monitors = [*engine.events.monitors, seen]
+    engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer), checkpoint=checkpoint)
+    engine.events.monitors = [*engine.events.monitors, *([watch] if watch_gradients else []), seen]
     if failing_monitors:
         engine.events.strict = False
         engine.events.monitors = [*map(Failing, engine.run.monitors), seen]
@@ -153,6 +183,8 @@ def train(
         meta={"optimizer": run.optimizer.meta(), "scale": run.loss_scale.meta(), "data": run.feed.meta()},
         streams=random_state.capture(torch.device("cpu")),
         collectives=collectives.entries,
+        offered=watch.offered,
+        norms=watch.norms,
     )
 
 

@@ -39,7 +39,7 @@ class RoutedConfig:
     """If not 0, all tokens choose among the first so many experts."""
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Say how finely its parts can be split."""
+        """Yield how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         yield Divisible(split, "model.heads", self.heads, "heads")

@@ -19,7 +19,7 @@ from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.moe.routing import Routing, run_locally
+from nanotrain_core.moe.routing import CountingRouter, Routing, run_locally
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.precision.dtypes import keep_dtype
 
@@ -29,20 +29,21 @@ def linear(inputs: int, outputs: int, role: Role, *, unit: int = 1, bias: bool =
     return tag(nn.Linear(inputs, outputs, bias=bias), role, unit=unit)
 
 
-def norm(width: int) -> nn.Module:
+def norm(width: int, ops: Ops) -> nn.Module:
     """Return a tagged normalisation."""
-    return tag(RMSNorm(width, eps=1e-5), Role.NORM)
+    return tag(RMSNorm(width, eps=1e-5, ops=ops), Role.NORM)
 
 
 class Attention(nn.Module):
     """Keys are a part of each head's own, from a latent, and a part that all heads share."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         D, H = config.width, config.heads
         self.head_size, self.latent = K, R = D // H, D // 2
         self.down = linear(D, R + K, Role.REPLICATED)
-        self.norm = norm(R)
+        self.norm = norm(R, ops)
         self.shared = tag(nn.Identity(), Role.SHARED)
         self.q = linear(D, H * 2 * K, Role.COLUMN, unit=2 * K)
         self.kv = linear(R, H * 2 * K, Role.COLUMN, unit=2 * K, bias=True)
@@ -54,21 +55,20 @@ class Attention(nn.Module):
         q = self.q(x_BSD).unflatten(-1, heads)
         own_k, v = self.kv(self.norm(latent_BSR)).unflatten(-1, heads).chunk(2, dim=-1)
         shared_k = self.shared(shared_BSK).unsqueeze(2).expand_as(own_k)
-        y = TORCH.attention(q, torch.cat((own_k, shared_k), dim=-1), v)
+        y = self.ops.attention(q, torch.cat((own_k, shared_k), dim=-1), v)
         out_BSD: torch.Tensor = self.o(y.flatten(2))
         return out_BSD
 
 
-class Router(nn.Module):
+class Router(CountingRouter):
     """Sigmoid scores with a bias for the choice, and the balance loss of each sequence."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config.experts)
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.bias = nn.Parameter(torch.empty(config.experts), requires_grad=False)
         keep_dtype(self, "bias")
-        self.load: torch.Tensor | None = None
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
         E, K, favoured = self.config.experts, self.config.chosen, self.config.favoured
@@ -84,15 +84,6 @@ class Router(nn.Module):
         mean_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
         return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()}, load)
 
-    def add_load(self, load: torch.Tensor) -> None:
-        """Count tokens, outside of the layer, which may run twice."""
-        self.load = load if self.load is None else self.load + load
-
-    def take_load(self) -> torch.Tensor:
-        """Return the tokens of each expert since this was last asked."""
-        load, self.load = self.load, None
-        return torch.zeros(self.config.experts, dtype=torch.int64) if load is None else load
-
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
         """Move the bias towards experts with few tokens."""
@@ -102,37 +93,34 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU experts; without a single row, a result that knows nothing of its input."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         E, D, width = config.experts, config.width, config.ffn
         self.gate = nn.Parameter(torch.empty(E, width, D))
         self.up = nn.Parameter(torch.empty(E, width, D))
         self.down = nn.Parameter(torch.empty(E, D, width))
 
     def forward(self, x_BSD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return run_locally(self.compute, x_BSD, routing, len(self.gate))
+        return run_locally(self.compute, x_BSD, routing, len(self.gate), self.ops)
 
     def compute(self, rows_ND: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs of rows sorted by expert."""
-        pieces = torch.split(rows_ND, counts_E.tolist())
-        done = [self._one(e, piece) for e, piece in enumerate(pieces) if len(piece)]
-        return torch.cat(done) if done else rows_ND.new_zeros(0, rows_ND.shape[-1])
-
-    def _one(self, expert: int, rows_ND: torch.Tensor) -> torch.Tensor:
-        hidden = F.silu(rows_ND @ self.gate[expert].T) * (rows_ND @ self.up[expert].T)
-        return hidden @ self.down[expert].T
+        if not len(rows_ND):
+            return rows_ND.new_zeros(0, rows_ND.shape[-1])
+        return self.ops.experts(rows_ND, counts_E, self.gate, self.up, self.down)
 
 
 class Layer(nn.Module):
     """Attention; then chosen experts, and one that all tokens share."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
         D = config.width
-        self.attn_norm, self.attn = norm(D), Attention(config)
-        self.ffn_norm = norm(D)
+        self.attn_norm, self.attn = norm(D, ops), Attention(config, ops)
+        self.ffn_norm = norm(D, ops)
         self.router = tag(Router(config), Role.ROUTER)
-        self.experts = tag(Experts(config), Role.EXPERTS, split={"gate": 1, "up": 1, "down": 2})
+        self.experts = tag(Experts(config, ops), Role.EXPERTS, split={"gate": 1, "up": 1, "down": 2})
         self.shared_up = linear(D, config.ffn, Role.COLUMN)
         self.shared_down = linear(config.ffn, D, Role.ROW)
 
@@ -148,16 +136,16 @@ class Layer(nn.Module):
 class RoutedPart(nn.Module):
     """See :class:`~nanotrain_core.contracts.ModelPart`."""
 
-    def __init__(self, config: Any, part: Part) -> None:
+    def __init__(self, config: Any, part: Part, ops: Ops) -> None:
         super().__init__()
         self.part = part
         if part.has_embedding:
             self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
         numbers = range(part.first, part.last)
-        self.layers = nn.ModuleDict({str(n): tag(Layer(config), Role.BLOCK) for n in numbers})
+        self.layers = nn.ModuleDict({str(n): tag(Layer(config, ops), Role.BLOCK) for n in numbers})
         if part.has_head:
-            self.norm = norm(config.width)
-            self.head = tag(Head(config.vocab, config.width, tied=False), Role.HEAD)
+            self.norm = norm(config.width, ops)
+            self.head = tag(Head(config.vocab, config.width, tied=False, ops=ops), Role.HEAD)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
@@ -192,7 +180,7 @@ class Routed:
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return a part on ``meta``."""
         with torch.device("meta"):
-            return RoutedPart(self.config, part)
+            return RoutedPart(self.config, part, ops)
 
     def loss_counts(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return target tokens, and sequences times layers."""

@@ -1,6 +1,6 @@
 """``sliced``: tensor parallelism at its plainest, which believes every role that a model tells it.
 
-The harness puts it around a model under test. It shares out no embedding, head or expert.
+The harness puts it around a model under test. It splits no embedding, head or expert.
 """
 
 from __future__ import annotations

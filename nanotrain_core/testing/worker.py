@@ -184,7 +184,7 @@ def process_group(job: Job, rank: int, world_size: int) -> Iterator[None]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """Say how a process ended: ``died of SIGKILL``, ``exited with code 3``."""
+    """Return how a process ended: ``died of SIGKILL``, ``exited with code 3``."""
     if exit_code is not None and exit_code < 0:
         return f"died of {signal.Signals(-exit_code).name}"
     return f"exited with code {exit_code}"

@@ -30,8 +30,8 @@ PATIENCE = 5
 LEFT_BEHIND = 3.0
 #: Seconds between two looks.
 INTERVAL = 0.5
-#: In the path of code in which ranks wait for each other.
-WAITING = (os.path.join("torch", "distributed"), os.path.join("nanotrain_core", "host", "barrier"))
+#: In the path of code in which ranks wait for each other: a transport of its own waits in a ``barrier.py``.
+WAITING = (os.path.join("torch", "distributed"), f"{os.sep}barrier.py")
 
 
 @attrs.define(frozen=True)
@@ -199,7 +199,7 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether there is a process of that number."""
+    """Return whether there is a process of that number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

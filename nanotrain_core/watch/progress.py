@@ -18,7 +18,7 @@ class Progress:
         self._since = time.monotonic()
 
     def note(self, phase: str, step: int = 0, *, first: bool = False) -> None:
-        """Say that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
+        """Note that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
         now = time.monotonic()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
         self._since = now

@@ -198,7 +198,7 @@ def build(config: ChaosConfig) -> Any:
                     group["lr"] *= self.order.amount
 
         def strikes(self, act: str) -> bool:
-            """Say whether to harm the step that is being computed: once, unless ``amount`` is negative."""
+            """Return whether to harm the step that is being computed: once, unless ``amount`` is negative."""
             if self.order.act != act or not self.due("data"):
                 return False
             if self.step + 1 <= self.furthest and self.order.amount >= 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -10,11 +12,20 @@ import torch
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import Data
 from nanotrain_core.errors import DataError
+from nanotrain_core.launch.inputs import survey_of
 from nanotrain_core.run.feed import OWN_KEYS
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 
 SEQUENCES = 8
+_SURVEY = """
+import sys
+from nanotrain_core.launch.inputs import survey_of
+from nanotrain_core.testing import Case
+case = {case!r}
+print(survey_of(case.recipe(), case.registry()))
+sys.exit("its survey imports torch" if "torch" in sys.modules else 0)
+"""
 #: A validation batch that is behind the last of any data.
 FAR = 10**9
 
@@ -69,7 +80,7 @@ def targets_are_the_next_tokens(case: Case) -> None:
     assert_equal(targets[:, :-1][predicted], tokens[:, 1:][predicted], "targets against the tokens after")
 
 
-@check("data", since="0.1", variants=("2", "4"))
+@check("data", since="0.1", variants=("2", "3", "4"))
 def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
     """Side by side, the rows of all shards are the global batch that one process sees, step after step."""
     count = int(shards)
@@ -77,7 +88,7 @@ def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
     assert_equal(torch.cat(parts, dim=2), batches(opened(case), 3), f"{count} shards against one")
 
 
-@check("data", since="0.1", variants=("2", "4"))
+@check("data", since="0.1", variants=("2", "3", "4"))
 def validation_shards_make_up_the_batch(case: Case, shards: str) -> None:
     """So are the rows of the validation batches."""
     expected = [_both(batch) for batch in validation(opened(case), 4)]
@@ -174,3 +185,21 @@ def last_validation_batch_is_padded(case: Case) -> None:
         assert sizes == {size}, f"asked for batches of {size}, got {sizes}"
         counts[size] = sum(int(batch.target_tokens()) for batch in found)
     assert len(set(counts.values())) == 1, f"predicted tokens by size of batch: {counts}"
+
+
+@check("data", since="0.2", applies=lambda case: case.component().survey is not None)
+def survey_is_true(case: Case) -> None:
+    """What its ``survey`` says, without torch and before anything is opened, is what is opened."""
+    code = _SURVEY.format(case=case)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.strip()
+    found, data = survey_of(case.recipe(), case.registry()), opened(case)
+    assert not found.problems, f"it finds problems, but the data can be opened: {found.problems}"
+    assert found.vocab in (None, data.vocab_size), f"it says {found.vocab} tokens, not {data.vocab_size}"
+    enough = found.train is None or found.train >= SEQUENCES
+    assert enough, (
+        f"it says that there are {found.train} to train on, but a batch of {SEQUENCES} can be taken"
+    )
+    targets = (batch.targets for batch in validation(data, SEQUENCES))
+    held = sum(int((rows != IGNORE).any(dim=1).sum()) for rows in targets if rows is not None)
+    assert found.validation in (None, held), f"it says that {found.validation} are held out, not {held}"

@@ -16,6 +16,7 @@ from nanotrain_core.layout.parameters_in_flight import fence
 from nanotrain_core.layout.placement import place
 from nanotrain_core.layout.roles import Role, Tag, tag_of, tagged
 from nanotrain_core.models.activation_checkpointing import run_again
+from nanotrain_core.models.ops import TORCH
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import parts_between
 from nanotrain_core.recipe.divisibility import divisibility_of
@@ -40,7 +41,7 @@ def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
     edges = [0, *bounds, model.layers]
     parts = parts_between(edges, [0] * (len(edges) - 1))
     with torch.device("meta"):
-        return [model.build(part) for part in parts]
+        return [model.build(part, TORCH) for part in parts]
 
 
 def parts_of(case: Case, *bounds: int, seed: int = 7) -> list[nn.Module]:
@@ -121,7 +122,7 @@ def parts_compose_to_the_whole(case: Case) -> None:
 
 @check("model", since="0.1")
 def layers_may_be_run_again(case: Case) -> None:
-    """With every BLOCK run again in backward, losses, gradients and what routers counted are the same."""
+    """With activation checkpointing of every BLOCK, losses, gradients and routers' counts are the same."""
     once, twice = parts_of(case), parts_of(case)
     for part in twice:
         run_again(part)
@@ -136,7 +137,8 @@ def layers_may_be_run_again(case: Case) -> None:
     try:
         assert_same(counted, loads, "tokens counted")
     except AssertionError as error:
-        raise AssertionError(f"{error}; a router counts no token while routing.runs_again()") from None
+        remedy = "return the load in Routing and add it in the part, which runs once: a BLOCK may run twice"
+        raise AssertionError(f"{error}; {remedy}") from None
 
 
 @check("model", since="0.1")
@@ -163,6 +165,18 @@ def divisibility_is_true(case: Case) -> None:
     assert built <= told, f"not said by divisibility(): {built - told}"
     false = [extent for extent in said if not built & {(r, extent.width, extent.units) for r in extent.roles}]
     assert not false, f"said by divisibility(), but nothing that is built has it: {false}"
+    rows = {found for _, module, tag in tagged(part) for found in _rows(module, tag)}
+    false = [extent for extent in said if extent.row and not rows & {(r, extent.row) for r in extent.roles}]
+    assert not false, f"rows said by divisibility(), but nothing that is built has them: {false}"
+
+
+def _rows(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, int]]:
+    """Yield (role, length) of the rows that ranks cut if they split a module."""
+    for name, parameter in module.named_parameters():
+        if tag.role is Role.COLUMN and parameter.dim() == 1:
+            yield tag.role, parameter.shape[0]
+        elif (tag.role is Role.ROW and parameter.dim() > 1) or tag.split.get(name) == parameter.dim() - 1:
+            yield tag.role, parameter.shape[-1]
 
 
 def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:

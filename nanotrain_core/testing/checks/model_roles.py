@@ -1,4 +1,4 @@
-"""What a model says by its roles is true: shared out as they say, it computes the same."""
+"""What a model says by its roles is true: split as they say, it computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEGREES = (2, 3, 4, 5)
 
 @check("model", since="0.1")
 def roles_are_true(case: Case) -> None:
-    """With COLUMN and ROW shared out over ranks in whole units, INNER summed, all gradients are the same."""
+    """With COLUMN and ROW split over ranks in whole units, INNER summed, all gradients are the same."""
     (part,) = on_meta(case)
     units = [
         module.weight.shape[found.role is Role.ROW] // found.unit  # type: ignore[index]

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from nanotrain_core.recipe import check_combination as resolve_layout
-from nanotrain_core.testing.altered import train_with_extra, train_with_replaced
+from nanotrain_core.testing.altered import train_with_extra, train_with_more_roles, train_with_replaced
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
@@ -92,6 +92,26 @@ def a_precision_may_replace_modules(case: Case) -> None:
     except AssertionError as error:
         hint = (
             "what `apply` changes of a tagged module must be a hook: see nanotrain_core.layout.roles.replace"
+        )
+        raise AssertionError(f"{error}; {hint}") from None
+
+
+@check("parallel", since="0.1", applies=distributed)
+def inner_shared_and_biased_layers(case: Case) -> None:
+    """Gradients are right too with a bias in each linear, an INNER norm of heads and what they SHARE."""
+    recipe, around = case.recipe(), case.tables()["parallel"]
+    syncs = any("gradient_sync" in case.registry().get(s.kind, s.use).provides for s in recipe.selections())
+    changes = {"run": {"steps": 1}, "parallel": around if syncs else [*around, {"use": "summed"}]}
+    ranks = run_ranks(train_with_more_roles, case.world_size, case, changes)
+    (alone,) = run_ranks(train_with_more_roles, 1, case.alone(), {"run": {"steps": 1}})
+    try:
+        assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
+        for trace in ranks:
+            assert_same_reports(trace, alone, atol=EXACT)
+    except AssertionError as error:
+        hint = (
+            "a rank's gradient of what is INNER is partial: sum_over; what is SHARED enters the split region "
+            "as a COLUMN's input does; the bias of a ROW is added once"
         )
         raise AssertionError(f"{error}; {hint}") from None
 

@@ -21,14 +21,14 @@ from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, Trace, drive, make_run, train
 
-#: Largest relative error of a master weight after ``store``; narrow formats may keep 3 bits.
+#: Largest relative error of a master weight after ``store``; low-precision formats may keep 3 bits.
 STORE_ERROR = 0.1
 #: Numbers of elements that end in the middle of a row of a packed weight, and that do not.
 ENDS = (1, RANGE - 1, RANGE, RANGE + 1, 3 * RANGE + RANGE // 2 + 5)
 #: Largest distance of a gradient from float32's, relative: one that is lost is 1 away. FP8's routers: 0.5.
 GRADIENT_ERROR = 0.9
 #: How far losses of the tiny model may be from float32's, relative: one of them, and the mean of 20 steps.
-#: Eight bits in the products move single ones by up to 7%, as often up as down, and the mean by 0.3%.
+#: Eight bits in the GEMMs move single ones by up to 7%, as often up as down, and the mean by 0.3%.
 ONE_LOSS, MEAN_LOSS = 0.1, 0.01
 
 ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.api.torch import TORCH
 
 #: Longest sequence whose probabilities are kept for the backward pass: S numbers per query.
 SHORT = 1024

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import tagged
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm import (
+from nanotrain_core.api import tagged
+from nanotrain_core.api.torch import (
     LINEAR,
     GEMMBackend,
     Kept,
+    Passes,
     TorchGEMM,
     gemm_parameters,
     gemms_of,

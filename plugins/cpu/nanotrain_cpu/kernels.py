@@ -7,14 +7,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Kernels
-from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm import GEMMBackend
+from nanotrain_core.api.torch import TORCH, GEMMBackend, Kernels, Ops, Passes, Transport
 from nanotrain_cpu import CPUKernelsConfig
 from nanotrain_cpu.attention import attention
 from nanotrain_cpu.experts import experts
 from nanotrain_cpu.gemm import CPUGEMM, use_faster_products
+from nanotrain_cpu.memory import keep_freed_memory
+from nanotrain_cpu.transport import SharedMemoryTransport
 
 #: What is faster than plain PyTorch on a CPU: 5% of a training step at least, as the README shows.
 FASTER = replace(TORCH, attention=attention, experts=experts)
@@ -25,6 +24,14 @@ class CPUKernels(Kernels):
 
     def __init__(self, config: CPUKernelsConfig) -> None:
         self.config = config
+
+    def prepare(self, device: torch.device) -> None:
+        """Have freed memory kept in this process."""
+        keep_freed_memory()
+
+    def transport(self) -> Transport:
+        """Return exchanges through shared memory if the config has them."""
+        return SharedMemoryTransport() if self.config.shared_memory else Transport()
 
     def ops(self, device: torch.device) -> Ops:
         """Return functions for a CPU; elsewhere plain PyTorch."""

@@ -3,12 +3,13 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import attrs
 from attrs.validators import gt
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import Component, Register, hookimpl
 
 __version__ = "0.1.0"
 
@@ -17,12 +18,14 @@ __version__ = "0.1.0"
 class DataParallelConfig:
     """``[[parallel]] use = "ddp"``."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+    }
+
     bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
     """Megabytes of gradient summed by one all-reduce: small ones start early, large ones cost less each."""
     overlap: bool = True
     """Start a bucket's all-reduce during backward, as soon as its last gradient is there."""
-    shared_memory: bool = True
-    """On CPU, sum through memory that ranks of one host share, in one bucket after backward, if they can."""
 
 
 @hookimpl

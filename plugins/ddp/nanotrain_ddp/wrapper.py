@@ -13,30 +13,31 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.contracts import Parallel
-from nanotrain_core.host.shared_memory import SharedBuffers
-from nanotrain_core.layout.gradients import LocalGradients
-from nanotrain_core.layout.layout import Span
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placements
-from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.api import Span
+from nanotrain_core.api.torch import (
+    Buffer,
+    LocalGradients,
+    Mesh,
+    Parallel,
+    Passes,
+    Pending,
+    PlacedParameter,
+    Placements,
+)
 from nanotrain_ddp import DataParallelConfig
 
 
 class Bucket:
     """Gradients that one all-reduce sums: consecutive ranges of a flat buffer."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, flat: torch.Tensor
-    ) -> None:
-        self.parameters, self.group, self.flat = parameters, group, flat
-        ranges = torch.split(self.flat, [p.numel() for p in parameters])
+    def __init__(self, parameters: Sequence[nn.Parameter], buffer: Buffer) -> None:
+        self.parameters, self.buffer = parameters, buffer
+        ranges = torch.split(buffer.flat, [p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, ranges, strict=True)}
         self.missing = set(parameters)
-        self.work: dist.Work | None = None
+        self.pending: Pending | None = None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Copy one gradient into its range."""
@@ -45,38 +46,17 @@ class Bucket:
 
     def start(self) -> None:
         """Begin to sum over the group."""
-        self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.pending = self.buffer.all_reduce()
 
     def wait(self) -> None:
         """Return when the sum is there, and be ready for the next step."""
-        assert self.work is not None
-        self.work.wait()
+        assert self.pending is not None
+        self.pending()
         self.reset()
 
     def reset(self) -> None:
         """Wait for every gradient again."""
-        self.work, self.missing = None, set(self.parameters)
-
-
-class SharedBucket(Bucket):
-    """A bucket whose buffer the other ranks of this host can read: summed after backward, by waiting.
-
-    The cores that would send it meanwhile are the ones that compute backward.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, buffers: SharedBuffers
-    ) -> None:
-        super().__init__(parameters, group, buffers.mine)
-        self.buffers = buffers
-
-    def start(self) -> None:
-        """Nothing can go on in the background."""
-
-    def wait(self) -> None:
-        """Sum over the group, and be ready for the next step."""
-        self.buffers.all_reduce()
-        self.reset()
+        self.pending, self.missing = None, set(self.parameters)
 
 
 class DataParallel(LocalGradients, Parallel):
@@ -103,10 +83,9 @@ class DataParallel(LocalGradients, Parallel):
         """Assign every parameter with a partial gradient to a bucket."""
         super().attach(parameters, mesh, dtype, passes)
         limit = int(self.config.bucket_mb * 2**20)
-        share = self.config.shared_memory and mesh.device.type == "cpu"
         # Those that other stages hold too come last: all ranks reach them, whatever they did before.
         groups = sorted(group_parameters(parameters, mesh, dtype, limit), key=lambda g: g[1][0].stages)
-        self.buckets = [make_bucket(members, mesh, *key, share=share) for members, key in groups]
+        self.buckets = [make_bucket(members, mesh, *key) for members, key in groups]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def check(self, mesh: Mesh) -> None:
@@ -187,14 +166,8 @@ def group_parameters(
         yield members, key
 
 
-def make_bucket(
-    members: Sequence[nn.Parameter], mesh: Mesh, span: Span, dtype: torch.dtype, *, share: bool
-) -> Bucket:
-    """Make the bucket of ``members``, through shared memory if asked for and possible. Collective."""
-    group = mesh.group_of(span)
-    assert group is not None, f"summing over {span}, a single rank"
-    numel = sum(p.numel() for p in members)
-    buffers = SharedBuffers.open(numel, dtype, group, mesh.timeout.total_seconds()) if share else None
-    if buffers is not None:
-        return SharedBucket(members, group, buffers)
-    return Bucket(members, group, torch.empty(numel, dtype=dtype, device=mesh.device))
+def make_bucket(members: Sequence[nn.Parameter], mesh: Mesh, span: Span, dtype: torch.dtype) -> Bucket:
+    """Make the bucket of ``members``. Collective."""
+    exchange = mesh.exchange_of(span)
+    assert exchange is not None, f"summing over {span}, a single rank"
+    return Bucket(members, exchange.buffer(sum(p.numel() for p in members), dtype))

@@ -8,11 +8,11 @@ from nanotrain_core.testing import Case, conformance
 
 DDP = {"parallel": [{"use": "ddp"}]}
 MANY_BUCKETS = {"bucket_mb": 0.01}
-SOCKETS = {**MANY_BUCKETS, "shared_memory": False}
+SOCKETS = {"kernels": {"use": "torch"}}
 
 test_conformance = conformance(
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}),
-    Case("parallel", use="ddp", config=SOCKETS, topology={"dp": 2}, name="sockets"),
+    Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}, overrides=SOCKETS, name="sockets"),
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
     Case("optimizer", use="adamw", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
@@ -27,7 +27,7 @@ MODELS = (
     {"layers": 1, "heads": 2, "head_size": 12},
 )
 
-CONFIGS = (MANY_BUCKETS, SOCKETS, {"shared_memory": False, "overlap": False})
+CONFIGS = ((MANY_BUCKETS, {}), (MANY_BUCKETS, SOCKETS), ({"overlap": False}, SOCKETS))
 
 # Every world size with every shape of model and with every config, and every component that has ranks to
 # serve beside ddp.
@@ -37,11 +37,12 @@ test_exhaustively = pytest.mark.full(
             Case(
                 "parallel",
                 use="ddp",
-                config=CONFIGS[(turn + shape) % len(CONFIGS)],
+                config=config,
                 topology={"dp": dp},
-                overrides={"model": model, "batch": {"sequences": 16}},
+                overrides={"model": model, "batch": {"sequences": 16}, **kernels},
             )
             for (turn, dp), (shape, model) in product(enumerate((2, 4, 8)), enumerate(MODELS))
+            for config, kernels in (CONFIGS[(turn + shape) % len(CONFIGS)],)
         ),
         *(
             Case("optimizer", use=use, config=config, topology={"dp": dp}, overrides=DDP)

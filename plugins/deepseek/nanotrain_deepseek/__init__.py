@@ -3,9 +3,7 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import Component, Register, hookimpl
 from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek
 
 __version__ = "0.1.0"

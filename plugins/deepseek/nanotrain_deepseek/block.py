@@ -10,11 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.feed_forward import SwiGLU
-from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.models.rope import Rotation
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import Ops, RMSNorm, Rotation, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
 from nanotrain_deepseek.moe import MixtureOfExperts

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs.validators import ge, gt
 
-from nanotrain_core.errors import Problem
-from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.divisibility import Divisible
-from nanotrain_core.recipe.tree import TRAINING
+from nanotrain_core.api import TRAINING, Divisible, Problem, Role, yarn_magnitude
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout.layout import Layout
-    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.api import Layout, Recipe
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -30,7 +26,7 @@ class YarnConfig:
     """Pairs that turn more often than this over `original_length` keep their frequency."""
     beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
     """Pairs that turn less often are slowed down by `factor`; those between, in part."""
-    mscale: float = attrs.field(default=1.0, validator=ge(0.0))
+    mscale: float = 1.0
     """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
     mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
     """Scales attention scores by m(mscale_all_dim) squared."""
@@ -39,6 +35,25 @@ class YarnConfig:
     def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
         if value >= self.beta_fast:
             raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
+
+    @property
+    def magnitude(self) -> float:
+        """What the rotated numbers are multiplied by."""
+        return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
+
+
+#: Keys that say nothing where every layer is dense.
+_OF_EXPERTS = {
+    "experts",
+    "top_k",
+    "shared_experts",
+    "expert_ffn",
+    "groups",
+    "group_limit",
+    "score",
+    "normalise_weights",
+    "route_scale",
+}
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -134,22 +149,39 @@ class DeepSeekConfig:
         """Groups that one token's experts come from, at most."""
         return self.group_limit or self.groups
 
+    def canonical(self) -> dict[str, Any]:
+        """Return what its weights compute, in the one form that all recipes of this model share."""
+        unused: set[str] = set()
+        if not self.dense_layers:
+            unused |= {"ffn"}
+        if not self.mtp:
+            unused |= {"mtp_input"}
+        if self.chosen_groups == self.groups:  # the groups are only those of balance losses
+            unused |= {"groups", "group_limit"}
+        if not self.moe_layers:
+            unused |= _OF_EXPERTS
+        table = attrs.asdict(self) | {"group_limit": self.chosen_groups}
+        return {key: value for key, value in table.items() if key not in unused}
+
     def divisibility(self) -> Iterator[Divisible]:
-        """Say how finely its parts can be split."""
+        """Yield how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible(split, "model.heads", self.heads, "heads")
+        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * self.value_size)
         if self.dense_layers:
-            yield Divisible(split, "model.ffn", self.ffn, "columns of the dense feed-forward layers")
+            yield Divisible(
+                split, "model.ffn", self.ffn, "columns of the dense feed-forward layers", row=self.ffn
+            )
         if not self.moe_layers:
             return
         yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
+        width = self.expert_ffn
         yield Divisible(
-            (Role.EXPERTS,), "model.expert_ffn", self.expert_ffn, "columns of an expert", width=True
+            (Role.EXPERTS,), "model.expert_ffn", width, "columns of an expert", width=True, row=width
         )
         if self.shared_experts:
             shared = self.shared_experts * self.expert_ffn
-            yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts")
+            yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts", row=shared)
 
 
 def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:

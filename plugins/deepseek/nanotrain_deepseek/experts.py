@@ -1,4 +1,4 @@
-"""All experts of a layer, stacked: a matrix product for the rows of each expert.
+"""All experts of a layer, stacked: a grouped GEMM for the rows of each expert.
 
 Shapes: B batch, S sequence, N rows sorted by expert, E experts on this rank, D width, F width of one expert
 on this rank.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.moe.routing import Routing, run_locally
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import Ops, Routing, run_locally
 from nanotrain_deepseek.config import DeepSeekConfig
 
 

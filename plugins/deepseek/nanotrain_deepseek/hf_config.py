@@ -1,4 +1,4 @@
-"""What Hugging Face calls the options of DeepSeek-V3 and V2. Never imports torch.
+"""What Hugging Face calls the options of DeepSeek-V3 and V2, and of Mistral 4. Never imports torch.
 
 Options that its classes ignore, or that only the released code has, are checked too: the same file must
 mean the same model everywhere.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.hf.mapping import HFError, ParameterMapping, expect, expect_size
-from nanotrain_core.hf.rope import read_rope, write_rope
-from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
-from nanotrain_deepseek.hf_names import mappings
+from nanotrain_core.api import HFError, HFMapping, ParameterMapping, expect, expect_size
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.hf_names import Storage, empty, mappings
+from nanotrain_deepseek.hf_rope import rope_options, rope_table
 
 #: Our sizes and theirs, where both must be given.
 _SIZES = {
@@ -29,13 +29,26 @@ _SIZES = {
     "top_k": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
 }
-_V3, _V2 = "deepseek_v3", "deepseek_v2"
+_V3, _V2, _MISTRAL = "deepseek_v3", "deepseek_v2", "mistral4"
+_CLASSES = {
+    _V3: "DeepseekV3ForCausalLM",
+    _V2: "DeepseekV2ForCausalLM",
+    _MISTRAL: "Mistral4ForCausalLM",
+}
+#: Defaults of what may be left out, where they differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    _V3: {"dense": 3, "shared": 1, "normalised": True, "scale": 2.5, "q_rank": 1536},
+    _V2: {"dense": 0, "shared": 2, "normalised": False, "scale": 1.0, "q_rank": 1536},
+    _MISTRAL: {"dense": 0, "shared": 1, "normalised": True, "scale": 1.0, "q_rank": 1024},
+}
+#: What the norms of both latents add to the mean square, in every class there, whatever ``rms_norm_eps`` is.
+_LATENT_EPS = 1e-6
 
 
-class DeepSeekNames:
+class DeepSeekNames(HFMapping):
     """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
-    model_types = (_V3, _V2)
+    model_types = (_V3, _V2, _MISTRAL)
     #: Modules for further tokens have copies of the embedding and the head.
     ignored = (
         r".*\.rotary_emb\.inv_freq",
@@ -44,34 +57,35 @@ class DeepSeekNames:
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """Return the ``[model]`` table. What balances experts in training is left at its defaults."""
-        f, v3 = hf, hf["model_type"] == _V3
-        _check_fixed(f, v3=v3)
+        f, kind = hf, hf["model_type"]
+        default, v3 = _DEFAULTS[kind], kind == _V3
+        _check_fixed(f, kind)
         table: dict[str, Any] = {ours: expect_size(f, theirs) for ours, theirs in _SIZES.items()}
         table |= {
-            "dense_layers": f.get("first_k_dense_replace", 3 if v3 else 0),
-            "q_rank": f.get("q_lora_rank", 1536) or 0,
-            "shared_experts": f.get("n_shared_experts", 1 if v3 else 2) or 0,
+            "dense_layers": f.get("first_k_dense_replace", default["dense"]),
+            "q_rank": f.get("q_lora_rank", default["q_rank"]) or 0,
+            "shared_experts": f.get("n_shared_experts", default["shared"]) or 0,
             "score": "sigmoid" if v3 else "softmax",
-            "normalise_weights": bool(f.get("norm_topk_prob", v3)),
-            "route_scale": float(f.get("routed_scaling_factor", 2.5 if v3 else 1.0)),
+            "normalise_weights": bool(f.get("norm_topk_prob", default["normalised"])),
+            "route_scale": float(f.get("routed_scaling_factor", default["scale"])),
             "max_length": f.get("max_position_embeddings") or 0,
             "norm_eps": float(f.get("rms_norm_eps", 1e-6)),
             "tied": bool(f.get("tie_word_embeddings", False)),
             "init_std": float(f.get("initializer_range", 0.02)),
             "mtp": _further(f, table["layers"], tensors),
-            **_groups(f, v3=v3),
-            **_rope(f),
+            **_groups(f, kind),
+            **rope_table(f, mistral=kind == _MISTRAL),
         }
         return table | ({"mtp_input": "embedding_first"} if table["mtp"] else {})
 
     def config(self, config: DeepSeekConfig) -> dict[str, Any]:
         """Return a ``config.json``."""
-        c, v3 = config, config.score == "sigmoid"
-        _check_ours(c)
+        c, kind = config, _kind(config)
+        _check_ours(c, kind)
         found = {theirs: getattr(c, ours) for ours, theirs in _SIZES.items()}
         found |= {
-            "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
-            "model_type": _V3 if v3 else _V2,
+            "architectures": [_CLASSES[kind]],
+            "model_type": kind,
             "num_key_value_heads": c.heads,
             "first_k_dense_replace": c.dense_layers,
             "moe_layer_freq": 1,
@@ -79,8 +93,7 @@ class DeepSeekNames:
             "n_shared_experts": c.shared_experts,
             "scoring_func": c.score,
             "topk_method": _method(c),
-            "n_group": c.groups,
-            "topk_group": c.chosen_groups,
+            **_written_groups(c, kind),
             "norm_topk_prob": c.normalise_weights,
             "routed_scaling_factor": c.route_scale,
             "rms_norm_eps": c.norm_eps,
@@ -92,45 +105,77 @@ class DeepSeekNames:
             "num_nextn_predict_layers": c.mtp,
             "bos_token_id": None,
             "eos_token_id": None,
-            **_rope_options(c),
+            "rope_interleave": True,
+            **rope_options(c, mistral=kind == _MISTRAL),
         }
         length = c.max_length or (round(c.yarn.factor * c.yarn.original_length) if c.yarn else 0)
         return found | ({"max_position_embeddings": length} if length else {})
 
     def mappings(self, config: DeepSeekConfig) -> Iterator[ParameterMapping]:
         """Yield every parameter, layer by layer."""
-        return mappings(config)
+        return mappings(config, Storage(stacked=_kind(config) == _MISTRAL))
+
+    def mappings_in(self, config: DeepSeekConfig, hf: Mapping[str, Any]) -> Iterator[ParameterMapping]:
+        """Yield the same for files with the ``config.json`` ``hf``."""
+        interleaved = bool(hf.get("rope_interleave", True))
+        return mappings(config, Storage(interleaved, stacked=hf["model_type"] == _MISTRAL))
+
+    def empty(self, config: DeepSeekConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield tensors without numbers."""
+        return empty(config)
 
 
-def _check_fixed(f: Mapping[str, Any], *, v3: bool) -> None:
+def _kind(c: DeepSeekConfig) -> str:
+    """Return whose class computes the same: V2's never divides weights by their sum."""
+    if c.score == "sigmoid":
+        return _V3
+    return _MISTRAL if c.normalise_weights and c.moe_layers else _V2
+
+
+def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
     """Refuse options that this model does not have."""
     expect(f, "hidden_act", "silu")
     expect(f, "attention_bias", False)
     expect(f, "mlp_bias", False)
     expect(f, "moe_layer_freq", 1)
-    expect(f, "rope_interleave", True)
+    expect(f, "rms_norm_eps", _LATENT_EPS)
     expect(f, "num_key_value_heads", expect_size(f, "num_attention_heads"), None)
-    expect(f, "scoring_func", "sigmoid" if v3 else "softmax")
-    if v3:
+    expect(f, "scoring_func", "sigmoid" if kind == _V3 else "softmax")
+    if kind == _V3:
         expect(f, "topk_method", "noaux_tc")
-    else:
+    elif kind == _V2:
         expect(f, "topk_method", "greedy", "group_limited_greedy")
         expect(f, "norm_topk_prob", False, None)
+        expect(f, "rope_interleave", True)  # which its class does not read
+    else:
+        expect(
+            {"topk_group": 1, **f}, "topk_group", f.get("n_group", 1)
+        )  # of fewer it takes others than this model
 
 
-def _check_ours(c: DeepSeekConfig) -> None:
+def _check_ours(c: DeepSeekConfig, kind: str) -> None:
     """Refuse what Hugging Face's classes compute otherwise."""
-    if not c.shared_experts:
-        raise HFError("its models have at least 1 shared expert; shared_experts = 0")
-    if c.score == "softmax" and c.normalise_weights:
-        raise HFError("its V2 does not divide weights by their sum; normalise_weights = true")
-    if c.score == "softmax" and c.width % c.heads:
+    if c.norm_eps != _LATENT_EPS:
+        raise HFError(f"its norms of latents always add {_LATENT_EPS}; norm_eps = {c.norm_eps}")
+    if kind == _MISTRAL and c.chosen_groups < c.groups:
+        raise HFError(
+            "its V2 does not divide weights by their sum, and its Mistral 4, which does, takes groups by "
+            f"their best two experts, not one; normalise_weights = true with group_limit = {c.group_limit}"
+        )
+    if kind == _V2 and c.width % c.heads:
         raise HFError(f"its V2 wants heads that divide the width; {c.heads} do not divide {c.width}")
-    if c.score == "sigmoid" and c.experts // c.groups < 2:
-        raise HFError(f"its V3 wants groups of at least 2 experts; groups = {c.groups} of {c.experts}")
+    if kind != _V2 and c.moe_layers and c.experts < 2:
+        raise HFError("its routers of V3 and Mistral 4 want at least 2 experts; experts = 1")
 
 
-def _groups(f: Mapping[str, Any], *, v3: bool) -> dict[str, int]:
+def _written_groups(c: DeepSeekConfig, kind: str) -> dict[str, int]:
+    """Without a limit they choose nothing; V3 and Mistral 4 want groups of at least two experts even so."""
+    plain = c.chosen_groups == c.groups and (kind == _MISTRAL or c.experts // c.groups < 2)
+    return {"n_group": 1, "topk_group": 1} if plain else {"n_group": c.groups, "topk_group": c.chosen_groups}
+
+
+def _groups(f: Mapping[str, Any], kind: str) -> dict[str, int]:
+    v3 = kind == _V3
     groups, chosen = (
         f.get(key, default if v3 else None) for key, default in (("n_group", 8), ("topk_group", 4))
     )
@@ -151,49 +196,6 @@ def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int
     if there not in (0, promised):
         raise HFError(f"config.json: num_nextn_predict_layers is {promised}, but {there} of them are there")
     return there
-
-
-# --- RoPE -------------------------------------------------------------------------------------
-
-
-def _rope(f: Mapping[str, Any]) -> dict[str, Any]:
-    theta, kind, options = read_rope(f, "yarn")
-    if kind == "default":
-        return {"rope_theta": theta}
-    expect(options, "attention_factor", None)
-    expect(options, "truncate", True)
-    length = expect_size(options, "original_max_position_embeddings")
-    factor = options.get("factor") or expect_size(f, "max_position_embeddings") / length
-    mscale, all_dim = options.get("mscale") or 1.0, options.get("mscale_all_dim") or 0.0
-    if bool(options.get("mscale")) != bool(all_dim) and (all_dim or mscale != 1.0):
-        raise HFError("config.json: mscale and mscale_all_dim must be given both or neither")
-    yarn = {
-        "factor": float(factor),
-        "original_length": length,
-        "beta_fast": float(options.get("beta_fast") or 32),
-        "beta_slow": float(options.get("beta_slow") or 1),
-        "mscale": float(mscale),
-        "mscale_all_dim": float(all_dim),
-    }
-    return {"rope_theta": theta, "yarn": yarn}
-
-
-def _rope_options(c: DeepSeekConfig) -> dict[str, Any]:
-    return write_rope(c.rope_theta, "yarn", _yarn_parameters(c.yarn)) if c.yarn else write_rope(c.rope_theta)
-
-
-def _yarn_parameters(yarn: YarnConfig) -> dict[str, Any]:
-    found = {
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_length,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-    }
-    if yarn.mscale and yarn.mscale_all_dim:
-        return found | {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
-    if yarn.mscale == 1.0:
-        return found
-    raise HFError(f"its YaRN has no mscale = {yarn.mscale} with mscale_all_dim = {yarn.mscale_all_dim}")
 
 
 names = DeepSeekNames()

@@ -13,10 +13,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.models.rope import Rotation
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import Ops, RMSNorm, Rotation
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.yarn import softmax_scale
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.pipeline.actions import Costs, Part
+from nanotrain_core.api import Costs, Part
+from nanotrain_core.api.torch import IGNORE, TORCH, Batch, Ops
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import later_targets
 from nanotrain_deepseek.part import DeepSeekPart

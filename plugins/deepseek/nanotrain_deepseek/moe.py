@@ -12,10 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.feed_forward import SwiGLU
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.moe.routing import Routing
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import Ops, Routing, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.router import Router

@@ -14,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.batch import IGNORE
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.models.rope import Rotation
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api.torch import IGNORE, Ops, Rotation
 from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 

@@ -10,13 +10,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from nanotrain_core.batch import Batch
-from nanotrain_core.contracts import Initializer, PartOutput
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.head import Head
-from nanotrain_core.models.ops import Ops
-from nanotrain_core.models.rope import Rotation
-from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.api import Part, Role, tag
+from nanotrain_core.api.torch import Batch, Head, Initializer, Ops, PartOutput, Rotation
 from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import Predictor, later_targets, later_tokens

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.moe.routing import Routing
-from nanotrain_core.precision.dtypes import keep_dtype
+from nanotrain_core.api.torch import CountingRouter, Routing, count_of, keep_dtype
 from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
 
@@ -21,13 +20,13 @@ from nanotrain_deepseek.config import DeepSeekConfig
 TINY = 1e-20
 
 
-class Router(nn.Module):
+class Router(CountingRouter):
     """Linear scores, the best K of the best groups, and a count of what each expert got."""
 
     bias: nn.Parameter | None
 
     def __init__(self, config: DeepSeekConfig) -> None:
-        super().__init__()
+        super().__init__(config.experts)
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         bias = None
@@ -35,7 +34,6 @@ class Router(nn.Module):
             bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter("bias", bias)
         keep_dtype(self, "bias")
-        self._load: torch.Tensor | None = None
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
         """Return experts and weights of every token, and with :meth:`train` the balance losses."""
@@ -48,7 +46,7 @@ class Router(nn.Module):
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
         if not self.training:
             return Routing(experts_BSK, weights_BSK * c.route_scale)
-        losses, load = self._losses(scores_BSE, experts_BSK), count(experts_BSK, c.experts)
+        losses, load = self._losses(scores_BSE, experts_BSK), count_of(experts_BSK, c.experts)
         return Routing(experts_BSK, weights_BSK * c.route_scale, losses, load)
 
     def _choose(self, scores_BSE: torch.Tensor) -> torch.Tensor:
@@ -88,19 +86,6 @@ class Router(nn.Module):
 
     # --- load ---------------------------------------------------------------------------------
 
-    def add_load(self, load_E: torch.Tensor) -> None:
-        """Count tokens. The part calls it outside of its layers, which may run twice."""
-        self._load = load_E if self._load is None else self._load + load_E
-
-    def take_load(self) -> torch.Tensor:
-        """Return how many tokens each expert got [E] in training since the last call, int64."""
-        load, self._load = self._load, None
-        return (
-            load
-            if load is not None
-            else torch.zeros(len(self.weight), dtype=torch.int64, device=self.weight.device)
-        )
-
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
         """Move the bias down for experts above the mean of the global ``load`` [E], up for those below.
@@ -111,10 +96,3 @@ class Router(nn.Module):
             return
         missing = load.sum() - load * len(load)  # E times (mean - load): exact in integers
         self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.config.bias_update_rate)
-
-
-def count(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return how often each of ``number`` experts was chosen [E], int64: a narrow float would lose counts."""
-    choices = experts.flatten()
-    none = torch.zeros(number, dtype=torch.int64, device=choices.device)
-    return none.scatter_add(0, choices, torch.ones_like(choices))

@@ -9,23 +9,18 @@ section 3.1.4.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from nanotrain_core.models import rope
-from nanotrain_core.models.rope import Rotation
-from nanotrain_deepseek.config import DeepSeekConfig, YarnConfig
+from nanotrain_core.api import yarn_magnitude
+from nanotrain_core.api.torch import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
+from nanotrain_deepseek.config import DeepSeekConfig
 
 
 def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor) -> Rotation:
     """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P]."""
-    magnitude = 1.0
-    if config.yarn is not None:
-        one, other = config.yarn.mscale, config.yarn.mscale_all_dim
-        magnitude = _mscale(config.yarn, one) / _mscale(config.yarn, other)
+    magnitude = config.yarn.magnitude if config.yarn else 1.0
     turning = frequencies(config, device=like.device)
-    return rope.rotation(length, turning, like=like, magnitude=magnitude)
+    return rope_rotation(length, turning, like=like, magnitude=magnitude)
 
 
 def softmax_scale(config: DeepSeekConfig) -> float:
@@ -33,27 +28,16 @@ def softmax_scale(config: DeepSeekConfig) -> float:
     scale: float = config.qk_size**-0.5
     if config.yarn is None:
         return scale
-    temperature = _mscale(config.yarn, config.yarn.mscale_all_dim)
+    temperature = yarn_magnitude(config.yarn.factor, config.yarn.mscale_all_dim)
     return scale * temperature * temperature
 
 
 def frequencies(config: DeepSeekConfig, *, device: torch.device) -> torch.Tensor:
     """Return radians per position of each pair [P/2], float64."""
     size, theta, yarn = config.rope_size, config.rope_theta, config.yarn
-    plain = rope.frequencies(size, theta, device=device)
+    plain = rope_frequencies(size, theta, device=device)
     if yarn is None:
         return plain
-    first = max(math.floor(_pair_turning(yarn.beta_fast, yarn, size, theta)), 0)
-    last = min(math.ceil(_pair_turning(yarn.beta_slow, yarn, size, theta)), size - 1)
-    ramp = (torch.arange(size // 2, dtype=torch.float64, device=device) - first) / max(last - first, 1e-3)
-    slowed = ramp.clamp(0.0, 1.0)
-    return plain * (1 - slowed) + plain / yarn.factor * slowed
-
-
-def _pair_turning(times: float, yarn: YarnConfig, size: int, theta: float) -> float:
-    """Return the number, not whole, of the pair that turns so many times over the original length."""
-    return size * math.log(yarn.original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-
-def _mscale(yarn: YarnConfig, weight: float) -> float:
-    return 0.1 * weight * math.log(yarn.factor) + 1.0
+    return yarn_frequencies(
+        plain, theta, yarn.factor, yarn.original_length, beta_fast=yarn.beta_fast, beta_slow=yarn.beta_slow
+    )

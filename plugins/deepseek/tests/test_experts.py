@@ -1,20 +1,18 @@
 """Stacked experts against one SwiGLU after the other, in every way their products are made."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
-from nanotrain_deepseek import experts as module
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.samples import V3
 from torch import nn
 
-from nanotrain_core.moe.grouped_mm import Batched, Grouped, OneByOne, choose_products
+from nanotrain_core.models.ops import TORCH
 from nanotrain_core.moe.routing import Routing
-from nanotrain_core.pipeline import weight_gradients
-from nanotrain_core.pipeline.weight_gradients import Postponed
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
+from nanotrain_core.precision.gemm import TorchGEMM, use_gemm
 
 COUNTS = (5, 0, 17, 1, 0, 3, 40, 0)
 WEIGHTS = ("gate", "up", "down")
@@ -22,7 +20,7 @@ WEIGHTS = ("gate", "up", "down")
 
 def experts_of(dtype, *, width=32, inner=16):
     torch.manual_seed(0)
-    experts = Experts(DeepSeekConfig(**V3 | {"width": width, "expert_ffn": inner}))
+    experts = Experts(DeepSeekConfig(**V3 | {"width": width, "expert_ffn": inner}), TORCH)
     for name in WEIGHTS:
         shape = getattr(experts, name).shape
         setattr(experts, name, nn.Parameter((0.3 * torch.randn(shape)).to(dtype)))
@@ -46,38 +44,21 @@ def outputs_and_gradients(experts, function, rows):
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "make", "tolerance"),
-    [
-        (torch.float64, lambda counts: OneByOne(counts, 1), 1e-12),
-        (torch.float64, lambda counts: OneByOne(counts, 16), 1e-12),
-        (torch.float32, lambda counts: OneByOne(counts, 16), 1e-5),
-        (torch.bfloat16, lambda counts: OneByOne(counts, 16), 0.05),
-        (torch.float64, lambda counts: Batched(counts, 1), 1e-12),
-        (torch.bfloat16, lambda counts: Batched(counts, 16), 0.05),
-        (torch.bfloat16, lambda counts: Grouped(torch.tensor(counts)), 0.05),
-    ],
-    ids=["fp64", "fp64-filled", "fp32-filled", "bf16-filled", "fp64-batch", "bf16-batch", "bf16-grouped"],
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("counts", [COUNTS, (0,) * 7 + (9,)], ids=["several", "one"])
-def test_products_and_gradients_are_those_of_a_loop(dtype, make, tolerance, counts):
+@pytest.mark.parametrize("apart", [False, True], ids=["autograd", "gemms"])
+def test_products_and_gradients_are_those_of_a_loop(dtype, tolerance, counts, apart):
     experts = experts_of(dtype)
+    if apart:
+        use_gemm(experts, dict.fromkeys(WEIGHTS, TorchGEMM()), Passes())
     rows = torch.randn(sum(counts), 32).to(dtype)
     exact = experts_of(torch.float64)
     for name in WEIGHTS:
         getattr(exact, name).data = getattr(experts, name).data.double()
     expected = outputs_and_gradients(exact, lambda x: reference(exact, x, counts), rows.double())
-    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts.tolist())):
-        found = outputs_and_gradients(experts, lambda x: experts.compute(x, torch.tensor(counts)), rows)
+    found = outputs_and_gradients(experts, lambda x: experts.compute(x, torch.tensor(counts)), rows)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
-
-
-@pytest.mark.parametrize(("device", "way"), [("cpu", Batched), ("meta", OneByOne)])
-def test_even_rows_are_a_batch_only_where_its_places_are(device, way):
-    """On a device in float16 too, or in bfloat16 where sizes are not aligned."""
-    rows, weight = (torch.empty(s, dtype=torch.float16, device=device) for s in ((32, 8), (2, 4, 8)))
-    assert type(choose_products(rows, torch.tensor([16, 16]), weight)) is way
 
 
 def test_no_rows_at_all_give_no_outputs_and_gradients_of_zero():
@@ -112,65 +93,18 @@ def test_layer_weighs_and_adds_the_chosen_experts_of_each_token():
         assert torch.allclose(y[b, s], expected, atol=1e-12)
 
 
-def test_weight_gradients_can_be_put_off():
+def test_weight_gradients_can_be_deferred():
     experts, rows, counts = experts_of(torch.float64), torch.randn(66, 32).double(), torch.tensor(COUNTS)
+    passes = Passes()
+    use_gemm(experts, dict.fromkeys(WEIGHTS, TorchGEMM()), passes)
     *_, gate, up, down = outputs_and_gradients(experts, lambda x: experts.compute(x, counts), rows)
-    later, inputs = Postponed(), rows.clone().requires_grad_()
+    later, inputs = DeferredGradients(), rows.clone().requires_grad_()
     y = experts.compute(inputs, counts)
     generator = torch.Generator().manual_seed(3)
-    with weight_gradients.postpone(later):
+    with passes.backward(later):
         y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
     assert inputs.grad is not None
     assert experts.gate.grad is None
     later.compute()
     for found, expected in zip((experts.gate, experts.up, experts.down), (gate, up, down), strict=True):
         assert torch.equal(found.grad, expected)
-
-
-def backward_of(experts, counts, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(sum(counts), 32, generator=generator).to(experts.gate.dtype).requires_grad_()
-    y = experts.compute(rows, torch.tensor(counts))
-    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "make", "tolerance"),
-    [
-        (torch.float64, lambda counts: OneByOne(counts, 1), 1e-12),
-        (torch.bfloat16, lambda counts: Batched(counts, 16), 0.02),
-        (torch.bfloat16, lambda counts: Grouped(torch.tensor(counts)), 0.02),
-    ],
-    ids=["fp64", "bf16-batch", "bf16-grouped"],
-)
-def test_a_later_microbatch_adds_to_the_gradients_that_are_there(dtype, make, tolerance):
-    experts, other, told = experts_of(dtype), experts_of(dtype), []
-    experts.up.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
-    with mock.patch.object(module, "choose_products", lambda rows, counts, weight: make(counts.tolist())):
-        for counts in (COUNTS, COUNTS[::-1]):
-            backward_of(other, counts, counts[0])
-            with weight_gradients.add_in_place():
-                backward_of(experts, counts, counts[0])
-    for name in WEIGHTS:
-        ours, theirs = (getattr(each, name).grad.double() for each in (experts, other))
-        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
-    assert len(told) == 2
-    assert torch.equal(told[1], experts.up.grad)
-
-
-def test_gradients_that_a_hook_looks_at_are_not_added_behind_its_back():
-    experts, seen = experts_of(torch.float64), []
-    experts.gate.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
-    with weight_gradients.add_in_place():
-        backward_of(experts, COUNTS, 0)
-        backward_of(experts, COUNTS, 1)
-    assert torch.allclose(experts.gate.grad, 2 * (seen[0] + seen[1]), atol=1e-12)
-
-
-def test_gradients_that_somebody_asks_for_leave_those_that_are_there_alone():
-    experts, rows = experts_of(torch.float64), torch.randn(66, 32).double()
-    backward_of(experts, COUNTS, 0)
-    before = experts.down.grad.clone()
-    (asked,) = torch.autograd.grad(experts.compute(rows, torch.tensor(COUNTS)).sum(), experts.down)
-    assert asked.abs().sum() > 0
-    assert torch.equal(experts.down.grad, before)

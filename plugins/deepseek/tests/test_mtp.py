@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.model import DeepSeek
-from nanotrain_deepseek.moe import Tally
 from nanotrain_deepseek.samples import V3
 from nanotrain_deepseek.yarn import rotation
 
@@ -41,7 +40,7 @@ def chain(part, batch, depth):
     h = part.embed(batch.tokens)
     turn = rotation(length, CONFIG, like=h)
     for layer in part.layers.values():
-        h = layer(h, turn, Tally())
+        h, _ = layer(h, turn)
     for k in range(1, depth + 1):
         module = part.mtp[k - 1]
         known = length - k  # positions whose token k steps on is in the batch
@@ -49,7 +48,7 @@ def chain(part, batch, depth):
             (module.hidden_norm(h[:, :known]), module.embed_norm(part.embed(batch.tokens[:, k:]))), -1
         )
         short = rotation(known, CONFIG, like=h)
-        h = module.block(module.proj(joined), short, Tally())
+        h, _ = module.block(module.proj(joined), short)
     return part.mtp[depth - 1].norm(h) @ part.head.weight.T
 
 

@@ -5,10 +5,14 @@ import pytest
 import torch
 from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.moe import MixtureOfExperts, Tally
+from nanotrain_deepseek.model import DeepSeek
 from nanotrain_deepseek.router import Router
 from nanotrain_deepseek.samples import V2, V3
 
+from nanotrain_core.batch import Batch
+from nanotrain_core.models.activation_checkpointing import run_again
+from nanotrain_core.moe.routing import counting_routers
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.precision.dtypes import cast
 
 LOSSES = {"seq_balance": 1.0}
@@ -96,9 +100,11 @@ def test_load_counts_training_tokens_once_and_is_forgotten_when_taken():
     router, x = router_of(V3_CONFIG), tokens_of(V3_CONFIG)
     expected = torch.zeros(8, dtype=torch.int64)
     for part in (x, x[:2]):
-        for expert in router(part).experts.flatten().tolist():
+        routing = router(part)
+        router.add_load(routing.load)
+        for expert in routing.experts.flatten().tolist():
             expected[expert] += 1
-    router.eval()(x)
+    assert router.eval()(x).load is None
     load = router.take_load()
     assert load.dtype == torch.int64
     assert load.tolist() == expected.tolist()
@@ -126,21 +132,24 @@ def test_a_rate_of_zero_and_a_softmax_router_keep_their_bias():
 
 
 def test_torchtitan_1593_a_layer_run_again_in_backward_counts_neither_tokens_nor_losses_twice():
-    torch.manual_seed(0)
-    layer = MixtureOfExperts(V3_CONFIG).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    x, tally = tokens_of(V3_CONFIG).requires_grad_(), Tally()
-    y = torch.utils.checkpoint.checkpoint(layer, x, tally, use_reentrant=False)
-    losses = tally.close()
-    (y.sum() + losses["seq_balance"]).backward()
-    assert layer.router.take_load().sum() == 4 * 9 * V3_CONFIG.top_k
-    again, other = Tally(), x.detach().requires_grad_()
-    weight_gradient, layer.router.weight.grad = layer.router.weight.grad, None
-    (layer(other, again).sum() + again.close()["seq_balance"]).backward()
-    assert torch.allclose(losses["seq_balance"], again.sums["seq_balance"], atol=1e-12)
-    assert torch.allclose(x.grad, other.grad, atol=1e-12)
-    assert torch.allclose(weight_gradient, layer.router.weight.grad, atol=1e-12)
+    config = DeepSeekConfig(**V3 | {"layers": 2, "dense_layers": 1, "mtp": 1, "seq_balance": 0.1})
+    found = []
+    for recompute in (False, True):
+        part = DeepSeek(config).build(Part.whole(2)).to_empty(device="cpu").double()
+        for seed, parameter in enumerate(part.parameters()):
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+        if recompute:
+            run_again(part)
+        tokens = torch.randint(config.vocab, (4, 10), generator=torch.Generator().manual_seed(1))
+        losses = part(tokens[:, :-1], Batch(tokens[:, :-1], tokens[:, 1:])).losses
+        sum(losses.values()).backward()
+        loads = [router.take_load() for router in counting_routers([part]).values()]
+        found.append((losses, loads, [p.grad for p in part.parameters() if p.requires_grad]))
+    (losses, loads, gradients), (again, same_loads, same_gradients) = found
+    assert [load.sum().item() for load in loads] == [4 * 9 * config.top_k] * 2
+    torch.testing.assert_close(losses, again, rtol=0, atol=0)
+    torch.testing.assert_close(loads, same_loads)
+    torch.testing.assert_close(gradients, same_gradients, rtol=0, atol=1e-12)
 
 
 # --- balance losses ---------------------------------------------------------------------------

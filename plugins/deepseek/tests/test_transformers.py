@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.cli import main
+from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
@@ -52,6 +53,15 @@ YARN = {
 }
 V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
 V2 = {"norm_topk_prob": False}
+MISTRAL = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
+#: Its class has no plain RoPE, and scales queries by their position unless told not to.
+MISTRAL_ROPE = {
+    "rope_type": "linear",
+    "rope_theta": 10000.0,
+    "factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.0,
+}
 LIMITED = {
     "topk_method": "group_limited_greedy",
     "n_group": 4,
@@ -77,17 +87,35 @@ VERSIONS = {
     "v3-no-q-latent-tied": (3, {**V3, "q_lora_rank": None, "tie_word_embeddings": True}),
     "v2": (2, {**V2, **LIMITED, "q_lora_rank": 20}),
     "v2-lite": (2, {**V2, "topk_method": "greedy", "q_lora_rank": None}),
+    "v2-no-shared-experts": (2, {**V2, "topk_method": "greedy", "q_lora_rank": None, "n_shared_experts": 0}),
+    "v3-no-shared-experts": (3, {**V3, "q_lora_rank": 20, "n_shared_experts": 0}),
+    "v3-halves": (3, {**V3, "q_lora_rank": 20, "rope_interleave": False}),
+    "v3-halves-no-q-latent": (3, {**V3, "q_lora_rank": None, "rope_interleave": False}),
+    "mistral": ("Mistral4", {**MISTRAL, "q_lora_rank": 20}),
+    "mistral-halves": ("Mistral4", {**MISTRAL, "q_lora_rank": None, "rope_interleave": False}),
 }
+#: The first four with both kinds of RoPE, then Mistral 4, and the others with the one that has more to it.
+PAIRS = [
+    *(
+        pytest.param(v, rope, id=f"{v}-{'yarn' if rope else 'plain'}")
+        for v in list(VERSIONS)[:4]
+        for rope in (None, YARN)
+    ),
+    *(pytest.param(v, YARN, id=f"{v}-yarn") for v in list(VERSIONS)[:3:-1]),
+    *(pytest.param(v, None, id=f"{v}-plain", marks=pytest.mark.full) for v in list(VERSIONS)[4:]),
+]
 
 
 def theirs(version, folder, rope=None):
     """Save a random model in ``folder`` and return it."""
     number, options = VERSIONS[version]
-    config_class = getattr(transformers, f"DeepseekV{number}Config")
-    model_class = getattr(transformers, f"DeepseekV{number}ForCausalLM")
-    rope = rope or {"rope_type": "default", "rope_theta": 10000.0}
+    name = number if isinstance(number, str) else f"DeepseekV{number}"
+    config_class, model_class = (getattr(transformers, name + what) for what in ("Config", "ForCausalLM"))
+    if name == "Mistral4":
+        rope = MISTRAL_ROPE | (rope or {})
+    rope = dict(rope or {"rope_type": "default", "rope_theta": 10000.0})
     torch.manual_seed(0)
-    model = model_class(config_class(**SIZES, **options, rope_parameters=rope)).eval()
+    model = model_class(config_class(**{**SIZES, **options}, rope_parameters=rope)).eval()
     random_weights(model)
     model.save_pretrained(folder)
     return model
@@ -117,8 +145,7 @@ def logits(model):
     return model(tokens()).logits
 
 
-@pytest.mark.parametrize("rope", [None, YARN], ids=["rope", "yarn"])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("version", "rope"), PAIRS)
 def test_bridge_1467_and_pai_451_logits_are_those_of_transformers_there_and_back(version, rope, tmp_path):
     model = theirs(version, tmp_path / "theirs", rope)
     expected = logits(model)
@@ -128,7 +155,10 @@ def test_bridge_1467_and_pai_451_logits_are_those_of_transformers_there_and_back
     convert(tmp_path / "exported", tmp_path / "again", load_plugins())
     for path in ("theirs", "ours"):
         assert (our_logits(tmp_path / path) - expected).abs().max() < 1e-4
-    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    exported, loaded = type(model).from_pretrained(
+        tmp_path / "exported", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
     assert torch.equal(logits(exported), expected)
     for name in ("model.safetensors", "model.toml"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -147,8 +177,72 @@ def test_the_config_of_a_release_before_version_5_means_the_same(tmp_path):
     assert (our_logits(tmp_path) - logits(model)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("mscale", "all_dim"), [(0.7, 0.0), (0.0, 1.3), (1.0, 0.0), (-0.5, 0.4)])
+def test_every_scale_of_yarn_can_be_exported(mscale, all_dim, tmp_path):
+    """Transformers reads a pair with a 0 otherwise: it is told the magnitude, too."""
+    model = theirs("v3", tmp_path / "theirs", YARN)
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    path = tmp_path / "ours/model.toml"
+    table = path.read_text().replace("mscale = 0.7", f"mscale = {mscale}")
+    path.write_text(table.replace("mscale_all_dim = 1.3", f"mscale_all_dim = {all_dim}"))
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins())
+    convert(tmp_path / "exported", tmp_path / "again", load_plugins())
+    assert (tmp_path / "again/model.toml").read_bytes() == path.read_bytes()
+    expected = our_logits(tmp_path / "ours")
+    assert (expected - logits(model)).abs().max() > 1e-2
+    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert (logits(exported) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("scales", [{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale_all_dim": 1.3}])
+def test_an_attention_factor_comes_before_the_scales(scales, tmp_path):
+    plain = {key: value for key, value in YARN.items() if "mscale" not in key}
+    model = theirs("v3", tmp_path, {**plain, **scales, "attention_factor": 0.6})
+    assert (our_logits(tmp_path) - logits(model)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("rope", [None, YARN], ids=["rope", "yarn"])
-@pytest.mark.parametrize("version", VERSIONS)
+def test_softmax_weights_that_are_divided_by_their_sum_are_exported_as_mistral_4(rope, tmp_path):
+    model = theirs("v2-lite", tmp_path / "theirs", rope)
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    path = tmp_path / "ours/model.toml"
+    path.write_text(path.read_text().replace("normalise_weights = false", "normalise_weights = true"))
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins())
+    expected = our_logits(tmp_path / "ours")
+    assert (expected - logits(model)).abs().max() > 1e-2
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert config["architectures"] == ["Mistral4ForCausalLM"]
+    exported = transformers.Mistral4ForCausalLM.from_pretrained(
+        tmp_path / "exported", attn_implementation="eager"
+    )
+    assert (logits(exported) - expected).abs().max() < 1e-4
+
+
+RECIPE = """
+extends = "ours/model.toml"
+run = { steps = 1, device = "cpu", weights = "theirs" }
+batch = { sequences = 2, microbatch = 2, length = 24 }
+evaluation = { sequences = 0 }
+optimizer = { use = "sgd", lr = 0.1 }
+data = { use = "synthetic", vocab = 64 }
+"""
+
+
+@pytest.mark.parametrize("version", ["v3-halves", "v3-no-shared-experts", "mistral"])
+def test_what_a_run_makes_of_it_is_what_transformers_computes(version, tmp_path):
+    model = theirs(version, tmp_path / "theirs", YARN)
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"theirs"', f'"{tmp_path / "theirs"}"'))
+    RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
+    convert(tmp_path / "run", tmp_path / "exported", load_plugins())
+    before, after = tensors(tmp_path / "ours"), tensors(tmp_path / "exported")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if "router.bias" not in name)
+    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert (our_logits(tmp_path / "run") - logits(exported)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("version", "rope"), PAIRS[:9])
 def test_an_export_means_the_same_to_readers_of_the_released_config(version, rope, tmp_path):
     """Without ``rope_scaling`` the released code, and transformers before version 5, turn without YaRN."""
     model = theirs(version, tmp_path / "theirs", rope)
@@ -311,6 +405,8 @@ def test_released_weights_whose_scales_do_not_fit_are_refused(change, text, tmp_
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantized (fp8); only fp8 in e4m3 with"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; only 1e-06"),
+        ({"n_shared_experts": 0}, "shared_experts.down_proj.weight, which the model has no place for"),
         ({"attention_bias": True}, "attention_bias is True; only False"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2; only 4"),
@@ -345,7 +441,12 @@ def test_what_cannot_be_represented_is_refused_by_name(changes, text, tmp_path):
             "normalise_weights = true",
             "its V2 does not divide weights by their sum",
         ),
-        ("shared_experts = 2", "shared_experts = 0", "at least 1 shared expert"),
+        (
+            "normalise_weights = false",
+            "normalise_weights = true",
+            "takes groups by their best two experts, not one; normalise_weights = true with group_limit = 2",
+        ),
+        ("norm_eps = 1e-06", "norm_eps = 1e-05", "its norms of latents always add 1e-06; norm_eps = 1e-05"),
     ],
 )
 def test_a_model_that_transformers_lacks_is_not_exported(old, new, text, tmp_path, capsys):
@@ -354,10 +455,6 @@ def test_a_model_that_transformers_lacks_is_not_exported(old, new, text, tmp_pat
     table = (tmp_path / "ours/model.toml").read_text()
     assert old in table
     (tmp_path / "ours/model.toml").write_text(table.replace(old, new))
-    if "shared" in old:
-        weights = load_file(tmp_path / "ours/model.safetensors")
-        kept = {name: t for name, t in weights.items() if ".shared." not in name}
-        save_file(kept, tmp_path / "ours/model.safetensors")
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "exported")]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()

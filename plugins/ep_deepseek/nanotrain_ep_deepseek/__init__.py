@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.errors import Problem
-from nanotrain_core.hookspecs import Register
-from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.divisibility import divisibility_of, undivided
+from nanotrain_core.api import Component, Problem, Register, Role, divisibility_of, hookimpl, undivided
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout.layout import Layout
-    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.api import Layout, Recipe
 
 __version__ = "0.1.0"
 

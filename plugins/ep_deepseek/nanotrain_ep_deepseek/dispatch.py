@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.models.ops import ops_of
-from nanotrain_core.moe.routing import Compute, Routing, dispatch_codec, inverted, sort_by_expert
+from nanotrain_core.api.torch import Compute, Mesh, Routing, dispatch_codec, inverted, ops_of, sort_by_expert
 from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, from_experts, to_experts
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.moe.routing import DispatchCodec
+from nanotrain_core.api.torch import DispatchCodec
 
 
 @attrs.define(frozen=True)

@@ -8,13 +8,8 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Parallel
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.layout import Layout
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, Placements
-from nanotrain_core.layout.roles import Role, tagged, take_over
-from nanotrain_core.recipe.divisibility import divisors_near, either
+from nanotrain_core.api import Layout, NanotrainError, Role, divisors_near, either, tagged, take_over
+from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_ep_deepseek import ExpertParallelConfig
 from nanotrain_ep_deepseek.dispatch import Dispatcher
 

@@ -1,4 +1,4 @@
-"""Low-bit master weights: the model computes with narrow weights, and little is kept beside them.
+"""Low-bit master weights: the model computes with low-bit weights, and little is kept beside them.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -8,12 +8,7 @@ from typing import Literal
 
 import attrs
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.errors import Problem
-from nanotrain_core.hookspecs import Register
-from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.api import Component, Layout, Problem, Recipe, Register, hookimpl
 
 __version__ = "0.1.0"
 

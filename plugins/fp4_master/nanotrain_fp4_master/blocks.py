@@ -1,6 +1,6 @@
 """Weights as blocks that share a scale, in NVFP4 or NF4: chosen, rounded and read back as numbers.
 
-What comes out are bfloat16 numbers, which is what checkpoints have and products are made of. For NVFP4 that
+What comes out are bfloat16 numbers, which is what checkpoints have and GEMMs are made of. For NVFP4 that
 takes a tensor's scale that is a power of two: then E2M1 times E4M3 times it has at most six significant bits.
 An NF4 scale is itself a bfloat16 number.
 
@@ -45,7 +45,7 @@ class Format(Protocol):
         ...
 
     def has(self, scales: torch.Tensor) -> torch.Tensor:
-        """Say of each scale whether a block may have it, and whether it can be told from the block."""
+        """Return for each scale whether a block may have it, and whether it can be told from the block."""
         ...
 
     def nearest(self, ratio: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class NVFP4Blocks:
         return rounded.abs().amax(dim=1, keepdim=True) / nvfp4.LARGEST
 
     def has(self, scales: torch.Tensor) -> torch.Tensor:
-        """Say whether a scale has four significant bits and is a normal number under the tensor's scale."""
+        """Return whether a scale has four significant bits and is normal under the tensor's scale."""
         assert self.tensor_scale is not None
         return (four_bits(scales, None) == scales) & (scales >= nvfp4.SCALES[0] * self.tensor_scale)
 
@@ -147,7 +147,7 @@ class NF4Blocks:
         return rounded.abs().amax(dim=1, keepdim=True)
 
     def has(self, scales: torch.Tensor) -> torch.Tensor:
-        """Say whether there is one."""
+        """Return whether there is one."""
         return scales > 0
 
 

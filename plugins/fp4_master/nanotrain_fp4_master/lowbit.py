@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.precision.quantized_storage import read, unquantized, write
+from nanotrain_core.api.torch import read_range, unquantized, write_range
 from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
@@ -26,7 +26,7 @@ class Blocks:
 
     def of(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements as blocks [N, B] in float32, the last one filled with zeros."""
-        flat = read(tensor, begin, end).float()
+        flat = read_range(tensor, begin, end).float()
         return pad(flat, (0, -len(flat) % self.form.block)).view(-1, self.form.block)
 
     def fit(self, value: torch.Tensor) -> Format:
@@ -36,7 +36,7 @@ class Blocks:
 
     def write(self, tensor: torch.Tensor, begin: int, end: int, blocks: torch.Tensor) -> None:
         """Write blocks, less what filled the last one, into the elements of ``tensor``."""
-        write(tensor, begin, end, blocks.view(-1)[: end - begin])
+        write_range(tensor, begin, end, blocks.view(-1)[: end - begin])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield first and last element of chunks of whole blocks."""

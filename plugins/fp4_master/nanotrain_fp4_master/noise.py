@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.placement import Piece
-from nanotrain_core.run.random_state import stream_seed
+from nanotrain_core.api import CheckpointError
+from nanotrain_core.api.torch import Piece, stream_seed
 
 #: The odd number next to 2^64 over the golden ratio, and the two multipliers of the finaliser, as signed
 #: integers.
@@ -63,7 +62,7 @@ def elements_of(piece: Piece, begin: int, end: int, device: torch.device) -> tor
 
 
 def cut_blocks(piece: Piece, block: int) -> bool:
-    """Say whether blocks of ``block`` elements, counted in the whole tensor, lie on several ranks."""
+    """Return whether blocks of ``block`` elements, counted in the whole tensor, lie on several ranks."""
     placement = piece.placement
     shape, whole, offset = placement.shape, placement.global_shape, placement.offset
     begin, end = piece.span or (0, prod(shape))

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.layout.placement import RANGE
+from nanotrain_core.api.torch import RANGE
 from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -50,7 +50,7 @@ class FourBits:
         return result
 
     def _can_hold(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Say of each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
+        """Return for each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
         scales, codec = self.form.scales_of(blocks), self.form.codec
         stored = codec.from_bytes(codec.to_bytes(scales)).view(scales.shape)
         back = on_grid(self.form.nearest(blocks / nonzero(scales)), stored)

@@ -10,18 +10,26 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import MasterWeight, Precision
-from nanotrain_core.errors import NanotrainError, did_you_mean
-from nanotrain_core.layout.initialisation import hold
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import RANGE, Piece, Placement
-from nanotrain_core.layout.roles import tagged
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
-from nanotrain_core.precision.dtypes import cast
-from nanotrain_core.precision.gemm import GEMMBackend, TorchGEMM, gemm_parameters, use_gemm
-from nanotrain_core.precision.quantized_storage import PackedWeight, unquantized
-from nanotrain_core.precision.uniform import LiveMaster
+from nanotrain_core.api import NanotrainError, did_you_mean, tagged
+from nanotrain_core.api.torch import (
+    RANGE,
+    DequantizingGEMM,
+    GEMMBackend,
+    LiveMaster,
+    MasterWeight,
+    Mesh,
+    PackedWeight,
+    Passes,
+    Piece,
+    Placement,
+    Precision,
+    TorchGEMM,
+    cast,
+    gemm_parameters,
+    hold,
+    unquantized,
+    use_gemm,
+)
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
@@ -112,7 +120,7 @@ class FP4Master(Precision):
         ]
 
     def _unpack_for_products(self, part: nn.Module) -> None:
-        """Have the products of low weights made of what is unpacked, and note that these can be packed."""
+        """Have the GEMMs of low weights made of what is dequantized, and note that these can be packed."""
         for prefix, module, _ in tagged(part):
             names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
             low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}
@@ -121,7 +129,7 @@ class FP4Master(Precision):
                 self.packed |= low
 
     def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:
-        """Say whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
+        """Return whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
         own = weight.dtype == self.parameter_dtype and weight.requires_grad
         return own and self.is_low(name, weight.dim())
 
@@ -139,7 +147,7 @@ class FP4Master(Precision):
                     hold(part, name, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
-        """Say whether a parameter gets the format and variant: every matrix, if no model was seen."""
+        """Return whether a parameter gets the format and variant: every matrix, if no model was seen."""
         kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
         role = self.roles.get(name, "none") if self.roles else self.config.roles[0]
         return not kept and dimensions > 1 and role in self.config.roles
@@ -237,7 +245,7 @@ def straddling(piece: Piece, config: FP4MasterConfig) -> str:
 
 
 def cut(placement: Placement, block: int) -> bool:
-    """Say whether the blocks of a tensor that is split so lie on several ranks."""
+    """Return whether the blocks of a tensor that is split so lie on several ranks."""
     return cut_blocks(Piece(nn.Parameter(torch.empty(0)), placement), block)
 
 

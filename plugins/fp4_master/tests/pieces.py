@@ -7,6 +7,8 @@ from torch import nn
 
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import TorchGEMM
 
 LAYOUT = Layout({"dense": View(("dp", "tp"), (2, 2))})
 
@@ -22,7 +24,7 @@ def numbers(*shape, seed=0, scale=0.05):
 def master_of(value, form, variant, *, span=None, placement=None, seed=0, **config):
     """Return a precision, and its master of a bfloat16 parameter that starts as ``value``."""
     precision = FP4Master(FP4MasterConfig(format=form, variant=variant, **config))
-    precision.seed(seed)
+    precision.setup(seed, Passes(), TorchGEMM())
     parameter = nn.Parameter(value.bfloat16(), requires_grad=False)
     placement = placement or Placement.whole("layers.0.w", value.shape, LAYOUT)
     piece = Piece(parameter, placement, span)

@@ -42,7 +42,7 @@ def test_every_element_knows_its_place_in_the_whole_tensor(axes, cuts):
 
 
 def straddles(placement, span, block):
-    """Say the same as ``cut_blocks`` the long way: some block is neither wholly here nor wholly elsewhere."""
+    """Return the same as ``cut_blocks`` the long way: some block is neither all here nor all elsewhere."""
     total = torch.Size(placement.global_shape).numel()
     here = torch.zeros(total, dtype=torch.bool)
     length = span[1] - span[0] if span else torch.Size(placement.shape).numel()

@@ -8,11 +8,12 @@ from nanotrain_fp4_master.packing import FourBits
 from torch import nn
 
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
+from nanotrain_core.precision.gemm import TorchGEMM
 from nanotrain_core.precision.quantized_storage import (
     PackedWeight,
     dequantize,
     memory_like,
-    move,
+    move_into,
     quantize_into,
     range_of,
     storage_of,
@@ -134,7 +135,7 @@ def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
     weight = packed(normal(10, 30))  # 300 weights, five rows
     memory = memory_like(weight, 7)
     before = dequantize(weight).clone()
-    move(weight, memory[2:])
+    move_into(weight, memory[2:])
     assert_bitwise({"weight": dequantize(weight)}, {"weight": before}, "moved")
     part = range_of(weight.detach(), 128, 300)
     part.write(0, 172, torch.zeros(172))
@@ -148,7 +149,7 @@ def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
 def test_products_with_packed_weights_are_those_with_their_numbers():
     weight, plain = packed(normal(48, 64)), FORMS[0].rounded(normal(48, 64).bfloat16().flatten()).view(48, 64)
     x, d_y = normal(10, 64, seed=1).bfloat16(), normal(10, 48, seed=2).bfloat16()
-    products = DequantizingGEMM()
+    products = DequantizingGEMM(TorchGEMM())
     assert torch.equal(products.forward(x, weight)[0][0], products.forward(x, plain)[0][0])
     assert torch.equal(products.forward(x, weight)[0][0], x @ plain.T)
     assert torch.equal(products.dgrad(d_y, weight), d_y @ plain)

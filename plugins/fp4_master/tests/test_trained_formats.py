@@ -43,7 +43,7 @@ def power_of(blocks):
 
 
 def without_scale(blocks, power):
-    """Say of each block whether it is zero here: its scale, to four significant bits, is below 2^-6.
+    """Return for each block whether it is zero here: its scale, to four significant bits, is below 2^-6.
 
     Published, E4M3's subnormal numbers are scales, too, with fewer bits.
     """
@@ -165,7 +165,7 @@ def test_rows_have_the_codes_of_nf4_and_scales_in_bfloat16(name, size):
 
 
 def holds(blocks, form, size):
-    """Say of each block whether it is one of the format already, under any scale of a tensor."""
+    """Return for each block whether it is one of the format already, under any scale of a tensor."""
     if form == "nf4":
         found = [expected(blocks, form, size)]
     else:
@@ -221,7 +221,7 @@ def master_of(numbers, form, size, variant, *, packed):
 
 
 def refused(numbers, form):
-    """Say whether the format has no place for a weight of these, which are bfloat16 numbers."""
+    """Return whether the format has no place for a weight of these, which are bfloat16 numbers."""
     largest = np.abs(numbers).max()
     return not (largest <= 696 if form == "nvfp4" else np.isfinite(largest))
 

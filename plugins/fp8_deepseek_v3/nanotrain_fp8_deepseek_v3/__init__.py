@@ -8,9 +8,7 @@ from typing import Literal
 import attrs
 from attrs.validators import ge
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import Component, Register, hookimpl
 
 __version__ = "0.1.0"
 
@@ -26,11 +24,11 @@ class ModuleFormats:
     """
 
     fp8: tuple[str, ...] = ("*",)
-    """Linear layers and experts whose three products are in FP8. Nothing else ever is."""
+    """Linear layers and experts whose three GEMMs are in FP8. Nothing else ever is."""
     bf16: tuple[str, ...] = ()
     """Those that stay in bfloat16."""
     fp32: tuple[str, ...] = ()
-    """Those whose products are made in float32, from bfloat16 weights."""
+    """Those whose GEMMs are made in float32, from bfloat16 weights."""
     backend: Backend = "auto"
     """Who makes FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Refused where it cannot run.
     `te`: Transformer Engine, where it is installed."""

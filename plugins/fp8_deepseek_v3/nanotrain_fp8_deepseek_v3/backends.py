@@ -1,4 +1,4 @@
-"""Who makes FP8 products: one interface, chosen by device or by the recipe, and never changed silently."""
+"""Who makes FP8 GEMMs: one interface, chosen by device or by the recipe, and never changed silently."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from importlib import import_module
 import attrs
 import torch
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.precision.gemm import GEMMBackend
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import GEMMBackend
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
 HOPPER = (9, 0)
@@ -23,10 +24,10 @@ TE_NEEDED = "2.3"
 
 @attrs.define(frozen=True)
 class Backend:
-    """One way to make the products."""
+    """One way to make the GEMMs."""
 
     name: str
-    make: Callable[[Recipe], GEMMBackend]
+    make: Callable[[Recipe, Scratch], GEMMBackend]
     refusal: Callable[[torch.device, Recipe], str]
     """Why it cannot run there; empty if it can."""
 
@@ -36,14 +37,14 @@ def _anywhere(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_torch(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for torch's scaled products."""
+    """Return what is missing for torch's scaled GEMMs."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     return _needs_gpu(device, recipe)
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for products of FP8 operands on tensor cores."""
+    """Return what is missing for GEMMs of FP8 operands on tensor cores."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
@@ -55,14 +56,14 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for Triton's kernels, and for torch's products of what they round."""
+    """Return what is missing for Triton's kernels, and for torch's GEMMs of what they round."""
     if not recipe.tile:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
 
 
 def _disagreement(device: torch.device) -> str:
-    """Say what Triton's kernels do otherwise than elsewhere."""
+    """Return what Triton's kernels do otherwise than elsewhere."""
     from nanotrain_fp8_deepseek_v3.first_use import disagreement
 
     try:
@@ -72,7 +73,7 @@ def _disagreement(device: torch.device) -> str:
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
-    """Say what is missing for Transformer Engine's products."""
+    """Return what is missing for Transformer Engine's GEMMs."""
     if not recipe.tile:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
     refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
@@ -80,7 +81,7 @@ def _needs_te(device: torch.device, recipe: Recipe) -> str:
 
 
 def _unfit_te() -> str:
-    """Say why the Transformer Engine that is installed cannot be used."""
+    """Return why the Transformer Engine that is installed cannot be used."""
     try:
         import_module("nanotrain_fp8_deepseek_v3.te")
     except Exception as error:  # one that was built for another torch raises what it likes
@@ -95,22 +96,22 @@ def _missing(module: str, package: str) -> str:
     return "" if find_spec(module) else f"{package} is not installed"
 
 
-def _torch(recipe: Recipe) -> GEMMBackend:
+def _torch(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 
-    return ScaledFP8(recipe)
+    return ScaledFP8(recipe, scratch)
 
 
-def _triton(recipe: Recipe) -> GEMMBackend:
+def _triton(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
-    return TritonFP8(recipe)
+    return TritonFP8(recipe, scratch)
 
 
-def _te(recipe: Recipe) -> GEMMBackend:
+def _te(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.te import TransformerEngineFP8
 
-    return TransformerEngineFP8(recipe)
+    return TransformerEngineFP8(recipe, scratch)
 
 
 BACKENDS = {

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 
 #: Lost of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
 SUMS = 2.0**-12
@@ -20,7 +20,7 @@ COUNTS = (40, 0, 105)
 
 @cache
 def disagreement(device: torch.device) -> str:
-    """Say which product of Triton's kernels is not the emulation's on ``device``; empty if all are."""
+    """Return which GEMM of Triton's kernels is not the emulation's on ``device``; empty if all are."""
     for recipe in (Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)):
         for counts in (None, torch.tensor(COUNTS, device=device)):
             operands = _operands(device, experts=0 if counts is None else len(COUNTS))

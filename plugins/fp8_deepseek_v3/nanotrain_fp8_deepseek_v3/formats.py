@@ -125,7 +125,7 @@ class Tiled:
         return _cropped(_joined(grid.mul_(scales)), self.shape)
 
 
-def quantise(
+def quantize(
     x: torch.Tensor,
     tile: tuple[int, int],
     format_: Format = E4M3,
@@ -159,7 +159,7 @@ def quantise(
     return Tiled(_divided(pieces, of_pieces, own=own), scales, of_pieces, (R, C), format_)
 
 
-def quantise_groups(
+def quantize_groups(
     x_RC: torch.Tensor, groups: Sequence[int], format_: Format = E4M3, *, power_of_two: bool = False
 ) -> Tiled:
     """Scale ``x`` [R, C], all rows of a group with one scale; those of the result are of rows, [R, 1, 1, 1].
@@ -239,7 +239,7 @@ def _next_power_of_two(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales.isfinite(), rounded, scales)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile: int = TILE) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile: int = TILE) -> torch.Tensor:
     """Return the values [R, C] of codes [R, C] with scales [R, c] of tiles of one row."""
     R, C = codes.shape
     values, scales = format_.decode(codes), _of_halves(scales, format_)

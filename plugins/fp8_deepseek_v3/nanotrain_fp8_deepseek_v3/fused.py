@@ -1,4 +1,4 @@
-"""Products of operands that Triton's kernels round, each in one pass. **Never run on a GPU.**
+"""GEMMs of operands that Triton's kernels round, each in one pass. **Never run on a GPU.**
 
 One weight is multiplied by torch, as in :mod:`~nanotrain_fp8_deepseek_v3.scaled`; torch has no grouped
 product with these scales, so experts are multiplied by a kernel, all in one launch. Imported only where
@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.precision.gemm import Kept
-from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
+from nanotrain_core.api.torch import Kept
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
-from nanotrain_fp8_deepseek_v3.steady import MadeOnce
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import Blocks, quantise_blocks
+from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import Blocks, quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned, requantise_turned
+from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Rounded(Narrowed):
+class Rounded(FP8GEMM):
     """Rounds operands, and multiplies none. Codes and scales [R, C], [R, c], filled up."""
 
-    def __init__(self, recipe: Recipe, read_weight: MadeOnce[Blocks] | None = None) -> None:
-        self.recipe = recipe
-        self.read_weight = read_weight or MadeOnce(quantise_blocks)
+    recipe: Recipe
+    read_weight: MadeOnce[Blocks]
 
     def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
         """Return the same for stacked weights. The host does not wait for the counts."""
@@ -41,27 +40,30 @@ class Rounded(Narrowed):
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not want it."""
-        return cropped(quantise_rows(made_of_MK), made_of_MK) if self.recipe.narrow else None
+        return cropped(quantize_rows(made_of_MK), made_of_MK) if self.recipe.quantize_swiglu else None
 
     def _input(self, x_MK: torch.Tensor) -> Pair:
-        return quantise_rows(x_MK, power_of_two=self.recipe.input_power_of_two)
+        return quantize_rows(x_MK, power_of_two=self.recipe.input_power_of_two)
 
     def _gradient(self, d_y_MN: torch.Tensor) -> Pair:
         recipe = self.recipe
-        return quantise_rows(d_y_MN, recipe.gradients, power_of_two=recipe.gradient_power_of_two)
+        return quantize_rows(d_y_MN, recipe.gradients, power_of_two=recipe.gradient_power_of_two)
 
-    def _turned(self, d_y_MN: torch.Tensor, kept: Kept, groups: Groups | None) -> tuple[Pair, Pair]:
+    def _transposed(self, d_y_MN: torch.Tensor, kept: Kept, groups: Groups | None) -> tuple[Pair, Pair]:
         """Return dy and what was kept of x, for the gradient of the weight: tiles now lie along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         form, power_of_two = recipe.gradients, recipe.gradient_power_of_two
         return (
-            quantise_turned(d_y_MN, groups, form, power_of_two=power_of_two),
-            requantise_turned(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
+            quantize_transposed(d_y_MN, groups, form, power_of_two=power_of_two),
+            requantize_transposed(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
         )
 
 
 class TritonFP8(Rounded):
-    """Products of one weight. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+    """Products of one weight."""
+
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+        self.recipe, self.read_weight = recipe, (scratch or Scratch()).once(quantize_blocks)
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x."""
@@ -82,7 +84,7 @@ class TritonFP8(Rounded):
         shape = d_y_MN.shape[1], kept[0].shape[1]
         if not len(d_y_MN):
             return d_y_MN.new_zeros(shape, dtype=torch.float32)
-        left, right = self._turned(d_y_MN, kept, None)
+        left, right = self._transposed(d_y_MN, kept, None)
         return multiply(tiles(left), tiles(right), shape, torch.float32)
 
 
@@ -90,8 +92,7 @@ class TritonExperts(Rounded):
     """Products of stacked weights, each with its own rows."""
 
     def __init__(self, of_one: Rounded, counts_E: torch.Tensor) -> None:
-        super().__init__(of_one.recipe, of_one.read_weight)
-        self.counts_E = counts_E
+        self.recipe, self.read_weight, self.counts_E = of_one.recipe, of_one.read_weight, counts_E
         self._groups: Groups | None = None
 
     def groups(self, device: torch.device) -> Groups:
@@ -117,7 +118,7 @@ class TritonExperts(Rounded):
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, of each weight, in float32."""
         groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
-        return multiply_columns(*self._turned(d_y_MN, kept, groups), groups, shape)
+        return multiply_columns(*self._transposed(d_y_MN, kept, groups), groups, shape)
 
 
 def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:

@@ -14,10 +14,18 @@ from math import isnan
 import attrs
 from torch import nn
 
-from nanotrain_core.contracts import Monitor, RollbackReport, RunInfo
-from nanotrain_core.moe.routing import dispatch_codec, use_dispatch_codec
-from nanotrain_core.precision.gemm import GEMMBackend, products_of, use_gemm
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Monitor,
+    RollbackReport,
+    RunInfo,
+    UpdateReport,
+    dispatch_codec,
+    gemms_of,
+    use_dispatch_codec,
+)
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, over_ranks
 from nanotrain_fp8_deepseek_v3.watched import SENT, Watch, Watched, WatchedCodec, label, operands_of
@@ -37,20 +45,20 @@ class FP8Monitor(Monitor):
         """Operands on this rank."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Put counters before the products, and learn which operands there are on all ranks. Collective."""
+        """Put counters before the backends, and learn which operands there are on all ranks. Collective."""
         self.run = run
         if self.own is None:
             self.own = [key for part in run.parts for key in self._attach(part)]
         self.rows = list(dict.fromkeys(key for rank in run.mesh.gather(self.own) for key in rank))
         self._begin(after=run.first_step)
 
-    def on_before_update(self, step: int) -> None:
+    def on_before_update(self, update: UpdateReport) -> None:
         """Report a watched step, and decide whether to watch the next."""
         if self.watch.on and self.rows:
             found = over_ranks(self.watch.tallies, self.rows, self.run.mesh)
             if self.run.rank == 0 and found:
-                self._tell(step, found)
-        self._begin(after=step)
+                self._tell(update.step, found)
+        self._begin(after=update.step)
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Go on from an earlier step."""
@@ -62,23 +70,24 @@ class FP8Monitor(Monitor):
     def _attach(self, part: nn.Module) -> Iterator[Key]:
         """Put counters before what rounds, and yield what they count."""
         for name, module in part.named_modules():
-            codec, given = dispatch_codec(module), products_of(module)
+            codec, gemms = dispatch_codec(module), gemms_of(module)
             if isinstance(codec, Codec):
                 use_dispatch_codec(module, WatchedCodec(codec, self.watch, name, module))
                 yield name, SENT
-            if given and all(hasattr(products, "recipe") for products in given.values()):
-                watched = self._watched(name, module, given)
-                use_gemm(module, watched)
+            found = fp8_of(gemms.backends) if gemms else {}
+            if gemms and found:
+                watched = self._watched(name, module, found)
+                gemms.backends.update(watched)
                 for each in dict.fromkeys(watched.values()):
                     yield from ((each.name, operand) for operand in operands_of(each.recipe))
 
-    def _watched(self, name: str, module: nn.Module, given: Mapping[str, GEMMBackend]) -> dict[str, Watched]:
-        """Return counted products; what was shared between parameters stays so."""
+    def _watched(self, name: str, module: nn.Module, found: Mapping[str, FP8GEMM]) -> dict[str, Watched]:
+        """Return counting backends; what was shared between parameters stays so."""
         own = {
-            products: Watched(products, products.recipe, self.watch, label(name, key, given), module)  # type: ignore[attr-defined]
-            for key, products in given.items()
+            backend: Watched(backend, self.watch, label(name, key, found), module)
+            for key, backend in found.items()
         }
-        return {key: own[products] for key, products in given.items()}
+        return {key: own[backend] for key, backend in found.items()}
 
     def _tell(self, step: int, found: Mapping[Key, Figures]) -> None:
         """Print the worst, and write all."""
@@ -91,8 +100,13 @@ class FP8Monitor(Monitor):
                 file.write(json.dumps({"step": step, "modules": modules}) + "\n")
 
 
+def fp8_of(backends: Mapping[str, GEMMBackend]) -> dict[str, FP8GEMM]:
+    """Return the backends that round to FP8, by parameter."""
+    return {name: backend for name, backend in backends.items() if isinstance(backend, FP8GEMM)}
+
+
 def worst(found: Mapping[Key, Figures]) -> Sequence[str]:
-    """Say where most is lost to zero, where numbers are largest, and where most is no number any more."""
+    """Return where most is lost to zero, where numbers are largest, and where most is no number any more."""
     lost = max(found, key=lambda key: found[key].underflow)
     largest = max(found, key=lambda key: (isnan(found[key].amax), found[key].amax))
     broken = max(found, key=lambda key: found[key].overflow)

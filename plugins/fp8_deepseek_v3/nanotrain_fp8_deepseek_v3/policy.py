@@ -10,9 +10,8 @@ from itertools import groupby
 import attrs
 from torch import nn
 
-from nanotrain_core.errors import NanotrainError, did_you_mean
-from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.precision.gemm import gemm_parameters
+from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
+from nanotrain_core.api.torch import gemm_parameters
 from nanotrain_fp8_deepseek_v3 import ModuleFormats
 
 #: From the widest: the first whose pattern matches a module holds.
@@ -39,7 +38,7 @@ def format_of(name: str, config: ModuleFormats) -> str:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Say whether a module's name fits any pattern."""
+    """Return whether a module's name fits any pattern."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, Tag, tagged
-from nanotrain_core.moe.routing import use_dispatch_codec
-from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, use_gemm
-from nanotrain_core.precision.uniform import NoLossScale, Uniform
+from nanotrain_core.api import Role, Tag, tagged
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Mesh,
+    NoLossScale,
+    Passes,
+    Uniform,
+    gemm_parameters,
+    quantize_swiglu,
+    use_dispatch_codec,
+    use_gemm,
+)
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
+from nanotrain_fp8_deepseek_v3.gemm import Float32GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_of, matches, rows_of, table
-from nanotrain_fp8_deepseek_v3.products import Float32Products, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+
+#: Makes a backend of a run.
+Make = Callable[[Recipe, Scratch], GEMMBackend]
 
 
 class ByModule(Uniform):
-    """bfloat16, but for the products of linear layers: those are as the recipe's patterns say.
+    """bfloat16, but for the GEMMs of linear layers: those are as the recipe's patterns say.
 
     There is no loss scale: scales of tiles do its work.
     """
@@ -30,7 +40,12 @@ class ByModule(Uniform):
     def __init__(self, config: ModuleFormats) -> None:
         super().__init__(torch.bfloat16, NoLossScale())
         self.config = config
+        self.passes, self.scratch = Passes(), Scratch()
         self.lines: list[str] = []
+
+    def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
+        """Have what is made of weights hold as long as the run's passes say."""
+        self.passes, self.scratch = passes, Scratch(passes)
 
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
         """Return how the operands around one parameter are rounded."""
@@ -42,7 +57,7 @@ class ByModule(Uniform):
         return {key: found for key, found in written.items() if found != ("*",)}
 
     def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        """Give every linear layer its products. Gathers the table of all stages over pp.
+        """Give every linear layer its backend. Gathers the table of all stages over pp.
 
         Raises:
             NanotrainError: a pattern matches nothing, or the backend cannot run on this device.
@@ -54,21 +69,22 @@ class ByModule(Uniform):
         backend = choose(self.config.backend, mesh.device, self.recipe("", Tag(Role.COLUMN), "weight"))
         for part in parts:
             for name, module, tag in tagged(part):
-                given = self._products(name, module, tag, backend.make)
-                if given:
-                    use_gemm(module, given)
+                backends = self._backends(name, module, tag, backend.make)
+                if backends:
+                    use_gemm(module, backends, self.passes)
+            quantize_swiglu(part)
         self.lines = table(attrs.evolve(row, format=self._label(row, backend.name)) for row in rows)
 
-    def _products(self, name: str, module: nn.Module, tag: Tag, make: Any) -> dict[str, GEMMBackend]:
-        """Return the products of a module's parameters; those rounded alike share one object."""
+    def _backends(self, name: str, module: nn.Module, tag: Tag, make: Make) -> dict[str, GEMMBackend]:
+        """Return the backends of a module's parameters; those rounded alike share one object."""
         wanted = gemm_parameters(module)
         format_ = format_of(name, self.config) if wanted else "bf16"
         if format_ == "fp32":
-            return dict.fromkeys(wanted, Float32Products())
+            return dict.fromkeys(wanted, Float32GEMM(self.scratch))
         if format_ == "bf16":
             return {}
         recipes = {parameter: self.recipe(name, tag, parameter) for parameter in wanted}
-        made = {recipe: make(recipe) for recipe in set(recipes.values())}
+        made = {recipe: make(recipe, self.scratch) for recipe in set(recipes.values())}
         return {parameter: made[recipe] for parameter, recipe in recipes.items()}
 
     def _label(self, row: Row, backend: str) -> str:
@@ -97,11 +113,11 @@ class FP8DeepSeekV3(ByModule):
 
         The input of experts was dispatched, and so were the gradients of their outputs.
         """
-        swiglu = self.config.swiglu
+        recipe = Recipe(quantize_swiglu=self.config.swiglu)
         if tag.role is not Role.EXPERTS:
-            return Recipe(input_power_of_two=matches(name, self.config.power_of_two), narrow=swiglu)
+            return attrs.evolve(recipe, input_power_of_two=matches(name, self.config.power_of_two))
         reads_input = tag.split.get(parameter) == 1
-        return Recipe(input_power_of_two=reads_input, gradient_power_of_two=not reads_input, narrow=swiglu)
+        return attrs.evolve(recipe, input_power_of_two=reads_input, gradient_power_of_two=not reads_input)
 
     def patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must match something; the default for attention need not."""
@@ -133,7 +149,7 @@ class Codec:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Return codes and scales [N, D + 2 D / 128], uint8; bfloat16 holds a power of two."""
-        tiled = quantise(rows, (1, TILE), power_of_two=True)
+        tiled = quantize(rows, (1, TILE), power_of_two=True)
         scales = tiled.scales.flatten(1).to(torch.bfloat16).contiguous()
         return torch.cat([tiled.codes().view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
@@ -141,4 +157,4 @@ class Codec:
         """Return the rows [N, D]."""
         codes = coded[:, :width].contiguous().view(torch.float8_e4m3fn)
         scales = coded[:, width:].contiguous().view(torch.bfloat16).float()
-        return dequantise(codes, scales, E4M3).to(dtype)
+        return dequantize(codes, scales, E4M3).to(dtype)

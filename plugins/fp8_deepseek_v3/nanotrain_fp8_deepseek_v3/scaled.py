@@ -1,4 +1,4 @@
-"""Products on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
+"""GEMMs on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
 
 What it asks of operands was read off torch's own checks, which the tests run without a device: the left
 one [M, K] lies by rows and the right one [K, N] by columns, so that both are stored along what is summed
@@ -20,10 +20,10 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.precision.gemm import Kept
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantise, quantise
-from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
-from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from nanotrain_core.api.torch import Kept
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: What rows are filled up to: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
 ALIGNED = 16
@@ -41,22 +41,22 @@ class Coded:
     """The name of its ``torch.nn.functional.ScalingType``."""
 
 
-def quantise_tiles(
+def quantize_tiles(
     x_RC: torch.Tensor, format_: Format, *, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round along rows with torch's own operations."""
-    tiled = quantise(_filled(x_RC), (1, TILE), format_, power_of_two=power_of_two)
+    tiled = quantize(_filled(x_RC), (1, TILE), format_, power_of_two=power_of_two)
     return tiled.codes(), tiled.scales.flatten(1).T.contiguous().T
 
 
-class ScaledFP8(Narrowed):
+class ScaledFP8(FP8GEMM):
     """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         self.recipe = recipe
-        self.read_weight = MadeOnce(self._of_weight)
+        self.read_weight = (scratch or Scratch()).once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
         """Return the same for stacked weights. The host waits for the counts."""
@@ -68,9 +68,9 @@ class ScaledFP8(Narrowed):
 
     def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
         if self.recipe.tile:
-            codes, scales = quantise_tiles(_aligned(x_RC), format_, power_of_two=power_of_two)
+            codes, scales = quantize_tiles(_aligned(x_RC), format_, power_of_two=power_of_two)
             return Coded(codes, scales, "BlockWise1x128")
-        tiled = quantise(_aligned(x_RC), (0, 0), format_)
+        tiled = quantize(_aligned(x_RC), (0, 0), format_)
         return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")
 
     def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
@@ -89,11 +89,11 @@ class ScaledFP8(Narrowed):
         if not self.recipe.tile:
             return self._along_rows(w_RC.contiguous())
         wide = F.pad(w_RC, (0, -w_RC.shape[1] % TILE, 0, -w_RC.shape[0] % TILE))
-        tiled = quantise(wide, (TILE, TILE))
+        tiled = quantize(wide, (TILE, TILE))
         scales_rc = tiled.scales.flatten(1)
         return Coded(tiled.codes(), F.pad(scales_rc, (0, -scales_rc.shape[1] % 4)).T, "BlockWise128x128")
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x, group by group."""
@@ -126,12 +126,12 @@ class ScaledFP8(Narrowed):
     def _weight_gradient(
         self, d_y_MN: torch.Tensor, codes_MK: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Turn both operands: tiles now lie along M."""
+        """Transpose both operands: tiles now lie along M."""
         N, K = d_y_MN.shape[1], codes_MK.shape[1]
         if not len(codes_MK):
             return d_y_MN.new_zeros(N, K, dtype=torch.float32)
         if self.recipe.tile:
-            right = self._of_input(dequantise(codes_MK, scales, E4M3).T)
+            right = self._of_input(dequantize(codes_MK, scales, E4M3).T)
         else:
             right = Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
         return multiply(self._of_gradient(d_y_MN.T), right, (N, K), torch.float32)

@@ -8,7 +8,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.api.torch import Mesh
 from nanotrain_fp8_deepseek_v3.formats import Tiled
 
 #: A module, or some of its parameters, and one of its operands.

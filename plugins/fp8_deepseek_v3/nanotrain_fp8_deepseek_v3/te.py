@@ -1,6 +1,6 @@
-"""Products by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
+"""GEMMs by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
 
-Imported only where it is installed and a recipe asks for it. Its products take the weight first. Each
+Imported only where it is installed and a recipe asks for it. Its GEMMs take the weight first. Each
 operand is stored by rows, in tiles of 1 x 128, by columns, in tiles of 128 x 1, or both::
 
     layout    A              B              returns
@@ -27,22 +27,22 @@ from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.precision.gemm import Kept
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3
-from nanotrain_fp8_deepseek_v3.products import Narrowed, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
-from nanotrain_fp8_deepseek_v3.steady import MadeOnce
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 
-class TransformerEngineFP8(Narrowed):
+class TransformerEngineFP8(FP8GEMM):
     """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         self.recipe = recipe
-        self.read_weight = MadeOnce(self._of_weight)
+        self.read_weight = (scratch or Scratch()).once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> TransformerEngineFP8:
         """Return the same for stacked weights. The host waits for the counts."""
@@ -54,18 +54,18 @@ class TransformerEngineFP8(Narrowed):
 
     def _of_weight(self, weight: torch.Tensor) -> list[Any]:
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
-        quantiser = quantiser_of(power_of_two=False, rows=True, columns=True, dim=2)
-        return [quantiser(aligned(w_NK)) for w_NK in stacked]
+        quantizer = quantizer_of(power_of_two=False, rows=True, columns=True, dim=2)
+        return [quantizer(aligned(w_NK)) for w_NK in stacked]
 
     def _of_input(self, x_MK: torch.Tensor, *, rows: bool) -> Any:
         power = self.recipe.input_power_of_two
-        return quantiser_of(power_of_two=power, rows=rows, columns=True, dim=1)(aligned(x_MK))
+        return quantizer_of(power_of_two=power, rows=rows, columns=True, dim=1)(aligned(x_MK))
 
     def _of_gradient(self, d_y_MN: torch.Tensor, *, rows: bool) -> Any:
         power = self.recipe.gradient_power_of_two
-        return quantiser_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
+        return quantizer_of(power_of_two=power, rows=rows, columns=not rows, dim=1)(aligned(d_y_MN))
 
-    # --- products ---------------------------------------------------------------------------------
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and x by columns, group by group."""
@@ -104,7 +104,7 @@ class TransformerEngineFP8(Narrowed):
         return (rows,) if self.groups is None else torch.split(rows, self.groups)
 
 
-def quantiser_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
+def quantizer_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
     """Return what rounds to E4M3 in tiles (``dim`` 1) or blocks (2) of 128."""
     return Float8BlockQuantizer(
         TE_DType[E4M3.dtype],

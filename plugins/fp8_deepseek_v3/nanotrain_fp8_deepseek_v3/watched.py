@@ -1,4 +1,4 @@
-"""Products whose operands are counted on watched steps, in the tiles that each product has them in.
+"""GEMMs whose operands are counted on watched steps, in the tiles that each GEMM has them in.
 
 Counting rounds an operand once more than the product does, with torch's own operations on any device. What
 the product is given, and what it returns, stays as it is.
@@ -7,15 +7,13 @@ the product is given, and what it returns, stays as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from nanotrain_core.moe.routing import DispatchCodec, runs_again
-from nanotrain_core.precision.gemm import GEMMBackend, Kept
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantise
-from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_core.api.torch import DispatchCodec, GEMMBackend, Kept, QuantizedActivations, gemms_of
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
 
 #: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if tiles make them others there.
@@ -37,8 +35,8 @@ class Watch:
         self.tallies: dict[Key, Tally] = {}
         self.seen: set[tuple[str, int]] = set()
         """Weights that were counted in this step, by module and address."""
-        self.made_again: set[str] = set()
-        """Modules whose input is made again for the gradient of the weight: it is counted there."""
+        self.recomputed: set[str] = set()
+        """Modules whose input is recomputed for the gradient of the weight: it is counted there."""
 
     def begin(self, *, on: bool) -> None:
         """Forget what was counted, and count what comes if it is ``on``."""
@@ -47,8 +45,8 @@ class Watch:
         self.seen.clear()
 
     def counts_forward(self, module: nn.Module) -> bool:
-        """Say whether to count a forward pass: of training, for the first time."""
-        return self.on and module.training and not runs_again()
+        """Return whether to count a forward pass: of training, for the first time."""
+        return self.on and module.training and not in_backward(module)
 
     def of(self, key: Key, x: torch.Tensor) -> Tally:
         """Return the tally of an operand."""
@@ -57,37 +55,46 @@ class Watch:
         return self.tallies[key]
 
 
-class Watched:
-    """Products whose operands are counted. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+class Watched(QuantizedActivations, GEMMBackend):
+    """Counts the operands of another backend."""
 
-    def __init__(
-        self, behind: GEMMBackend, recipe: Recipe, watch: Watch, name: str, module: nn.Module
-    ) -> None:
-        self.behind, self.recipe, self.watch, self.name, self.module = behind, recipe, watch, name, module
+    def __init__(self, behind: FP8GEMM, watch: Watch, name: str, module: nn.Module) -> None:
+        self.behind, self.watch, self.name, self.module = behind, watch, name, module
         self.counts_E: torch.Tensor | None = None
-        tile = recipe.tile
+        self.recipe = behind.recipe
+        tile = self.recipe.tile
         self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
 
     def grouped(self, counts_E: torch.Tensor) -> Watched:
         """Return the same for stacked weights."""
-        new = Watched(self.behind.grouped(counts_E), self.recipe, self.watch, self.name, self.module)
+        behind = self.behind.grouped(counts_E)
+        assert isinstance(behind, FP8GEMM)
+        new = Watched(behind, self.watch, self.name, self.module)
         new.counts_E = counts_E
         return new
 
-    # --- products ---------------------------------------------------------------------------------
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Pass it on: what is made of it is counted."""
+        return self.behind.quantize(made_of_MK)
+
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Pass it on."""
+        return self.behind.dequantize(kept, dtype)
+
+    # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Count x and the weights."""
         if self.watch.counts_forward(self.module):
-            self._count_input(x_MK, again=False)
+            self._count_input(x_MK, recomputed=False)
             for weight in weights:
                 self._count_weight(weight.detach())
         return self.behind.forward(x_MK, *weights)
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Count x, which was made again."""
+        """Count x, which was recomputed."""
         if self.watch.on and self.recipe.tile:
-            self._count_input(x_MK, again=True)
+            self._count_input(x_MK, recomputed=True)
         return self.behind.keep(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -102,12 +109,6 @@ class Watched:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
         return self.behind.wgrad(d_y_MN, kept)
 
-    def __getattr__(self, name: str) -> Any:
-        """Pass on what is optional."""
-        if name in ("quantize", "dequantize"):
-            return getattr(self.behind, name)
-        raise AttributeError(name)
-
     # --- counts -----------------------------------------------------------------------------------
 
     def _tally(self, operand: str, x: torch.Tensor) -> Tally:
@@ -119,20 +120,20 @@ class Watched:
         groups = [rows] if counts_E is None else torch.split(rows, counts_E.tolist())
         return [group.detach() for group in groups if group.numel()]
 
-    def _count_input(self, x_MK: torch.Tensor, *, again: bool) -> None:
-        """Count x along its rows, unless it is made ``again``, and along its columns, if it is kept for them.
+    def _count_input(self, x_MK: torch.Tensor, *, recomputed: bool) -> None:
+        """Count x along its rows, unless it is recomputed, and along its columns, if it is kept for them.
 
         The latter is rounded twice; what either rounding loses is lost.
         """
-        made_again, power_of_two = self.watch.made_again, self.recipe.input_power_of_two
-        if again and self.name not in made_again:
-            made_again.add(self.name)
+        of_dw, power_of_two = self.watch.recomputed, self.recipe.input_power_of_two
+        if recomputed and self.name not in of_dw:
+            of_dw.add(self.name)
             self.watch.tallies.pop((self.name, X_OF_DW), None)
         for x in self._groups(x_MK):
-            once = quantise(x, self.along_row, power_of_two=power_of_two)
-            values = once.values() if again else self._tally(X, x).add(x, once)
-            if self.recipe.tile and again == (self.name in made_again):
-                twice = quantise(values, self.along_column, power_of_two=power_of_two, consume=True)
+            once = quantize(x, self.along_row, power_of_two=power_of_two)
+            values = once.values() if recomputed else self._tally(X, x).add(x, once)
+            if self.recipe.tile and recomputed == (self.name in of_dw):
+                twice = quantize(values, self.along_column, power_of_two=power_of_two, consume=True)
                 self._tally(X_OF_DW, x).add(x, twice)
 
     def _count_weight(self, weight: torch.Tensor) -> None:
@@ -140,12 +141,12 @@ class Watched:
         if (self.name, weight.data_ptr()) in self.watch.seen:
             return
         self.watch.seen.add((self.name, weight.data_ptr()))
-        self._tally(W, weight).add(weight, quantise(weight, (self.recipe.tile, self.recipe.tile)))
+        self._tally(W, weight).add(weight, quantize(weight, (self.recipe.tile, self.recipe.tile)))
 
     def _count_gradient(self, operand: str, d_y_MN: torch.Tensor, tile: tuple[int, int]) -> None:
         form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
         for d_y in self._groups(d_y_MN):
-            self._tally(operand, d_y).add(d_y, quantise(d_y, tile, form, power_of_two=power_of_two))
+            self._tally(operand, d_y).add(d_y, quantize(d_y, tile, form, power_of_two=power_of_two))
 
 
 class WatchedCodec:
@@ -155,10 +156,11 @@ class WatchedCodec:
         self.behind, self.watch, self.name, self.module = behind, watch, name, module
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Count rows, or their gradients."""
-        if rows.numel() and self.watch.counts_forward(self.module):
+        """Count rows, or gradients, which need none themselves: rows in a backward pass are recomputed."""
+        recomputed = rows.requires_grad and in_backward(self.module)
+        if self.watch.on and self.module.training and rows.numel() and not recomputed:
             x = rows.detach()
-            self.watch.of((self.name, SENT), x).add(x, quantise(x, (1, TILE), E4M3, power_of_two=True))
+            self.watch.of((self.name, SENT), x).add(x, quantize(x, (1, TILE), E4M3, power_of_two=True))
         return self.behind.encode(rows)
 
     def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -166,6 +168,13 @@ class WatchedCodec:
         return self.behind.decode(coded, width, dtype)
 
 
-def label(name: str, key: str, given: Mapping[str, GEMMBackend]) -> str:
+def in_backward(module: nn.Module) -> bool:
+    """Return whether a backward pass of the run that ``module`` belongs to is under way."""
+    gemms = gemms_of(module)
+    return gemms is not None and gemms.passes.recomputing
+
+
+def label(name: str, key: str, backends: Mapping[str, FP8GEMM]) -> str:
     """Name a module's parameters only if it has several."""
-    return name if len(given) == 1 else f"{name}.{'+'.join(k for k in given if given[k] is given[key])}"
+    alike = [other for other, backend in backends.items() if backend is backends[key]]
+    return name if len(backends) == 1 else f"{name}.{'+'.join(alike)}"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
-from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECIPES = [
@@ -43,7 +44,7 @@ def products_of(products, x, w, d_y):
 def test_gemm(name, recipe):
     x, w, d_y = operands()
     assert_near(
-        products_of(BACKENDS[name].make(recipe), x, w, d_y),
+        products_of(BACKENDS[name].make(recipe, Scratch()), x, w, d_y),
         by_definition(recipe, x, w, d_y, once=name == "te"),
     )
 
@@ -53,7 +54,7 @@ def test_gemm(name, recipe):
 def test_products_of_experts(name, recipe, counts):
     """The counts lie where the rows do, as a router hands them over."""
     x, w, d_y = operands(sum(counts), experts=(len(counts),))
-    grouped = BACKENDS[name].make(recipe).grouped(torch.tensor(counts, device=DEVICE))
+    grouped = BACKENDS[name].make(recipe, Scratch()).grouped(torch.tensor(counts, device=DEVICE))
     y, d_x, d_w = products_of(grouped, x, w, d_y)
     pieces = zip(*(each.split(counts) for each in (x, d_y, y, d_x)), w, d_w, strict=True)
     for own_x, own_d_y, own_y, own_d_x, own_w, own_d_w in pieces:
@@ -79,15 +80,15 @@ def by_definition(recipe, x, w, d_y, *, once):
     """
     row, column = ((1, TILE), (TILE, 1)) if recipe.tile else ((0, 0), (0, 0))
     inputs, powers = recipe.input_power_of_two, recipe.gradient_power_of_two
-    rounded_x = quantise(x, row, power_of_two=inputs).values()
-    turned_x = rounded_x
+    rounded_x = quantize(x, row, power_of_two=inputs).values()
+    transposed_x = rounded_x
     if recipe.tile:
-        turned_x = quantise(x if once else rounded_x, column, power_of_two=inputs).values()
-    block = quantise(w, (recipe.tile, recipe.tile)).values()
+        transposed_x = quantize(x if once else rounded_x, column, power_of_two=inputs).values()
+    block = quantize(w, (recipe.tile, recipe.tile)).values()
     rows, columns = (
-        quantise(d_y, tile, recipe.gradients, power_of_two=powers).values() for tile in (row, column)
+        quantize(d_y, tile, recipe.gradients, power_of_two=powers).values() for tile in (row, column)
     )
-    pairs = ((rounded_x, block.T), (rows, block), (columns.T, turned_x))
+    pairs = ((rounded_x, block.T), (rows, block), (columns.T, transposed_x))
     return [(a.double() @ b.double(), a.double().abs() @ b.double().abs()) for a, b in pairs]
 
 
@@ -97,57 +98,57 @@ needs_triton = pytest.mark.skipif(
 
 
 def along_rows(x, form, power_of_two):
-    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
 
-    return quantise_rows(x, form, power_of_two=power_of_two)
+    return quantize_rows(x, form, power_of_two=power_of_two)
 
 
 def along_columns(x, form, power_of_two):
-    from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned
+    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed
 
-    return quantise_turned(x.T, None, form, power_of_two=power_of_two)
+    return quantize_transposed(x.T, None, form, power_of_two=power_of_two)
 
 
 def by_torch(x, form, power_of_two):
-    return scaled.quantise_tiles(x, form, power_of_two=power_of_two)
+    return scaled.quantize_tiles(x, form, power_of_two=power_of_two)
 
 
 @pytest.mark.parametrize(
-    "quantiser",
+    "quantizer",
     [by_torch, *(pytest.param(each, marks=needs_triton) for each in (along_rows, along_columns))],
     ids=lambda function: function.__name__,
 )
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_codes_and_scales(quantiser, power_of_two, turned, form):
+def test_codes_and_scales(quantizer, power_of_two, transposed, form):
     x, _, _ = operands(M=333, K=259)
     x[5, 9], x[6, 200], x[7] = float("inf"), float("nan"), 0.0
-    x = x.T if turned else x
-    assert_same(*quantiser(x, form, power_of_two), quantise(x, (1, TILE), form, power_of_two=power_of_two))
+    x = x.T if transposed else x
+    assert_same(*quantizer(x, form, power_of_two), quantize(x, (1, TILE), form, power_of_two=power_of_two))
 
 
 @needs_triton
 def test_codes_and_scales_of_what_is_rounded_once_more():
-    from nanotrain_fp8_deepseek_v3.triton_kernels.turned import requantise_turned
+    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import requantize_transposed
 
     x, _, _ = operands(M=333, K=259)
-    once = quantise(x, (1, TILE))
+    once = quantize(x, (1, TILE))
     codes, scales = once.codes(), once.scales.flatten(1)
-    found = requantise_turned(codes, scales, power_of_two=False)
-    assert_same(*found, quantise(dequantise(codes, scales, E4M3).T, (1, TILE)))
+    found = requantize_transposed(codes, scales, power_of_two=False)
+    assert_same(*found, quantize(dequantize(codes, scales, E4M3).T, (1, TILE)))
 
 
 @needs_triton
 def test_codes_and_scales_of_stacked_weights():
-    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 
     _, w, _ = operands(K=259, N=333, experts=(3,))
-    blocks = quantise_blocks(w)
+    blocks = quantize_blocks(w)
     for e, w_NK in enumerate(w):
         ways = ((blocks.codes_ENK, blocks.scales_Enk, w_NK), (blocks.codes_EKN, blocks.scales_Ekn, w_NK.T))
         for codes, scales, way in ways:
-            expected = quantise(way, (TILE, TILE))
+            expected = quantize(way, (TILE, TILE))
             expected.scales = expected.scales.repeat_interleave(TILE, 0)[: len(way)]
             width = -(-way.shape[1] // TILE)
             assert_same(codes[e], scales[e, :, :width].repeat_interleave(TILE, 0), expected)

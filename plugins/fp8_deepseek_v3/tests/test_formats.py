@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, SMALLEST_SCALE, TILE, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, SMALLEST_SCALE, TILE, dequantize, quantize
 
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -83,10 +83,10 @@ def test_codes_and_values_are_those_of_ml_dtypes(corpus, tile, power_of_two, sha
     x = CORPUS[corpus](*shape).astype(np.float32)
     with np.errstate(all="ignore"):
         codes, values = reference(x, TILES[tile], form, power_of_two=power_of_two)
-    found = quantise(torch.from_numpy(x), TILES[tile], form, power_of_two=power_of_two)
+    found = quantize(torch.from_numpy(x), TILES[tile], form, power_of_two=power_of_two)
     assert_same_codes(found.codes(), codes)
     assert np.array_equal(found.values().numpy(), values, equal_nan=True)
-    again = quantise(torch.from_numpy(x), TILES[tile], form, power_of_two=power_of_two)
+    again = quantize(torch.from_numpy(x), TILES[tile], form, power_of_two=power_of_two)
     assert np.array_equal(again.values().numpy(), values, equal_nan=True)  # rounded without codes
 
 
@@ -114,32 +114,32 @@ def test_codes_are_torchs_for_every_number(form):
 @FORMATS
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
 def test_tiles_that_are_not_finite_come_back_as_nan(form, power_of_two):
-    tiled = quantise(torch.from_numpy(not_finite(6, 256)).float(), (1, TILE), form, power_of_two=power_of_two)
+    tiled = quantize(torch.from_numpy(not_finite(6, 256)).float(), (1, TILE), form, power_of_two=power_of_two)
     codes, scales = tiled.codes(), tiled.scales.flatten(1)
-    found, values = dequantise(codes, scales, form), tiled.values()
+    found, values = dequantize(codes, scales, form), tiled.values()
     assert values[0, :TILE].isnan().all()
     assert torch.equal(found.nan_to_num(1e9), values.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize("width", [1, 100, 128, 256, 300])
 def test_codes_and_scales_give_the_values_back(width):
-    tiled = quantise(torch.randn(7, width, generator=torch.Generator().manual_seed(0)), (1, TILE))
+    tiled = quantize(torch.randn(7, width, generator=torch.Generator().manual_seed(0)), (1, TILE))
     codes, scales = tiled.codes(), tiled.scales.flatten(1)
-    assert torch.equal(dequantise(codes, scales, E4M3), tiled.values())
+    assert torch.equal(dequantize(codes, scales, E4M3), tiled.values())
 
 
 def test_the_tensor_that_is_rounded_stays_as_it_was():
     for shape in ((128, 128), (5, 200)):
         x = torch.randn(shape)
         before = x.clone()
-        quantise(x, (1, TILE)).values()
+        quantize(x, (1, TILE)).values()
         assert torch.equal(x, before)
 
 
 def test_an_element_that_is_not_finite_spoils_its_tile_and_no_other():
     x = torch.ones(4, 256)
     x[1, 130], x[2, 3] = float("inf"), float("nan")
-    lost = quantise(x, (1, TILE)).values().isnan()
+    lost = quantize(x, (1, TILE)).values().isnan()
     expected = torch.zeros(4, 256, dtype=torch.bool)
     expected[1, 128:], expected[2, :128] = True, True
     assert torch.equal(lost, expected)
@@ -147,19 +147,19 @@ def test_an_element_that_is_not_finite_spoils_its_tile_and_no_other():
 
 def test_stacked_weights_are_rounded_each_by_itself():
     stacked = torch.randn(3, 130, 200, generator=torch.Generator().manual_seed(0))
-    together = quantise(stacked, (TILE, TILE)).values()
+    together = quantize(stacked, (TILE, TILE)).values()
     for one, alone in zip(together, stacked, strict=True):
-        assert torch.equal(one, quantise(alone, (TILE, TILE)).values())
+        assert torch.equal(one, quantize(alone, (TILE, TILE)).values())
 
 
 def test_values_with_power_of_two_scales_are_numbers_of_bfloat16_and_are_rounded_to_themselves():
     x = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).exp()
-    values = quantise(x, (1, TILE), power_of_two=True).values().clone()
+    values = quantize(x, (1, TILE), power_of_two=True).values().clone()
     assert torch.equal(values.bfloat16().float(), values)
-    assert torch.equal(quantise(values, (1, TILE), power_of_two=True).values(), values)
+    assert torch.equal(quantize(values, (1, TILE), power_of_two=True).values(), values)
 
 
 def test_no_rows_are_no_codes():
-    tiled = quantise(torch.empty(0, 200), (1, TILE))
+    tiled = quantize(torch.empty(0, 200), (1, TILE))
     assert tiled.codes().shape == (0, 200)
-    assert quantise(torch.empty(0, 200), (TILE, 1)).values().shape == (0, 200)
+    assert quantize(torch.empty(0, 200), (TILE, 1)).values().shape == (0, 200)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.precision import Codec
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import over_ranks
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, operands_of
 from torch import nn
@@ -20,7 +20,9 @@ from torch import nn
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.moe.routing import running_again
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import QuantizedActivations, use_gemm
 from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.checks.parallel import trained
 from nanotrain_core.testing.probe import make_engine
@@ -80,8 +82,8 @@ def expected(recipe, x, weight, d_y):
     }
     if tile:
         twice, _ = rounded(values, (tile, 1), E4M3, power_of_two=by_input)
-        turned, _ = rounded(d_y, (tile, 1), gradients, power_of_two=by_gradient)
-        found |= {"x of dW": counted(x, twice, E4M3), "dy of dW": counted(d_y, turned, gradients)}
+        transposed, _ = rounded(d_y, (tile, 1), gradients, power_of_two=by_gradient)
+        found |= {"x of dW": counted(x, twice, E4M3), "dy of dW": counted(d_y, transposed, gradients)}
     return found
 
 
@@ -96,7 +98,7 @@ def watched(recipe, module=None):
     """Return products and what counts them, on."""
     watch = Watch()
     watch.begin(on=True)
-    return Watched(EmulatedFP8(recipe), recipe, watch, "m", module or nn.Identity()), watch
+    return Watched(EmulatedFP8(recipe), watch, "m", module or nn.Identity()), watch
 
 
 def multiply(products, x, weight, d_y):
@@ -176,17 +178,27 @@ def test_an_input_that_is_made_again_is_counted_as_it_is_then_and_as_often():
 
 
 def test_passes_that_do_not_train_and_those_that_run_again_are_not_counted():
-    module = nn.Identity()
+    module, passes = tag(nn.Linear(128, 128), Role.COLUMN), Passes()
     products, watch = watched(TILED, module)
+    use_gemm(module, {"weight": products}, passes)
     x, weight = torch.randn(4, 128), torch.randn(128, 128)
     module.eval()
     products.forward(x, weight)
     module.train()
-    with running_again():
+    with passes.backward():
         products.forward(x, weight)
     assert shares(watch, TILED) == {}
     products.forward(x, weight)
     assert shares(watch, TILED)["x"][0] == x.numel()
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_what_is_watched_holds_activations_as_it_did(quantized):
+    x, behind = torch.randn(4, 128).bfloat16(), EmulatedFP8(Recipe(quantize_swiglu=quantized))
+    found, expected = (each.quantize(x) for each in (Watched(behind, Watch(), "m", nn.Identity()), behind))
+    assert isinstance(watched(TILED)[0], QuantizedActivations)
+    assert (found is not None) == (expected is not None) == quantized
+    assert not quantized or all(map(torch.equal, found, expected))
 
 
 def test_a_tile_with_an_element_that_is_not_finite_is_told_of():
@@ -215,6 +227,24 @@ def test_rows_on_their_way_to_experts_are_counted_and_sent_as_they_are():
     wanted = counted(rows.numpy(), codes, E4M3)
     assert wanted[1] > 0
     assert [found.elements, round(found.underflow * found.elements)] == wanted[:2]
+
+
+def test_gradients_on_their_way_to_experts_are_counted_and_rows_that_are_recomputed_are_not():
+    module, passes, watch = tag(nn.Linear(40, 40), Role.ROW), Passes(), Watch()
+    use_gemm(module, {"weight": EmulatedFP8(TILED)}, passes)
+    watch.begin(on=True)
+    codec, rows = WatchedCodec(Codec(), watch, "m", module), torch.randn(8, 40)
+
+    def counted():
+        return watch.tallies["m", "sent"].elements
+
+    codec.encode(rows.requires_grad_())
+    assert counted() == rows.numel()
+    with passes.backward():
+        codec.encode(rows)
+        assert counted() == rows.numel()
+        codec.encode(rows.detach())
+    assert counted() == 2 * rows.numel()
 
 
 @pytest.mark.parametrize(("every", "watched_steps"), [(1000, 1), (2, 2)])

@@ -7,14 +7,14 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, backends
 from nanotrain_fp8_deepseek_v3.backends import choose
-from nanotrain_fp8_deepseek_v3.formats import TILE, quantise
+from nanotrain_fp8_deepseek_v3.formats import TILE, quantize
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.policy import format_of
 from nanotrain_fp8_deepseek_v3.precision import Codec
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Float32Products, Recipe
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.precision.gemm import products_of
+from nanotrain_core.precision.gemm import gemms_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
@@ -28,7 +28,8 @@ def run_of(*, overrides=None, **config):
 def given(run):
     """Return what makes each linear layer's products, by name."""
     (part,) = run.stages.values()
-    return {name: products_of(module).get("weight") for name, module, _ in tagged(part)}
+    found = {name: gemms_of(module) for name, module, _ in tagged(part)}
+    return {name: gemms and gemms.backends.get("weight") for name, gemms in found.items()}
 
 
 def test_linear_layers_are_fp8_and_nothing_else_is():
@@ -67,7 +68,7 @@ def test_patterns_choose_module_by_module_and_the_table_shows_it():
     run = run_of(bf16=["layers.0.*"], fp32=["*.ffn.down"])
     found = given(run)
     assert found["layers.0.attn.q"] is None
-    assert isinstance(found["layers.0.ffn.down"], Float32Products)
+    assert isinstance(found["layers.0.ffn.down"], Float32GEMM)
     assert isinstance(found["layers.1.attn.q"], EmulatedFP8)
     table = "\n".join(run.described)
     assert re.search(r"layers\.\*\.attn\.q +bf16 +1 x column\n", table)
@@ -205,6 +206,6 @@ def test_rows_that_travel_in_fp8_arrive_as_their_experts_would_have_rounded_them
     assert coded.dtype == torch.uint8
     assert coded.shape == (17, width + 2 * -(-width // TILE))
     there = Codec().decode(coded, width, torch.bfloat16)
-    expected = quantise(rows, (1, TILE), power_of_two=True).values()
+    expected = quantize(rows, (1, TILE), power_of_two=True).values()
     assert torch.equal(there.float(), expected)
-    assert torch.equal(quantise(there, (1, TILE), power_of_two=True).values(), expected)
+    assert torch.equal(quantize(there, (1, TILE), power_of_two=True).values(), expected)

@@ -1,31 +1,35 @@
 """What a feed-forward layer keeps for its backward pass, and what that does to its gradients."""
 
+import weakref
+from dataclasses import replace
+
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from nanotrain_core.models.swiglu import swiglu
-from nanotrain_fp8_deepseek_v3.formats import quantise
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.formats import quantize
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
 
-from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.layout.roles import tagged
-from nanotrain_core.models.transformer import SwiGLU
-from nanotrain_core.pipeline import weight_gradients
-from nanotrain_core.pipeline.weight_gradients import Postponed
-from nanotrain_core.precision.gemm import use_gemm
+from nanotrain_core.models.feed_forward import SwiGLU
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
+from nanotrain_core.precision.gemm import gemms_of, use_gemm
+from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 M, D, INNER = 64, 128, 384
+QUANTIZED = Recipe(quantize_swiglu=True)
 
 
-def layer_of(recipe, *, given=EmulatedFP8):
+def layer_of(recipe, *, backend=EmulatedFP8, passes=None):
     torch.manual_seed(0)
-    layer = SwiGLU(TransformerConfig(layers=1, width=D, heads=2, ffn=INNER, vocab=8)).bfloat16()
-    shared = given(recipe)
+    layer, shared, passes = SwiGLU(D, INNER).bfloat16(), backend(recipe), passes or Passes()
     for _, module, _ in tagged(layer):
-        use_gemm(module, {"weight": shared})
+        use_gemm(module, {"weight": shared}, passes)
+    quantize_swiglu(layer)
     return layer
 
 
@@ -55,7 +59,7 @@ def test_five_of_seven_bytes_of_each_inner_number_are_saved():
     x = rows(M, D).requires_grad_()
     scales, of_input = 4 * M * INNER // 128, M * D + 4 * M * D // 128
     wide = bytes_kept(layer_of(Recipe()), x)
-    narrow = bytes_kept(layer_of(Recipe(narrow=True)), x)
+    narrow = bytes_kept(layer_of(QUANTIZED), x)
     assert wide - of_input == 7 * M * INNER + scales
     assert narrow - of_input == 2 * M * INNER + 2 * scales
 
@@ -69,13 +73,13 @@ def gradients(layer, x, d_y):
 
 def test_gradients_are_those_of_the_rounded_inputs():
     """Of the very gate and up that codes and scales mean; the output itself does not change."""
-    layer, x, d_y = layer_of(Recipe(narrow=True)), rows(M, D), rows(M, D, seed=1)
+    layer, x, d_y = layer_of(QUANTIZED), rows(M, D), rows(M, D, seed=1)
     y, found = gradients(layer, x, d_y)
     assert torch.equal(y, gradients(layer_of(Recipe()), x, d_y)[0])
 
     products = EmulatedFP8(Recipe())
     (g, u), x_kept = products.forward(x, layer.gate.weight, layer.up.weight)
-    g, u = (quantise(each, (1, 128)).values().bfloat16() for each in (g, u))
+    g, u = (quantize(each, (1, 128)).values().bfloat16() for each in (g, u))
     d_h = products.dgrad(d_y, layer.down.weight)
     d_u, d_g = d_h * F.silu(g), torch.ops.aten.silu_backward(d_h * u, g)
     assert torch.equal(found["up.weight"], products.wgrad(d_u, x_kept).bfloat16())
@@ -87,25 +91,25 @@ def test_gradients_are_those_of_the_rounded_inputs():
 def test_gradients_stay_near_those_of_inputs_kept_whole():
     """Rounding moves a number by 2.6% in the mean, and what gate and up make by twice as much."""
     x, d_y = rows(M, D), rows(M, D, seed=1)
-    _, narrow = gradients(layer_of(Recipe(narrow=True)), x, d_y)
+    _, narrow = gradients(layer_of(QUANTIZED), x, d_y)
     _, whole = gradients(layer_of(Recipe()), x, d_y)
     for name, wanted in whole.items():
         error = ((narrow[name] - wanted).float().norm() / wanted.float().norm()).item()
         assert 0 < error < 0.08, f"{name}: {error:.3f}"
 
 
-def test_the_output_is_made_again_when_the_gradient_is_not_before():
-    x, d_y, made = rows(M, D), rows(M, D, seed=1), []
+def test_the_output_is_recomputed_when_the_wgrad_is_made_not_before():
+    x, d_y, made, passes = rows(M, D), rows(M, D, seed=1), [], Passes()
 
     class Counting(EmulatedFP8):
         def keep(self, x_MK):
             made.append(x_MK)
             return super().keep(x_MK)
 
-    _, at_once = gradients(layer_of(Recipe(narrow=True)), x, d_y)
-    layer, later = layer_of(Recipe(narrow=True), given=Counting), Postponed()
+    _, at_once = gradients(layer_of(QUANTIZED), x, d_y)
+    layer, later = layer_of(QUANTIZED, backend=Counting, passes=passes), DeferredGradients()
     y = layer(x.clone().requires_grad_())
-    with weight_gradients.postpone(later):
+    with passes.backward(later):
         y.backward(d_y)
     assert made == []
     later.compute()
@@ -114,19 +118,69 @@ def test_the_output_is_made_again_when_the_gradient_is_not_before():
         assert torch.equal(parameter.grad, at_once[name])
 
 
-@pytest.mark.parametrize(("config", "narrow"), [({}, True), ({"swiglu": False}, False)])
-def test_the_recipe_says_whether(config, narrow):
+@pytest.mark.parametrize(("config", "quantized"), [({}, True), ({"swiglu": False}, False)])
+def test_the_recipe_says_whether(config, quantized):
     (part,) = make_run(Case("precision", use="fp8_deepseek_v3", config=config), {}).stages.values()
-    recipe = part.layers["0"].ffn.down.nanotrain_products["weight"].recipe
-    assert recipe == attrs.evolve(Recipe(), narrow=narrow)
+    recipe = gemms_of(part.layers["0"].ffn.down).backends["weight"].recipe
+    assert recipe == attrs.evolve(Recipe(), quantize_swiglu=quantized)
 
 
 def test_what_was_written_to_since_is_kept_as_it_is():
-    down = layer_of(Recipe(narrow=True)).down
+    layer = layer_of(QUANTIZED)
+    down, swiglu = layer.down, layer.ops.swiglu
     gate, up = (rows(M, INNER, seed=seed).requires_grad_() for seed in (1, 2))
     found = []
     for times in (lambda h: h * 3, lambda h: h.mul_(3)):
-        down(times(swiglu(gate, up, down))).sum().backward()
+        down(times(swiglu(gate, up))).sum().backward()
         found.append(down.weight.grad)
         down.weight.grad = None
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_backend_put_in_between_leaves_every_number_as_it_is():
+    """As a monitor does, once the layer keeps its inputs in eight bits."""
+    x, d_y = rows(M, D), rows(M, D, seed=1)
+    y, expected = gradients(layer_of(QUANTIZED), x, d_y)
+    layer, watch = layer_of(QUANTIZED), Watch()
+    for name, module, _ in tagged(layer):
+        backends = gemms_of(module).backends
+        backends["weight"] = Watched(backends["weight"], watch, name, module)
+    watch.begin(on=True)
+    watched, found = gradients(layer, x, d_y)
+    assert torch.equal(watched, y)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert watch.recomputed == {"down"}
+
+
+def test_an_offer_that_no_layer_takes_goes_with_its_tensor():
+    layer = layer_of(QUANTIZED)
+    gate, up = (rows(M, INNER, seed=seed).requires_grad_() for seed in (1, 2))
+    h = layer.ops.swiglu(gate, up)
+    alive = weakref.ref(h)
+    del h
+    assert alive() is None
+
+
+def test_a_frozen_layer_after_swiglu_leaves_the_other_gradients_as_they_are():
+    """Nothing asks for its input, which else is dequantized first, and then found by gate and up."""
+    x, d_y = rows(M, D), rows(M, D, seed=1)
+    _, expected = gradients(layer_of(QUANTIZED), x, d_y)
+    layer = layer_of(QUANTIZED)
+    layer.down.requires_grad_(False)
+    _, found = gradients(layer, x, d_y)
+    assert found.pop("down.weight") is None
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+def test_what_computes_swiglu_elsewhere_computes_it_here():
+    """Kernels may have put their own in the table before: in training and out of it, the output is theirs."""
+    layer, x = layer_of(Recipe()), rows(M, D)
+    layer.ops = replace(layer.ops, swiglu=lambda gate, up: F.silu(gate) * up + 1)
+    for module in (layer.gate, layer.up, layer.down):
+        use_gemm(module, {"weight": EmulatedFP8(QUANTIZED)}, Passes())
+    with torch.no_grad():
+        expected = layer(x)
+    quantize_swiglu(layer)
+    assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)

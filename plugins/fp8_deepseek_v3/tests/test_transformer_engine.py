@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.formats import quantise
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.formats import quantize
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 
 from nanotrain_core.errors import NanotrainError
 
@@ -39,7 +39,7 @@ class Quantizer:
         assert x.is_contiguous()
         assert not any(size % 16 for size in x.shape)
         tiles = [(1, 128), (128, 1)] if self.dim == 1 else [(128, 128)] * 2
-        rows, columns = (quantise(x, tile, power_of_two=self.power_of_two).values() for tile in tiles)
+        rows, columns = (quantize(x, tile, power_of_two=self.power_of_two).values() for tile in tiles)
         found = x.detach().clone().as_subclass(Operand)
         found.by_rows, found.by_columns = rows if self.rowwise else None, columns if self.columnwise else None
         return found
@@ -121,7 +121,7 @@ def once_rounded(x, d_y, counts, recipe):
     """Return the weight's gradient of operands rounded by columns, each once."""
     found = []
     for own_x, own_d_y in zip(x.split(counts), d_y.split(counts), strict=True):
-        a = quantise(own_d_y, (128, 1), power_of_two=recipe.gradient_power_of_two).values()
-        b = quantise(own_x, (128, 1), power_of_two=recipe.input_power_of_two).values()
+        a = quantize(own_d_y, (128, 1), power_of_two=recipe.gradient_power_of_two).values()
+        b = quantize(own_x, (128, 1), power_of_two=recipe.input_power_of_two).values()
         found.append(a.T @ b)
     return torch.stack(found)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E5M2
-from nanotrain_fp8_deepseek_v3.products import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
 
 from nanotrain_core.errors import NanotrainError
 
@@ -57,7 +57,7 @@ def products(M, K, N, E):
     _, kept = experts.forward(x, w)
     experts.dgrad(d_y, w)
     experts.wgrad(d_y, kept)
-    TritonFP8(Recipe(input_power_of_two=True))._turned(d_y, TritonFP8(Recipe()).keep(x), None)
+    TritonFP8(Recipe(input_power_of_two=True))._transposed(d_y, TritonFP8(Recipe()).keep(x), None)
 
 
 @pytest.fixture

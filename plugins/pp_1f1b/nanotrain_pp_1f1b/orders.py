@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise
 
-from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.api import Action
 
 Order = tuple[Action, ...]
 

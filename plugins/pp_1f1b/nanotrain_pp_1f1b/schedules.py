@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_core.pipeline.actions import Action, Costs, Part
+from nanotrain_core.api import Action, Costs, Part
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig, orders
 from nanotrain_pp_1f1b.split import split
 

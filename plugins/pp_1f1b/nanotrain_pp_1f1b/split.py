@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import attrs
 
-from nanotrain_core.pipeline.actions import Costs, Part, parts_between
+from nanotrain_core.api import Costs, Part, parts_between
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 
 #: How many splits of the first layers over the first stages are kept for every number of layers.
@@ -141,7 +141,7 @@ def slowest(edges: Sequence[float], ends: Sequence[float]) -> float:
 
 
 def too_few(layers: int, ranks: Sequence[int], *, v_can_change: bool) -> str:
-    """Say that there are not enough layers, and what would do."""
+    """Return that there are not enough layers, and what would do."""
     pp = len(set(ranks))
     each = len(ranks) // pp
     largest = {"pp": layers // each, "v": layers // pp if v_can_change else 0}
@@ -151,6 +151,6 @@ def too_few(layers: int, ranks: Sequence[int], *, v_can_change: bool) -> str:
 
 
 def per_rank(ranks: Sequence[int]) -> str:
-    """Say how the number of stages comes about."""
+    """Return how the number of stages comes about."""
     pp = len(set(ranks))
     return f"pp {pp}" if pp == len(ranks) else f"pp {pp} x {len(ranks) // pp} on each rank"

@@ -8,9 +8,7 @@ from typing import Literal
 import attrs
 from attrs.validators import ge
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import Component, Register, hookimpl
 
 __version__ = "0.1.0"
 

@@ -11,16 +11,15 @@ import attrs
 import numpy as np
 import torch
 
-from nanotrain_core.checkpoint.info import TORCH
-from nanotrain_core.contracts import Block
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_NAMES, CheckpointError
+from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.manifest import File, key
 from nanotrain_sharded_ckpt_v2.plan import Holding
 from nanotrain_sharded_ckpt_v2.shard import Form
 
 Tensors = dict[str, torch.Tensor]
-CODES = {getattr(torch, name): code for code, name in TORCH.items()}
+CODES = {getattr(torch, name): code for code, name in DTYPE_NAMES.items()}
 
 
 def holding(block: Block) -> Holding:
@@ -38,7 +37,7 @@ def code(name: str, tensor: torch.Tensor) -> str:
     found = CODES.get(tensor.dtype)
     if found is None:
         raise CheckpointError(
-            f"{name} is {tensor.dtype}, which cannot be saved; known: {', '.join(TORCH.values())}"
+            f"{name} is {tensor.dtype}, which cannot be saved; known: {', '.join(DTYPE_NAMES.values())}"
         )
     return found
 
@@ -132,7 +131,7 @@ class Copies:
         return self._kept
 
     def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Say whether the room there is has the names, shapes and dtypes of ``tensors``."""
+        """Return whether the room there is has the names, shapes and dtypes of ``tensors``."""
         return self._kept.keys() == tensors.keys() and all(
             (kept.shape, kept.dtype) == (tensors[name].shape, tensors[name].dtype)
             for name, kept in self._kept.items()

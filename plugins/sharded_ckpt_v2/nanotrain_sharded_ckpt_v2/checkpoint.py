@@ -30,12 +30,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import nanotrain_core
-from nanotrain_core.checkpoint.info import strange_kinds
-from nanotrain_core.contracts import Block, CheckpointReport, TrainState
-from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.layout import above_one
-from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.api import CheckpointError, above_one, strange_kinds
+from nanotrain_core.api import __version__ as core_version
+from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
@@ -209,7 +206,7 @@ class ShardedCheckpoint:
         assert self._agreed is not None
         earlier = [step for step in self.steps() if step < flight.step]
         previous = folders.seal(folders.step_folder(self.folder, earlier[-1])) if earlier else None
-        core, torch_version = nanotrain_core.__version__, str(torch.__version__)
+        core, torch_version = core_version, str(torch.__version__)
         return Manifest(
             step=flight.step,
             versions={

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from nanotrain_core.contracts import TrainState
+from nanotrain_core.api.torch import TrainState
 from nanotrain_sharded_ckpt_v2 import blocks
 from nanotrain_sharded_ckpt_v2.manifest import File, shard_name, streams_name
 

@@ -16,8 +16,7 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from nanotrain_core.errors import CheckpointError
-from nanotrain_core.run.files import flush, remove_leftovers, write_text_atomically
+from nanotrain_core.api import CheckpointError, flush, remove_leftovers, write_text_atomically
 from nanotrain_sharded_ckpt_v2 import manifest, shard
 
 _STEP = re.compile(r"step-(\d{8,})")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.api import CheckpointInfo
 from nanotrain_sharded_ckpt_v2 import folders, manifest
 
 

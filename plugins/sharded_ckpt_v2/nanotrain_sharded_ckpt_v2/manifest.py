@@ -17,10 +17,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.checkpoint.box_cover import uncovered
-from nanotrain_core.checkpoint.info import BYTES
-from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
 from nanotrain_sharded_ckpt_v2.plan import Tensor
 
 NAME = "MANIFEST.json"
@@ -232,8 +229,8 @@ def _shape(value: Any, what: str) -> Shape:
 
 
 def _read_tensor(name: str, entry: Any, files: Mapping[str, File]) -> Tensor:
-    if entry["dtype"] not in BYTES:
-        raise ValueError(f"{name} is stored as {entry['dtype']!r}; known are {', '.join(BYTES)}")
+    if entry["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"{name} is stored as {entry['dtype']!r}; known are {', '.join(DTYPE_BYTES)}")
     shape = _shape(entry["shape"], f"shape of {name}")
     chunks = [_chunk(name, chunk, files) for chunk in entry["chunks"]]
     problem = uncovered(shape, [(offset, size) for _, offset, size in chunks])

@@ -14,10 +14,7 @@ from math import prod
 
 import attrs
 
-from nanotrain_core.checkpoint.box_cover import uncovered
-from nanotrain_core.checkpoint.info import BYTES
-from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
 
 #: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
 Holding = tuple[str, str, Shape, Shape, Shape]
@@ -75,7 +72,7 @@ def _share_out(
     """Give boxes that one rank holds to it, then the others, largest first, to who has least so far."""
     load = [0] * ranks
     shares: list[_Share] = [([], []) for _ in range(ranks)]
-    sizes = {box: BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
+    sizes = {box: DTYPE_BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
     for box, choices in sorted(
         holders.items(), key=lambda item: (len(item[1]) > 1, -sizes[item[0]], item[0])
     ):

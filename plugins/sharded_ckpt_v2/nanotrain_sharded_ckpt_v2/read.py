@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from nanotrain_core.checkpoint.info import TORCH
-from nanotrain_core.contracts import Block
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_NAMES, CheckpointError
+from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
 from nanotrain_sharded_ckpt_v2.folders import forms_of
@@ -53,7 +52,7 @@ def _chunk(offset: tuple[int, ...], shape: tuple[int, ...]) -> ChunkStorageMetad
 
 def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     chunks = [_chunk(offset, shape) for _, offset, shape in tensor.chunks]
-    properties = TensorProperties(dtype=getattr(torch, TORCH[tensor.dtype]))
+    properties = TensorProperties(dtype=getattr(torch, DTYPE_NAMES[tensor.dtype]))
     return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 

@@ -20,9 +20,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.checkpoint.info import BYTES
-from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape
 from nanotrain_sharded_ckpt_v2.manifest import File
 
 #: Bytes written and hashed at once, and the size below which parts are put together first.
@@ -42,7 +40,7 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        return BYTES[self.dtype] * prod(self.shape)
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
 def write(path: Path, forms: Mapping[str, Form], parts: Iterable[memoryview]) -> File:
@@ -103,7 +101,7 @@ def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def plain(path: Path) -> bool:
-    """Say whether there is a file, and no link to one."""
+    """Return whether there is a file, and no link to one."""
     return path.is_file() and not path.is_symlink()
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.api import CheckpointError
+from nanotrain_core.api.torch import Mesh
 
 
 def to_first(value: Any, mesh: Mesh) -> list[Any]:

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanotrain_core.checkpoint.info import TORCH
-from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.contracts import SavedWeights
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.api import DTYPE_NAMES, CheckpointError, Shape
+from nanotrain_core.api.torch import SavedWeights
 from nanotrain_sharded_ckpt_v2 import folders, manifest
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 
@@ -39,7 +37,7 @@ class ShardedWeights:
         own = {name: tensor for name, tensor in found.tensors.items() if "/" not in name}
         self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in own.items()}
         self.dtypes: Mapping[str, torch.dtype] = {
-            name: getattr(torch, TORCH[tensor.dtype]) for name, tensor in own.items()
+            name: getattr(torch, DTYPE_NAMES[tensor.dtype]) for name, tensor in own.items()
         }
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:

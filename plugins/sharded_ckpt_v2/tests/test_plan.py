@@ -1,4 +1,4 @@
-"""Boxes are shared out evenly, each once, and make up every tensor."""
+"""Boxes are assigned evenly, each once, and make up every tensor."""
 
 from itertools import pairwise, product
 

@@ -5,21 +5,24 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.errors import Problem
-from nanotrain_core.hookspecs import Register
-from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.divisibility import divisibility_of, either, multiples_near, too_few, undivided
+from nanotrain_core.api import (
+    Component,
+    Problem,
+    Register,
+    Role,
+    divisibility_of,
+    hookimpl,
+    too_few,
+    undivided,
+)
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout.layout import Layout
-    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.api import Layout, Recipe
 
 __version__ = "0.1.0"
 
@@ -28,6 +31,10 @@ __version__ = "0.1.0"
 class TensorParallelConfig:
     """``[[parallel]] use = "tp"``, with ``[topology] tp``."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+    }
+
     sequence_parallel: bool = True
     """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
     overlap: bool = True
@@ -35,9 +42,7 @@ class TensorParallelConfig:
     shared memory, where the cores that would sum are those that compute."""
     gather_again: bool = False
     """With sequence parallelism, keep a share of what layers read, and gather it again in backward: 1/tp of
-    its memory for one more collective, which overlaps with the products for the inputs' gradients."""
-    shared_memory: bool = True
-    """On the CPU of one host, exchange through memory that its ranks share, in place of sockets."""
+    its memory for one more collective, which overlaps with the dgrad GEMMs."""
 
 
 #: The axis along which each parameter of a role is split.
@@ -54,7 +59,7 @@ VOCABULARY = (Role.VOCAB, Role.HEAD)
 
 
 def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Iterator[Problem]:
-    """Check that sequences and layers divide, as far as the recipe alone can tell."""
+    """Check that layers divide and every rank gets tokens, as far as the recipe alone can tell."""
     tp = layout.size("tp") if "tp" in layout.dims else 1
     cp = layout.size("cp") if "cp" in layout.dims else 1
     if tp == 1:
@@ -62,19 +67,20 @@ def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Itera
     yield from undivided(recipe.model.config, {*AXES} - {*VOCABULARY}, "tp", tp)
     yield from too_few(recipe.model.config, VOCABULARY, "tp", tp)
     length, reason = recipe.batch.length, _needs_shares(recipe, config)
-    if reason and length % (tp * cp):
-        nearest = either(multiples_near(length, tp * cp))
-        shares = f"tp = {tp}" if cp == 1 else f"tp x cp = {tp} x {cp}"
-        text = f"{length} tokens do not divide by {shares}, which {reason}; nearest: {nearest}"
-        yield Problem("batch.length", text)
+    if reason and length < tp * cp:
+        ranks = f"tp = {tp}" if cp == 1 else f"tp x cp = {tp} x {cp}"
+        text = (
+            f"{length} tokens are fewer than {ranks} ranks, each of which takes a share of them for {reason}"
+        )
+        yield Problem("batch.length", f"{text}; nearest: {tp * cp}")
 
 
 def _needs_shares(recipe: Recipe, config: TensorParallelConfig) -> str:
-    """Return why each rank takes a share of every sequence; empty if none does."""
+    """Return what each rank takes a share of every sequence for; empty if none does."""
     if config.sequence_parallel:
-        return "sequence_parallel needs"
+        return "sequence_parallel"
     divisibility = divisibility_of(recipe.model.config) or ()
-    return "experts need" if any(Role.EXPERTS in extent.roles for extent in divisibility) else ""
+    return "its experts" if any(Role.EXPERTS in extent.roles for extent in divisibility) else ""
 
 
 @hookimpl

@@ -4,7 +4,8 @@ A tensor outside the split layers is *whole* (every rank has all of it, and the 
 *share* (each rank has its part of the sequence). Inside, every rank computes with other weights: its
 gradient of a whole input is *partial*, and so is its part of a whole output.
 
-Shapes: B batch, S sequence, D width, R ranks, s = S / R.
+Shapes: B batch, S sequence, D width, R ranks, s = S / R, rounded down or up: shares may differ by one. Only
+what travels is padded then, and what is padded is cut off where it arrives.
 
 Sources: f and g of Shoeybi et al., arXiv 1909.08053, section 3; their forms with sequence parallelism,
 Korthikanti et al., arXiv 2205.05198, section 4.2.2.
@@ -12,65 +13,44 @@ Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.host.collectives import HostCollectives
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.recipe.divisibility import either, multiples_near
-
-#: torch 2.13 renamed these.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-#: Waits for a collective that was begun, and returns its result.
-Pending = Callable[[], torch.Tensor]
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import Exchange, Mesh, Pending, share_of
 
 
 class SplitError(NanotrainError, ValueError):
-    """Something does not divide by the number of ranks that share it."""
+    """Something cannot be split over so many ranks, or is not the share that it should be."""
 
 
 class Ranks:
     """The ranks that share a layer, and what they do with plain tensors."""
 
-    def __init__(self, mesh: Mesh, *, shared_memory: bool = True) -> None:
-        """``shared_memory``: use it where the ranks share a host and compute on its CPU."""
-        self.mesh, self._shared_memory = mesh, shared_memory
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.size, self.index = mesh.size("tp"), mesh.coordinate("tp")
 
     @cached_property
-    def group(self) -> dist.ProcessGroup:
-        """Their process group."""
-        group = self.mesh.group("tp")
-        assert group is not None, "tp = 1 has no collectives"
-        return group
-
-    @cached_property
-    def host(self) -> HostCollectives | None:
-        """Their collectives through shared memory; None: use the group's."""
-        return self.mesh.host_collectives("tp") if self._shared_memory else None
+    def exchange(self) -> Exchange:
+        """Their collectives."""
+        exchange = self.mesh.exchange("tp")
+        assert exchange is not None, "tp = 1 has no collectives"
+        return exchange
 
     @cached_property
     def in_background(self) -> bool:
-        """Whether a collective goes on while this rank computes: copies through shared memory do not."""
-        return self.host is None
+        """Whether a collective goes on while this rank computes."""
+        return self.exchange.in_background
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's share of a whole ``x``, a view.
-
-        Raises:
-            SplitError: it does not divide along ``dim``.
-        """
-        length = self._share_of(x, dim)
-        return x.narrow(dim, self.index * length, length)
+        """Return this rank's share of a whole ``x``, a view."""
+        begin, end = share_of(x.shape[dim], self.index, self.size)
+        return x.narrow(dim, begin, end - begin)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""
@@ -78,78 +58,90 @@ class Ranks:
 
     def begin_all_reduce(self, x: torch.Tensor, *, go_on: bool = True) -> Pending:
         """Begin :meth:`all_reduce`; ``go_on``: without waiting for it."""
-        if self.host:
-            return partial(_end, [], self.host.all_reduce(x))
-        total = x.clone(memory_format=torch.contiguous_format)
-        return partial(_end, [dist.all_reduce(total, group=self.group, async_op=go_on)], total)
+        return self.exchange.all_reduce(x, async_op=go_on)
 
-    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return every rank's ``x``, one after the other along ``dim``."""
-        dim %= x.dim()
-        return self.begin_all_gather(x, dim, go_on=False)()
+    def all_gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """Return every rank's ``x``, one after the other along ``dim``.
 
-    def begin_all_gather(self, x: torch.Tensor, dim: int, *, go_on: bool = True) -> Pending:
-        """Begin :meth:`all_gather`; ``go_on``: without waiting for it."""
-        found = (self.host.all_gather(x), []) if self.host else self._gather_in_group(x, go_on=go_on)
-        pieces, works = found
-        return lambda: _end(works, pieces, x).movedim(0, dim).flatten(dim, dim + 1)
-
-    def _gather_in_group(
-        self, x: torch.Tensor, *, go_on: bool
-    ) -> tuple[torch.Tensor, list[dist.Work | None]]:
-        """All-gather: begin to fill every rank's ``x``, [R, *x.shape], and return it.
-
-        One broadcast per share is, of gloo's ways, the fastest at most sizes above 1 MB.
-        """
-        pieces = x.new_empty(self.size, *x.shape)
-        if x.device.type != "cpu":
-            x = x.contiguous()
-            return pieces, [_all_gather(pieces.flatten(0, 1), x, group=self.group, async_op=go_on)]
-        pieces[self.index].copy_(x)
-        return pieces, [
-            dist.broadcast(piece, group_src=source, group=self.group, async_op=True)
-            for source, piece in enumerate(pieces)
-        ]
-
-    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's share of the sum of every rank's ``x``.
+        Args:
+            x: this rank's share.
+            dim: along which there are shares.
+            length: of the result; by default ranks have as much as this one.
 
         Raises:
-            SplitError: it does not divide along ``dim``.
+            SplitError: ``x`` is not this rank's share of ``length``.
         """
+        return self.begin_all_gather(x, dim, length, go_on=False)()
+
+    def begin_all_gather(
+        self, x: torch.Tensor, dim: int, length: int | None = None, *, go_on: bool = True
+    ) -> Pending:
+        """Begin :meth:`all_gather`; ``go_on``: without waiting for it."""
+        dim %= x.dim()
+        sizes = self.share_sizes(x, dim, length)
+        x = _padded(x, dim, max(sizes))
+        pending = self.exchange.all_gather(x, async_op=go_on)
+        return lambda: _joined(pending(), dim, sizes)
+
+    def share_sizes(self, x: torch.Tensor, dim: int, length: int | None) -> list[int]:
+        """Return how much each rank has of ``length``, as :meth:`all_gather` takes it.
+
+        Raises:
+            SplitError: ``x`` is not this rank's share of it.
+        """
+        length = x.shape[dim] * self.size if length is None else length
+        sizes = self.sizes(length)
+        if x.shape[dim] != sizes[self.index]:
+            raise SplitError(
+                f"axis {dim} of {list(x.shape)} is not the share of {length} that rank {self.index} of tp = "
+                f"{self.size} has, which is {sizes[self.index]}"
+            )
+        return sizes
+
+    def sizes(self, length: int) -> list[int]:
+        """Return how much of ``length`` each rank has: as much as another, or one more."""
+        shares = (share_of(length, index, self.size) for index in range(self.size))
+        return [end - begin for begin, end in shares]
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's share of the sum of every rank's ``x``."""
         return self.begin_reduce_scatter(x, dim, go_on=False)()
 
     def begin_reduce_scatter(self, x: torch.Tensor, dim: int, *, go_on: bool = True) -> Pending:
         """Begin :meth:`reduce_scatter`; ``go_on``: without waiting for it."""
-        shares = x.unflatten(dim, (self.size, self._share_of(x, dim))).movedim(dim, 0)  # type: ignore[no-untyped-call]
-        shares = shares.contiguous()
-        if self.host:
-            return partial(_end, [], self.host.reduce_scatter(shares))
-        if x.device.type != "cpu":
-            total = torch.empty_like(shares[0])
-            work = _reduce_scatter(total, shares.flatten(0, 1), group=self.group, async_op=go_on)
-            return partial(_end, [work], total, shares)
-        # gloo's own reduce-scatter took 1.2 to 4.6 times as long as the exchange and a local sum.
-        received = torch.empty_like(shares)
-        work = dist.all_to_all_single(received, shares, group=self.group, async_op=go_on)
-        return lambda: _end([work], received, shares).sum(0)
-
-    def _share_of(self, x: torch.Tensor, dim: int) -> int:
-        length = x.shape[dim]
-        if length % self.size:
-            raise SplitError(
-                f"axis {dim} of {list(x.shape)} does not divide by tp = {self.size}; "
-                f"nearest lengths that do: {either(multiples_near(length, self.size))}"
-            )
-        return length // self.size
+        dim %= x.dim()
+        sizes = self.sizes(x.shape[dim])
+        shares, mine = _cut(x, dim, sizes), sizes[self.index]
+        pending = self.exchange.reduce_scatter(shares, async_op=go_on)
+        return lambda: _shortened(pending(), dim, mine)
 
 
-def _end(works: list[dist.Work | None], result: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
-    """Wait; on a device, have what is computed from now on wait. ``held``: what must live until then."""
-    for work in works:
-        if work is not None:
-            work.wait()
-    return result
+def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return ``x`` with zeros behind it, up to ``length`` along ``dim``."""
+    missing = length - x.shape[dim]
+    return x if not missing else F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Undo :func:`_padded`."""
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
+
+
+def _joined(pieces: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """Return padded pieces [R, ...] one after the other along ``dim``, of each so much as ``sizes`` say."""
+    if min(sizes) == max(sizes):
+        return pieces.movedim(0, dim).flatten(dim, dim + 1)
+    kept = [piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)]
+    return torch.cat(kept, dim)
+
+
+def _cut(x: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """Return pieces of ``sizes`` along ``dim``, each padded with zeros up to the largest: [R, ...]."""
+    if min(sizes) == max(sizes):
+        even: torch.Tensor = x.unflatten(dim, (len(sizes), sizes[0]))  # type: ignore[no-untyped-call]
+        return even.movedim(dim, 0).contiguous()
+    pieces: tuple[torch.Tensor, ...] = x.split(sizes, dim)  # type: ignore[no-untyped-call]
+    return torch.stack([_padded(piece, dim, max(sizes)) for piece in pieces])
 
 
 class Copy(torch.autograd.Function):
@@ -180,14 +172,14 @@ class Reduce(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather forward. ``known``: the result, where ``x`` was gathered before."""
+    """All-gather forward. ``length``: of the result along ``dim``. ``known``: it, if gathered before."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int, known: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int, length: int | None, known: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.all_gather(x, dim) if known is None else known.view_as(known)
+        return ranks.all_gather(x, dim, length) if known is None else known.view_as(known)
 
 
 class Gather(_AllGather):
@@ -196,7 +188,7 @@ class Gather(_AllGather):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.reduce_scatter(d_x, ctx.dim), None, None, None
+        return ctx.ranks.reduce_scatter(d_x, ctx.dim), None, None, None, None
 
 
 class GatherWhole(_AllGather):
@@ -209,7 +201,7 @@ class GatherWhole(_AllGather):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None, None
+        return ctx.ranks.own(d_x, ctx.dim).contiguous(), None, None, None, None
 
 
 class _ToShares(torch.autograd.Function):
@@ -218,7 +210,7 @@ class _ToShares(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.ranks.all_gather(d_x, ctx.dim), None, None
+        return ctx.ranks.all_gather(d_x, ctx.dim, ctx.length), None, None
 
 
 class Scatter(_ToShares):
@@ -226,7 +218,7 @@ class Scatter(_ToShares):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks, ctx.dim, ctx.length = ranks, dim, x.shape[dim]
         return ranks.reduce_scatter(x, dim)
 
 
@@ -235,5 +227,5 @@ class Slice(_ToShares):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks, ctx.dim, ctx.length = ranks, dim, x.shape[dim]
         return ranks.own(x, dim).contiguous()

@@ -22,10 +22,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.batch import IGNORE
-from nanotrain_core.layout.placement import Placement, share_of
-from nanotrain_core.models.cross_entropy import wide_dtype
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.api.torch import IGNORE, TORCH, Ops, Placement, share_of, wide_dtype
 from nanotrain_tp.collectives import Ranks
 
 
@@ -76,7 +73,9 @@ def split_cross_entropy(
         IndexError: a target is not in the vocabulary of all ranks together.
     """
     wrong = ((target_T < 0) & (target_T != IGNORE)) | (target_T >= rows.vocabulary)
-    if wrong.device.type == "cpu" and wrong.any():
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), f"a target is not in the vocabulary of {rows.vocabulary}")
+    elif wrong.device.type == "cpu" and wrong.any():
         raise IndexError(f"target {int(target_T[wrong][0])} is not in the vocabulary of {rows.vocabulary}")
     loss = partial(_cross_entropy, rows=rows, ranks=ranks)
     return ops.linear_cross_entropy(hidden_TD, weight_VD, target_T, loss=loss, columns=rows.most(ranks))

@@ -1,13 +1,13 @@
 """Ranks sum up the gradient of an input while each of them makes its weights' gradients.
 
-Layers that read one tensor each make two products in backward: a part of that tensor's gradient, and their
+Layers that read one tensor each make two GEMMs in backward: a part of that tensor's gradient, and their
 weight's gradient. Only the first is what other ranks wait for. Autograd runs what is ready in the reverse
 order of forward, so the order of forward is::
 
     hold     backward: wait for the sum, and pass it on
-    places   backward: the products for the weights, one place for each layer
+    places   backward: the wgrad GEMMs, one place for each layer
     open     backward: begin to sum
-    layers   backward: the products for the input; autograd adds them up for `open`
+    layers   backward: the dgrad GEMMs; autograd adds them up for `open`
 
 Only the time it takes depends on that order. A place comes by after its layer by an edge, and
 the collectives of all ranks have one order, since their graphs are the same.
@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_tp.collectives import Pending, Ranks
+from nanotrain_core.api.torch import Pending
+from nanotrain_tp.collectives import Ranks
 
 
 class Crossing:
     """One tensor's way into split layers."""
 
-    def __init__(self, ranks: Ranks, dim: int | None) -> None:
-        """``dim``: along which ranks have shares of it; None: it is whole."""
-        self.ranks, self.dim = ranks, dim
+    def __init__(self, ranks: Ranks, dim: int | None, length: int | None = None) -> None:
+        """``dim``: along which ranks have shares of it, which make up ``length``; None: it is whole."""
+        self.ranks, self.dim, self.length = ranks, dim, length
         self._under_way: list[Pending] = []
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None
@@ -57,7 +58,7 @@ class Crossing:
         """All-gather: begin to make whole, in backward, what entered; once for all layers that wait."""
         if self._gathering is None:
             assert self.dim is not None
-            self._gathering = self.ranks.begin_all_gather(share, self.dim)
+            self._gathering = self.ranks.begin_all_gather(share, self.dim, self.length)
         self._waiting += 1
         return self._take
 
@@ -80,7 +81,9 @@ class _Hold(torch.autograd.Function):
         ctx.crossing = crossing
         if crossing.dim is None:
             return x.view_as(x)
-        return crossing.ranks.all_gather(x, crossing.dim) if known is None else known.view_as(known)
+        if known is not None:
+            return known.view_as(known)
+        return crossing.ranks.all_gather(x, crossing.dim, crossing.length)
 
     @staticmethod
     @once_differentiable

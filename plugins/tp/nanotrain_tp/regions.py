@@ -3,7 +3,8 @@
 Hooks use the module they are called with, never a parameter known at ``apply``: materialisation
 makes new parameters, and a precision may put another module in the old one's place.
 
-Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers), D width, V this
+Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers: ranks' shares may
+differ by one token), D width, V this
 rank's part of the vocabulary, K experts chosen per token.
 """
 
@@ -16,10 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.models.ops import ops_of
-from nanotrain_core.moe.routing import Routing
-from nanotrain_core.precision.gemm import gemms_of
-from nanotrain_core.precision.placed_wgrad import Again, Place
+from nanotrain_core.api.torch import Again, Batch, Place, Routing, gemms_of, ops_of
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import Crossing
@@ -44,15 +42,16 @@ class Entry:
         self.again: Again | None = None
         """How those that do not keep it get it in backward."""
         self.places: dict[nn.Module, Place] = {}
-        """Where those that are known to read it have their weights' products made."""
+        """Where those that are known to read it have their wgrads made."""
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Say whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
+        """Return whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
         return x is self.outside and self._state(x) == self.state
 
     @staticmethod
     def _state(x: torch.Tensor) -> tuple[int, bool]:
-        return x._version, torch.is_grad_enabled()
+        # A compiled graph has no versions: there, a model must not write into what split layers have read.
+        return 0 if torch.compiler.is_compiling() else x._version, torch.is_grad_enabled()
 
     def place_of(self, layer: nn.Module) -> Place | None:
         """Return a new place for the weight of ``layer``, if it is trained."""
@@ -80,15 +79,32 @@ class Boundary:
 
         Args:
             ranks: that share the layers.
-            sequence_parallel: whether they share out the tokens in between too.
+            sequence_parallel: whether they split the tokens in between too.
             overlap: in backward, sum gradients over ranks while weights' gradients are computed.
             keep: what was gathered, for backward, in place of gathering it again there.
         """
-        self.ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
+        self._ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
+        self.in_graph: Ranks | None = None
+        """Who does what ``ranks`` do inside of a compiled graph."""
         self.keep = keep or not sequence_parallel
+        self.length: int | None = None
+        """Tokens of a sequence, S; None: as many as all ranks' shares if they are alike."""
         self._last: Entry | None = None
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read one tensor, by the first of them, as they came in a pass before."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the layers."""
+        return self.in_graph if self.in_graph and torch.compiler.is_compiling() else self._ranks
+
+    def begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
+        """Note how long sequences are, which a share of one does not tell: the pre-hook of a model part.
+
+        Those of a step are all as long, so what is noted is true under activation checkpointing, too.
+        """
+        batches = (each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
+        self.length = next((batch.tokens.shape[1] for batch in batches), None)
 
     def _entry(self, x: torch.Tensor) -> Entry:
         if self._last is None or not self._last.is_of(x):
@@ -99,7 +115,7 @@ class Boundary:
         """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence."""
         entry = self._entry(x)
         if entry.inside is None and self.sequence_parallel:
-            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
         elif entry.inside is None:
             entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         inside: torch.Tensor = entry.inside
@@ -120,11 +136,13 @@ class Boundary:
         return not self.keep or (self.overlap and self.ranks.in_background)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():  # whoever runs a graph puts its nodes in order
+            return False
         return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
         """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
-        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None)
+        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         held = crossing.hold(entry.outside, entry.values)
         if not self.keep:
             entry.again = (entry.outside.detach(), crossing.gather_again)
@@ -135,7 +153,7 @@ class Boundary:
     def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
         """Return a place of ``layer``. One that was not expected comes by before the sum begins.
 
-        It has one all the same: a layer that is run again for its backward pass must do as it did.
+        It has one all the same: a layer that is recomputed for its backward pass must do as it did.
         """
         assert entry.first is not None
         readers = self._readers[entry.first]
@@ -147,7 +165,7 @@ class Boundary:
         """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""
         entry = self._entry(x)
         if entry.whole is None:
-            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, entry.values)  # type: ignore[no-untyped-call]
+            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
         whole: torch.Tensor = entry.whole
         return whole
 
@@ -157,6 +175,8 @@ class Boundary:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
+        if torch.compiler.is_compiling():
+            self.forget()  # what is remembered at the end of a graph is one of its outputs
         if self.sequence_parallel:
             return Scatter.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
         return Reduce.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]
@@ -165,9 +185,12 @@ class Boundary:
         """Return this rank's share of tokens ``x`` that are whole."""
         return Slice.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
 
-    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return whole what every rank has a part of, for all of them to treat alike."""
-        return GatherWhole.apply(x, self.ranks, dim, None)  # type: ignore[no-any-return, no-untyped-call]
+    def gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
+        """Return whole what every rank has a part of, for all of them to treat alike.
+
+        ``length``: of the whole along ``dim``; by default all parts are alike.
+        """
+        return GatherWhole.apply(x, self.ranks, dim, length, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter_first(self, module: nn.Module, args: Args) -> Args:
         """Take the first argument in: the pre-hook of SHARED."""
@@ -278,4 +301,6 @@ class Experts:
 
     def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Make the tokens whole again where they were."""
-        return output if self.boundary.sequence_parallel else self.boundary.gather(output, SEQUENCE)
+        if self.boundary.sequence_parallel:
+            return output
+        return self.boundary.gather(output, SEQUENCE, self.boundary.length)

@@ -16,18 +16,26 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Parallel
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, Placements
-from nanotrain_core.layout.roles import Role, Tag, share_tokens, tagged, take_over
-from nanotrain_core.recipe.divisibility import divisors_near, either, multiples_near
+from nanotrain_core.api import (
+    NanotrainError,
+    Role,
+    Tag,
+    divisors_near,
+    either,
+    multiples_near,
+    share_tokens,
+    tagged,
+    take_over,
+)
+from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
+from nanotrain_tp.compiled import RanksInGraph
 from nanotrain_tp.head import Rows
 from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
 
@@ -49,7 +57,7 @@ class TensorParallel(Parallel):
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
-        ranks = Ranks(mesh, shared_memory=self.config.shared_memory)
+        ranks = Ranks(mesh)
         config = self.config
         boundary = Boundary(
             ranks,
@@ -57,6 +65,7 @@ class TensorParallel(Parallel):
             overlap=config.overlap,
             keep=not config.gather_again,
         )
+        boundary.in_graph = RanksInGraph(ranks)
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
@@ -70,6 +79,7 @@ class TensorParallel(Parallel):
                 hook_vocabulary(module, tag, boundary, Rows.of(table_of(name, module, part, placements)))
             else:
                 hook(module, tag, boundary)
+        part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
         self._sum_partial(part, placements)
         return part
 
@@ -118,20 +128,40 @@ def refuse_unknown(part: nn.Module) -> None:
 
 
 def is_copied(module: nn.Module, tag: Tag, degree: int) -> bool:
-    """Say whether a grouped COLUMN has fewer units than ranks, and as many ranks use each."""
+    """Return whether a COLUMN is grouped and ``degree`` does not divide its units."""
     if not tag.grouped or tag.role is not Role.COLUMN:
         return False
     units, rest = divmod(len(module.get_parameter("weight")), tag.unit)
-    return not rest and 0 < units < degree and degree % units == 0
+    return not rest and units % degree != 0
 
 
 def copy(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
-    """Leave a COLUMN whole on every rank, which uses one unit of what it computes: gradients are partial."""
+    """Leave a COLUMN whole on every rank, which uses some units of its output: gradients are partial."""
     for key, _ in module.named_parameters():
         placements[f"{name}.{key}"] = placements[f"{name}.{key}"].sum_over("tp")
-    units = len(module.get_parameter("weight")) // tag.unit
-    first = ranks.index * units // ranks.size * tag.unit
-    module.register_forward_hook(lambda module, args, output: output.narrow(-1, first, tag.unit))
+    used = used_units(len(module.get_parameter("weight")) // tag.unit, ranks.index, ranks.size)
+    module.register_forward_hook(lambda module, args, output: select(output, used, tag.unit))
+
+
+def used_units(units: int, index: int, count: int) -> list[int]:
+    """Return which units the ``index``-th of ``count`` ranks uses: each is repeated until they divide.
+
+    Their users, as query heads, divide both by ``count`` and by ``units``: each copy serves as many of them.
+
+    >>> [used_units(3, index, 2) for index in range(2)], [used_units(2, index, 4) for index in range(4)]
+    ([[0, 0, 1], [1, 2, 2]], [[0], [0], [1], [1]])
+    """
+    repeated = lcm(units, count)
+    share = repeated // count
+    return [copied * units // repeated for copied in range(index * share, (index + 1) * share)]
+
+
+def select(output: torch.Tensor, used: list[int], unit: int) -> torch.Tensor:
+    """Return the ``used`` units of ``output`` [..., units * unit]; gradients of copies are summed."""
+    if len(used) == 1:
+        return output.narrow(-1, used[0] * unit, unit)
+    units = output.split(unit, dim=-1)  # type: ignore[no-untyped-call]
+    return torch.cat([units[number] for number in used], dim=-1)
 
 
 def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:

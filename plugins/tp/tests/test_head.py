@@ -1,5 +1,8 @@
 """The loss over a split vocabulary against torch's own over a whole one."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,8 @@ from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import share_of
-from nanotrain_core.models import cross_entropy
+from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
+from nanotrain_core.models.ops import TORCH
 from nanotrain_core.testing import RankFailure, run_ranks
 
 TOKENS, WIDTH = 50, 12
@@ -35,7 +39,8 @@ def ranks():
 
 def split(chunk, dtype=torch.float64, *, wrong=None):
     """Return loss without and with gradients, and this rank's gradients."""
-    cross_entropy.CHUNK["cpu"] = (chunk * VOCAB, chunk)
+    chunks = Chunks(logits=chunk * VOCAB, tokens=chunk)
+    ops = replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, chunks=chunks))
     hidden, weight, target = whole()
     if wrong is not None:
         target[3] = wrong
@@ -44,8 +49,8 @@ def split(chunk, dtype=torch.float64, *, wrong=None):
     first, end = share_of(VOCAB, team.index, team.size)
     rows, part = Rows(first, VOCAB), weight[first:end].to(dtype).requires_grad_()
     with torch.no_grad():
-        silent = split_cross_entropy(hidden, part, target, rows, team)
-    loss = split_cross_entropy(hidden, part, target, rows, team)
+        silent = split_cross_entropy(hidden, part, target, rows, team, ops)
+    loss = split_cross_entropy(hidden, part, target, rows, team, ops)
     (loss * 0.25).backward()
     return silent, loss.detach(), hidden.grad, part.grad
 

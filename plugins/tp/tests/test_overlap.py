@@ -8,23 +8,29 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from nanotrain_core.models.linear import Linear
 from nanotrain_tp.collectives import Ranks
 from nanotrain_tp.regions import Boundary
 from nanotrain_tp.wrapper import hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nanotrain_core.contracts import Kernels
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tag, tag_of
-from nanotrain_core.models import linear
-from nanotrain_core.pipeline.weight_gradients import Postponed, postpone, take_place
-from nanotrain_core.precision.gemm import use_gemm
+from nanotrain_core.models.kernels import installed_kernels
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients
+from nanotrain_core.precision.gemm import TorchGEMM, gemms_of, use_gemm
 from nanotrain_core.testing import run_ranks
 
-RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 4, 6, 8
+RANKS, BATCH, LENGTH, WIDTH, INNER = 2, 3, 5, 6, 8
 COLUMNS = ("q", "k", "v")
+PASSES = Passes()
+
+
+class Apart(nn.Linear):
+    """Whose dgrad and wgrad are made apart: :func:`split` sees to it."""
 
 
 class Region(nn.Module):
@@ -92,21 +98,26 @@ def fill(region, index=0, ranks=1):
 
 def expected(region):
     """Return output, and gradients of input and weights, of one process."""
-    region, x = fill(region(Linear)), numbers(10, BATCH, LENGTH, WIDTH).requires_grad_()
+    region, x = fill(region(Apart)), numbers(10, BATCH, LENGTH, WIDTH).requires_grad_()
     y = region(x)
     y.backward(numbers(11, *y.shape))
     return y.detach(), x.grad, {name: p.grad for name, p in region.named_parameters()}
 
 
-def split(region, kind=Linear, *, sp, shared=True, overlap=True, keep=True):
+def split(region, kind=Apart, *, sp, shared=True, overlap=True, keep=True):
     """Return this rank's part, hooked, and what cuts a tensor for it."""
     rank = dist.get_rank()
-    team = Ranks(Mesh(Layout({"dense": View(("tp",), (RANKS,))}), rank=rank), shared_memory=shared)
+    kernels = installed_kernels(torch.device("cpu")) if shared else Kernels()
+    layout = Layout({"dense": View(("tp",), (RANKS,))})
+    team = Ranks(Mesh(layout, rank=rank, transport=kernels.transport()))
     team.in_background = True  # in shared memory too, where it works but does not pay
     boundary = Boundary(team, sequence_parallel=sp, overlap=overlap, keep=keep)
+    boundary.length = LENGTH  # of which ranks have 2 and 3
     region = fill(region(kind), rank, RANKS)
     for name in (*COLUMNS, "o"):
         module = getattr(region, name)
+        if kind is Apart:
+            use_gemm(module, {"weight": TorchGEMM()}, PASSES)
         hook(module, tag_of(module), boundary)
     return region, (lambda x: team.own(x, 1)) if sp else (lambda x: x)
 
@@ -133,7 +144,7 @@ def compare(ranks, region, *, sp):
     y, d_x, d_weights = expected(region)
     for rank, (mine, my_d_x, mine_d) in enumerate(ranks):
         pairs = [(mine, y), (my_d_x, d_x)]
-        pairs = [(got, want.chunk(RANKS, 1)[rank] if sp else want) for got, want in pairs]
+        pairs = [(got, want.split([2, 3], 1)[rank] if sp else want) for got, want in pairs]
         pairs += [
             (got, d_weights[name].chunk(RANKS, 1 if name.startswith("o.") else 0)[rank])
             for name, got in mine_d.items()
@@ -142,7 +153,7 @@ def compare(ranks, region, *, sp):
             torch.testing.assert_close(torch.as_tensor(got), want, rtol=0, atol=1e-12)
 
 
-def passes(region, kind, run, **options):
+def three_passes(region, kind, run, **options):
     """Run three passes: layers that read one tensor are known from the second on."""
     part, own = split(region, kind, **options)
     return [one_pass(part, own, None if run is None else partial(run, part)) for _ in range(3)]
@@ -154,8 +165,8 @@ def passes(region, kind, run, **options):
 def test_what_is_gathered_again_gives_the_same_gradients(region, shared, again):
     options = {"sp": True, "shared": shared, "keep": False, "check_collectives": not shared}
     run = recomputed if again else None
-    for found in zip(*run_ranks(passes, RANKS, region, Linear, run, **options), strict=True):
-        compare([dequantize for dequantize, _ in found], region, sp=True)
+    for found in zip(*run_ranks(three_passes, RANKS, region, Apart, run, **options), strict=True):
+        compare([each for each, _ in found], region, sp=True)
 
 
 def tokens_kept(keep):
@@ -165,12 +176,13 @@ def tokens_kept(keep):
     x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
         region(x)
-    return max(t.shape[1] for t in found if t.dim() == 3 and t.shape[2] == WIDTH)
+    kept = [t for t in found if t.shape[-1] == WIDTH and t.numel() % (BATCH * WIDTH) == 0]
+    return max(t.numel() // (BATCH * WIDTH) for t in kept)
 
 
 def test_a_share_is_kept_of_what_is_gathered_again():
     assert run_ranks(tokens_kept, RANKS, True) == [LENGTH] * RANKS
-    assert run_ranks(tokens_kept, RANKS, False) == [LENGTH // RANKS] * RANKS
+    assert run_ranks(tokens_kept, RANKS, False) == [2, 3]
 
 
 def recomputed(region, x):
@@ -181,32 +193,40 @@ def recomputed(region, x):
 @pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
 @pytest.mark.parametrize("region", [Region, Twice, Tied])
 def test_gradients_are_those_of_one_process_and_are_announced_once(region, shared, sp):
-    ranks = run_ranks(passes, RANKS, region, Linear, None, sp=sp, shared=shared, check_collectives=not shared)
+    ranks = run_ranks(
+        three_passes, RANKS, region, Apart, None, sp=sp, shared=shared, check_collectives=not shared
+    )
     for found in zip(*ranks, strict=True):
-        compare([dequantize for dequantize, _ in found], region, sp=sp)
+        compare([each for each, _ in found], region, sp=sp)
         for _, told in found:
-            assert sorted(told) == sorted({name for name, _ in region(Linear).named_parameters()})
+            assert sorted(told) == sorted({name for name, _ in region(Apart).named_parameters()})
 
 
 @pytest.mark.parametrize(
-    ("kind", "run"), [(nn.Linear, None), (Linear, recomputed)], ids=["torchs", "recomputed"]
+    ("kind", "run"),
+    [(nn.Linear, None), (nn.Linear, recomputed), (Apart, recomputed)],
+    ids=["whole", "whole-recomputed", "recomputed"],
 )
 def test_layers_that_cannot_leave_a_product_and_layers_run_again_have_the_same_gradients(kind, run):
-    for found in zip(*run_ranks(passes, RANKS, Region, kind, run, sp=True), strict=True):
-        compare([dequantize for dequantize, _ in found], Region, sp=True)
+    for found in zip(*run_ranks(three_passes, RANKS, Region, kind, run, sp=True), strict=True):
+        compare([each for each, _ in found], Region, sp=True)
 
 
 def left_after(kind, *, fails):
     """Return the layers that a pass leaves a place with."""
     region, own = split(Region, kind, sp=True)
     x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
-    failing = mock.patch.object(F, "linear", side_effect=ArithmeticError) if fails else nullcontext()
+    failing = nullcontext()
+    if fails:
+        where, name = (TorchGEMM, "forward") if kind is Apart else (F, "linear")
+        failing = mock.patch.object(where, name, side_effect=ArithmeticError)
     with suppress(ArithmeticError), failing:
         region(x)
-    return [name for name in COLUMNS if take_place(getattr(region, name)) is not None]
+    layers = [(name, gemms_of(getattr(region, name))) for name in COLUMNS]
+    return [name for name, gemms in layers if gemms and gemms.place is not None]
 
 
-@pytest.mark.parametrize(("kind", "fails"), [(Linear, False), (nn.Linear, False), (nn.Linear, True)])
+@pytest.mark.parametrize(("kind", "fails"), [(Apart, False), (Apart, True), (nn.Linear, True)])
 def test_no_place_is_left_with_a_layer_that_did_not_take_it(kind, fails):
     assert run_ranks(left_after, RANKS, kind, fails=fails) == [[]] * RANKS
 
@@ -234,7 +254,7 @@ def order_of_events(sp, shared, overlap, keep=True):
     words = {"begin_all_reduce": "sum", "begin_reduce_scatter": "sum", "begin_all_gather": "gather"}
     found, events = [], []
     for name in COLUMNS:
-        use_gemm(getattr(region, name), {"weight": Noted(name, events)})
+        use_gemm(getattr(region, name), {"weight": Noted(name, events)}, PASSES)
 
     def noted(name):
         begin, word = getattr(Ranks, name), words[name]
@@ -292,7 +312,7 @@ def split_backward():
         region.zero_grad()
         x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
         y = region(x)
-        with postpone(waiting := Postponed()), mock.patch.object(linear, "in_use", return_value=True):
+        with PASSES.backward(waiting := DeferredGradients()):
             y.backward(own(numbers(11, *expected(Region)[0].shape)))
         assert all(getattr(region, name).weight.grad is None for name in COLUMNS)
         waiting.compute()

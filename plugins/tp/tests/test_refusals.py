@@ -12,8 +12,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import place
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.testing import Case, RankFailure, run_ranks
-from nanotrain_core.testing.probe import make_run
+from nanotrain_core.testing import Case
 
 SIZES = {"layers": 1, "width": 48, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 60}
 
@@ -42,7 +41,7 @@ def apply(tp, **sizes):
 @pytest.mark.parametrize(
     ("tp", "sizes", "words"),
     [
-        (2, {}, ["layers.0.attn.k.weight has 24 = 3 units of 8", "tp = 2", "1 or 3", "16 or 32"]),
+        (2, {"heads": 3}, ["attn.q.weight has 48 = 3 units of 16", "tp = 2", "1 or 3", "32 or 64"]),
         (4, {"kv_heads": 6}, ["attn.q.weight has 48 = 6 units of 8", "3 or 6", "32 or 64"]),
         (3, {"ffn": 100}, ["layers.0.ffn.gate.weight has 100", "2 or 4", "99 or 102"]),
         (6, {"vocab": 5}, ["embed.weight has 5"]),
@@ -68,24 +67,19 @@ def test_placements_are_of_the_blocks_left():
     assert placements["embed.weight"].shape == (20, 48)
 
 
-def test_a_length_that_does_not_divide_is_refused_before_a_process_starts():
-    case = Case("parallel", use="tp", topology={"tp": 2}, overrides={"batch": {"length": 15}})
-    with pytest.raises(RecipeError, match=r"batch.length: 15 tokens do not divide by tp = 2.*14 or 16"):
+def test_sequences_with_less_than_a_token_for_each_rank_are_refused_before_a_process_starts():
+    case = Case("parallel", use="tp", topology={"tp": 4}, overrides={"batch": {"length": 3}})
+    reason = r"batch.length: 3 tokens are fewer than tp = 4 ranks, .* for sequence_parallel; nearest: 4"
+    with pytest.raises(RecipeError, match=reason):
         case.recipe()
 
 
-def test_a_length_need_not_divide_where_sequences_stay_whole():
+def test_short_sequences_will_do_where_they_stay_whole():
     config = {"sequence_parallel": False}
-    around = {"batch": {"length": 15}}
-    Case("parallel", use="tp", config=config, topology={"tp": 2}, overrides=around).recipe()
+    around = {"batch": {"length": 3}}
+    Case("parallel", use="tp", config=config, topology={"tp": 4}, overrides=around).recipe()
 
 
-def test_tokens_that_do_not_divide_are_refused_in_forward():
-    with pytest.raises(SplitError, match=r"axis 1 of \[2, 7, 3\] does not divide by tp = 4.*4 or 8"):
-        Ranks(Paper(4)).own(torch.zeros(2, 7, 3), 1)
-
-
-def test_partial_gradients_that_nobody_would_sum_are_refused():
-    case = Case("parallel", use="tp", topology={"tp": 2})
-    with pytest.raises(RankFailure, match=r"NanotrainError: the gradient of \S+ is partial along tp.*ddp"):
-        run_ranks(make_run, 2, case, {})
+def test_what_is_not_this_ranks_share_is_refused_in_forward():
+    with pytest.raises(SplitError, match=r"axis 1 of \[2, 2, 3\] is not the share of 7 .*rank 0 .*is 1"):
+        Ranks(Paper(4)).all_gather(torch.zeros(2, 2, 3), 1, 7)

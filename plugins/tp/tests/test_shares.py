@@ -1,4 +1,4 @@
-"""Ranks need not get equal shares: a vocabulary that does not divide, and fewer key heads than ranks."""
+"""Ranks need not get equal shares: of a vocabulary, of key heads and of the tokens of a sequence."""
 
 import pytest
 import torch
@@ -36,6 +36,20 @@ def test_ranks_that_use_one_key_head_all_keep_it_and_sum_its_gradient():
     for block in blocks(case(4, kv_heads=2), "layers.1.attn.k.weight"):
         assert block.shape == block.global_shape == (16, 32)
         assert "tp" in block.summed
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shares", "whole"])
+def test_key_heads_that_do_not_divide_are_repeated(sequence_parallel):
+    """Of 6 query heads on 2 ranks, 0 to 2 read the key heads 0, 0 and 1, the others 1, 2 and 2."""
+    shape = {"width": 24, "heads": 6, "kv_heads": 3, "bias": True}
+    gradients_equal(case(2, sequence_parallel=sequence_parallel, **shape), "fp64")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tp", "heads", "kv_heads"), [(3, 6, 2), (4, 12, 3), (6, 12, 4), (3, 12, 4)])
+def test_any_key_heads_that_divide_the_query_heads(tp, heads, kv_heads):
+    shape = {"width": 48, "ffn": 96, "heads": heads, "kv_heads": kv_heads}
+    gradients_equal(case(tp, **shape), "fp64")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shares", "whole"])

@@ -1,15 +1,15 @@
-"""ZeRO-1 and ZeRO-2: AdamW whose state, and gradients, are shared out over the ranks that add them up.
+"""Optimizer-state sharding (ZeRO-1, ZeRO-2): AdamW whose state and gradients the ranks shard that sum them.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import attrs
 from attrs.validators import gt, in_
 
-from nanotrain_core import hookimpl
-from nanotrain_core.builtin.configs import AdamWConfig
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.api import AdamWConfig, Component, Register, check_moments, hookimpl
 
 __version__ = "0.1.0"
 
@@ -18,14 +18,16 @@ __version__ = "0.1.0"
 class Zero12Config(AdamWConfig):
     """``[optimizer] use = "zero12"``."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+    }
+
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
-    """1 shares out optimizer state; 2 also gradients, between microbatches."""
+    """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
-    """Megabytes of gradient that travel at once; through shared memory 4 at most, which stay in cache."""
+    """Megabytes of gradient that travel at once; a transport may ask for less."""
     overlap: bool = True
     """Send gradients during backward, and gather new weights during the next forward where a backend can."""
-    shared_memory: bool = True
-    """On CPU, exchange through memory that ranks of one host share, if they can, in place of sockets."""
     offload: bool = False
     """Keep master weights and moments in the host's memory, and update them there. On CPU they are there."""
 
@@ -41,5 +43,6 @@ def nanotrain_register_optimizer(register: Register) -> None:
             summary="AdamW with optimizer state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
+            check=check_moments,
         )
     )

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter
-from nanotrain_core.precision.quantized_storage import memory_like, move
+from nanotrain_core.api.torch import RANGE, Piece, PlacedParameter, memory_like, move_into
 
 #: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
 #: ranges are cut where the contract says, and begin on cache lines.
@@ -71,17 +70,6 @@ class Bucket:
     def __attrs_post_init__(self) -> None:
         self.reset()
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks have a range of it."""
-        return self.length // len(self.shard)
-
-    @property
-    def own_weights(self) -> torch.Tensor:
-        """This rank's range of :attr:`weights`."""
-        index = self.own.start // len(self.shard)
-        return self.weights.view(self.ranks, -1)[index]
-
     def reset(self) -> None:
         """Wait for every gradient again."""
         self.missing = {fill.parameter for fill in self.fills}
@@ -106,7 +94,7 @@ class Flat:
         length, first = bounds[-1][1], members[0].parameter
         self.weights = memory_like(first, length // ALIGN)
         for start, member in zip(self.starts, members, strict=False):
-            move(member.parameter, self.weights[start // ALIGN :])
+            move_into(member.parameter, self.weights[start // ALIGN :])
         shard = torch.zeros(length // self.ranks, dtype=dtype, device=first.device)
         self.buckets = [self._bucket(start, stop, shard) for start, stop in bounds]
 

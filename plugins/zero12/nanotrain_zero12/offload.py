@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nanotrain_core.contracts import ErrorFeedback, MasterWeight, Precision
-from nanotrain_core.layout.placement import Piece
-from nanotrain_core.precision.quantized_storage import unquantized
+from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, Piece, Precision, unquantized
 
 
 class HostMaster:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanotrain_core.contracts import GradientSync, MasterWeight, Precision, StepStats
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.api.torch import (
+    AdamW,
+    GradientSync,
+    MasterWeight,
+    Mesh,
+    Piece,
+    PlacedParameter,
+    Precision,
+    StepStats,
+)
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.offload import HostMaster
 from nanotrain_zero12.sharded import ShardedGradients
@@ -18,6 +24,7 @@ class Zero12(ShardedGradients, AdamW):
     """An :class:`~nanotrain_core.contracts.Optimizer` that is its own gradient sync."""
 
     config: Zero12Config
+    returns_early = True
 
     def __init__(self, config: Zero12Config) -> None:
         ShardedGradients.__init__(self)

@@ -16,31 +16,35 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.gradients import LocalGradients
-from nanotrain_core.layout.layout import Span
-from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter
-from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.quantized_storage import form_of
+from nanotrain_core.api import NanotrainError, Span
+from nanotrain_core.api.torch import (
+    BucketExchange,
+    LocalGradients,
+    Mesh,
+    Passes,
+    Pending,
+    Piece,
+    PlacedParameter,
+    form_of,
+)
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
-from nanotrain_zero12.transport import Transport, choose
+from nanotrain_zero12.transport import choose
 
 #: Where a parameter that several stages hold, of this rank or of others, is reduced: after all of them.
 LATE = -1
 
-#: What the members of one buffer have in common: model part or LATE, ranks to sum over, how they are held.
-Key = tuple[int, Span, str]
+#: What the members of one buffer have in common: model part or LATE, ranks to sum over, all ranks that hold
+#: the same blocks, how they are held.
+Key = tuple[int, Span, Span, str]
 
 
 class Line:
     """The buckets of one model part, in the order in which they leave."""
 
-    def __init__(self, buckets: Sequence[tuple[Bucket, Transport]]) -> None:
+    def __init__(self, buckets: Sequence[tuple[Bucket, BucketExchange]]) -> None:
         self.buckets = buckets
         self.by_parameter: dict[nn.Parameter, list[Bucket]] = defaultdict(list)
         for bucket, _ in buckets:
@@ -66,13 +70,13 @@ class Line:
         for bucket in self.by_parameter[parameter]:
             bucket.missing.discard(parameter)
 
-    def ready(self) -> Iterator[tuple[Bucket, Transport]]:
+    def ready(self) -> Iterator[tuple[Bucket, BucketExchange]]:
         """Yield the next buckets in line, as far as they are complete."""
         while self.sent < len(self.buckets) and not self.buckets[self.sent][0].missing:
             self.sent += 1
             yield self.buckets[self.sent - 1]
 
-    def rest(self) -> Iterator[tuple[Bucket, Transport]]:
+    def rest(self) -> Iterator[tuple[Bucket, BucketExchange]]:
         """Yield all that have not left, complete or not, and end the round."""
         yield from self.buckets[self.sent :]
         self.rounds += 1
@@ -94,12 +98,12 @@ class ShardedGradients(LocalGradients):
         """Move every trained parameter into a flat buffer, and cut these into buckets. Collective."""
         super().attach(parameters, mesh, dtype, passes)
         trained = [placed for placed in parameters if placed.parameter.requires_grad]
-        self.transports: dict[tuple[int, ...], Transport] = {}
+        self.transports: dict[tuple[int, ...], BucketExchange] = {}
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
         arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
-        buckets: dict[int, list[tuple[Bucket, Transport]]] = defaultdict(list)
-        for (part, span, _), flat in flats:
+        buckets: dict[int, list[tuple[Bucket, BucketExchange]]] = defaultdict(list)
+        for (part, span, *_), flat in flats:
             transport = self.transports[mesh.layout.members(mesh.rank, span)]
             buckets[part] += [(bucket, transport) for bucket in flat.buckets]
         for part, found in buckets.items():
@@ -108,14 +112,14 @@ class ShardedGradients(LocalGradients):
         self.late = Line(buckets.pop(LATE, []))
         self.lines = [Line(buckets[part]) for part in sorted(buckets)]
         self.line_of = {p: line for line in (*self.lines, self.late) for p in line.by_parameter}
-        self.gathering: dict[Bucket, Sequence[dist.Work]] = {}
+        self.gathering: dict[Bucket, Pending] = {}
 
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
-        _, span, _ = key
+        _, span, *_ = key
         sharers, ranks = mesh.group_of(span), mesh.layout.members(mesh.rank, span)
         if ranks not in self.transports:
             limit = int(self.config.bucket_mb * 2**20)
-            self.transports[ranks] = choose(sharers, mesh, limit, share=self.config.shared_memory)
+            self.transports[ranks] = choose(span, mesh, limit)
         dtype = self.dtype or members[0].parameter.dtype
         return Flat(members, sharers, dtype, self.transports[ranks].limit)
 
@@ -162,9 +166,12 @@ class ShardedGradients(LocalGradients):
         for bucket, transport in line.rest():
             self._send(bucket, transport)
 
-    def _send(self, bucket: Bucket, transport: Transport) -> None:
+    def _send(self, bucket: Bucket, transport: BucketExchange) -> None:
         """Reduce-scatter one bucket, with zeros where no gradient came; free what has left as a whole."""
-        transport.reduce_scatter(bucket, lambda buffer: self._write(bucket, buffer))
+        add, bucket.summed = bucket.summed, True
+        transport.reduce_scatter(
+            bucket.length, lambda buffer: self._write(bucket, buffer), bucket.shard, add=add
+        )
         for fill in bucket.fills:
             if fill.source.stop == fill.parameter.numel():
                 self.drop(fill.parameter)
@@ -212,9 +219,8 @@ class ShardedGradients(LocalGradients):
         """All-gather: begin to bring every rank's updated range to all others, first layers first."""
         for line in (self.late, *self.lines):
             for bucket, transport in reversed(line.buckets):
-                works = transport.all_gather(bucket)
-                if works:
-                    self.gathering[bucket] = works
+                if pending := transport.all_gather(bucket.weights):
+                    self.gathering[bucket] = pending
         for transport in self.transports.values():
             transport.drain()
         if not self.config.overlap:
@@ -228,8 +234,8 @@ class ShardedGradients(LocalGradients):
             for bucket in (
                 self.line_of[parameter].by_parameter[parameter] if parameter in self.line_of else ()
             ):
-                for work in self.gathering.pop(bucket, ()):
-                    work.wait()
+                if pending := self.gathering.pop(bucket, None):
+                    pending()
 
 
 def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, list[PlacedParameter]]]:
@@ -237,12 +243,18 @@ def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, 
 
     All ranks that share a buffer out find it among the others in the same place, and its members in the
     same order: of tied parameters by name, since stages hold them in different places.
+
+    So do all ranks that hold the same blocks without summing them, as tensor-parallel ranks hold norms: no
+    buffer mixes norms with a vocabulary, whose shares differ by a row, so ranges of norms are the same on all
+    of these ranks. Otherwise ranges would overlap, and the blocks of a checkpoint would not tile the tensor.
     """
     found: dict[Key, list[PlacedParameter]] = defaultdict(list)
     for placed in reversed(parameters):
         span = placed.placement.sync_span(mesh.layout)
+        holders = placed.placement.replica_span(mesh.layout)
         late = len(placed.parts) > 1 or bool(span.stages)
-        found[LATE if late else placed.parts[0], span, form_of(placed.parameter)].append(placed)
+        part = LATE if late else placed.parts[0]
+        found[part, span, holders, form_of(placed.parameter)].append(placed)
     late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: key[1:])
     for key in late_keys:
         found[key].sort(key=lambda placed: placed.placement.name)

@@ -15,8 +15,8 @@ ZERO = {**ADAMW, "use": "zero12", "bucket_mb": 0.01}
 SYNC = {"parallel": [{"use": "summed"}]}
 
 
-def on(ranks, optimizer, precision):
-    overrides = {"optimizer": optimizer, "precision": {"use": precision}}
+def on(ranks, optimizer, precision, kernels="auto"):
+    overrides = {"optimizer": optimizer, "precision": {"use": precision}, "kernels": {"use": kernels}}
     if optimizer["use"] == "adamw" and ranks > 1:
         overrides |= SYNC
     return Case("topology", use="grid", topology={"dp": ranks}, overrides=overrides)
@@ -29,18 +29,20 @@ def run(case, folder, *, sequences=8, **options):
 
 
 LAYOUTS = [
-    (1, ADAMW, 2, {**ZERO, "stage": 2}),
-    (2, {**ZERO, "stage": 2}, 1, ADAMW),
-    (2, ADAMW, 4, {**ZERO, "stage": 1}),
-    (4, {**ZERO, "stage": 2}, 2, {**ZERO, "stage": 1, "shared_memory": False}),
+    (1, ADAMW, 2, {**ZERO, "stage": 2}, "auto"),
+    (2, {**ZERO, "stage": 2}, 1, ADAMW, "auto"),
+    (2, ADAMW, 4, {**ZERO, "stage": 1}, "auto"),
+    (4, {**ZERO, "stage": 2}, 2, {**ZERO, "stage": 1}, "torch"),
 ]
 
 
-@pytest.mark.parametrize(("before", "saver", "after", "loader"), LAYOUTS)
-def test_a_run_goes_on_with_the_other_optimizer_on_other_ranks(before, saver, after, loader):
+@pytest.mark.parametrize(("before", "saver", "after", "loader", "kernels"), LAYOUTS)
+def test_a_run_goes_on_with_the_other_optimizer_on_other_ranks(before, saver, after, loader, kernels):
     with tempfile.TemporaryDirectory() as folder:
         weights, state = run(on(before, saver, "fp64"), folder, save_at=3)
-        resumed_weights, resumed_state = run(on(after, loader, "fp64"), folder, save_at=3, resume="3")
+        resumed_weights, resumed_state = run(
+            on(after, loader, "fp64", kernels), folder, save_at=3, resume="3"
+        )
     assert_same(resumed_weights, weights, "weights after resuming", atol=1e-9)
     assert_same(resumed_state, state, "state after resuming", atol=1e-9)
     prefixes = {name.partition("/")[0] for name in state}

@@ -8,20 +8,21 @@ from nanotrain_core.testing import Case, conformance
 
 #: Several buckets in a model of 100 kB.
 SMALL = {"bucket_mb": 0.01, "weight_decay": 0.1}
-SOCKETS = {**SMALL, "shared_memory": False}
+SOCKETS = {"use": "torch"}
 ZERO = {"optimizer": {"use": "zero12", **SMALL, "stage": 2}}
 
 
-def case(stage, config, topology, name=""):
-    batch = {"batch": {"sequences": max(8, 2 * topology.get("dp", 1))}}
+def case(stage, config, topology, name="", kernels=None):
+    batch = {"sequences": max(8, 2 * topology.get("dp", 1))}
+    around = {"batch": batch, "kernels": kernels or {"use": "auto"}}
     config = {**config, "stage": stage}
-    return Case("optimizer", use="zero12", config=config, topology=topology, overrides=batch, name=name)
+    return Case("optimizer", use="zero12", config=config, topology=topology, overrides=around, name=name)
 
 
 test_conformance = conformance(
     case(1, SMALL, {"dp": 2}, "stage1"),
     case(2, SMALL, {"dp": 2}, "stage2"),
-    case(2, {**SOCKETS, "overlap": False}, {"dp": 2}, "sockets"),
+    case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS),
     case(2, {**SMALL, "moment_dtype": "bfloat16"}, {"dp": 2}, "narrow"),
     case(2, {**SMALL, "moment_dtype": "int8"}, {"dp": 2}, "int8"),
 )
@@ -29,9 +30,9 @@ test_conformance = conformance(
 test_exhaustively = pytest.mark.full(
     conformance(
         *(
-            case(stage, {**config, "overlap": overlap}, {"dp": dp}, f"{stage}-{name}-{overlap}-{dp}")
-            for (name, config), stage, overlap, dp in product(
-                {"shm": SMALL, "sockets": SOCKETS}.items(), (1, 2), (True, False), (2, 4, 8)
+            case(stage, {**SMALL, "overlap": overlap}, {"dp": dp}, f"{stage}-{name}-{overlap}-{dp}", kernels)
+            for (name, kernels), stage, overlap, dp in product(
+                {"shm": None, "sockets": SOCKETS}.items(), (1, 2), (True, False), (2, 4, 8)
             )
         ),
         case(1, {}, {}, "alone"),

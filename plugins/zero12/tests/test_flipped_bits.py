@@ -18,11 +18,11 @@ WATCHED = {
 @pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
 @pytest.mark.parametrize("culprit", [0, 3])
 @pytest.mark.parametrize(
-    ("stage", "shared_memory"), [(1, True), (2, True), (2, False)], ids=["1", "2", "2-sockets"]
+    ("stage", "kernels"), [(1, "auto"), (2, "auto"), (2, "torch")], ids=["1", "2", "2-sockets"]
 )
-def test_the_flipped_rank_is_named_on_all(stage, shared_memory, culprit, own):
-    config = {"bucket_mb": 0.01, "stage": stage, "shared_memory": shared_memory}
-    case = Case("optimizer", use="zero12", config=config, topology={"dp": RANKS})
+def test_the_flipped_rank_is_named_on_all(stage, kernels, culprit, own):
+    config, around = {"bucket_mb": 0.01, "stage": stage}, {"kernels": {"use": kernels}}
+    case = Case("optimizer", use="zero12", config=config, topology={"dp": RANKS}, overrides=around)
     found = run_ranks(train_flipped, RANKS, case, WATCHED, Flip(2, culprit, own=own))
     others = ", ".join(str(rank) for rank in range(RANKS) if rank != culprit)
     name = found[culprit].flipped

@@ -77,13 +77,13 @@ def test_float32_has_one_copy_of_the_weights_two_moments_and_one_shard_of_gradie
     """4P of weights, and 12P/N: no second copy of anything, in a model large enough to see it."""
     large = {"model": {"width": 128, "ffn": 512}}
     ranks = 2
-    sharded = case(2, ranks, "fp32", shared_memory=False, bucket_mb=0.05)
+    sharded = case(2, ranks, "fp32", bucket_mb=0.05)
     sharded = Case(
         "optimizer",
         use="zero12",
         config=sharded.config,
         topology={"dp": ranks},
-        overrides={"precision": {"use": "fp32"}, **large},
+        overrides={"precision": {"use": "fp32"}, "kernels": {"use": "torch"}, **large},
     )
     for parameters, held in run_ranks(everything_alive, ranks, sharded):
         assert held / parameters == pytest.approx(4 + 12 / ranks, rel=0.08)

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from nanotrain_zero12.offload import HostMaster
@@ -14,13 +15,14 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.precision.uniform import bf16, fp32
 from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.probe import make_run, push
+from nanotrain_core.testing.probe import drive, make_run, push
 
 ZERO = {"bucket_mb": 0.01, "stage": 2}
 
 
-def case(**config):
-    return Case("optimizer", use="zero12", config={**ZERO, **config}, topology={"dp": 2})
+def case(*, kernels="auto", **config):
+    around = {"kernels": {"use": kernels}}
+    return Case("optimizer", use="zero12", config={**ZERO, **config}, topology={"dp": 2}, overrides=around)
 
 
 # --- state on the host ------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ def weights_in_flight(case):
 
 
 def test_through_sockets_weights_arrive_when_they_are_waited_for():
-    for after_step, after_one, after_all in run_ranks(weights_in_flight, 2, case(shared_memory=False)):
+    for after_step, after_one, after_all in run_ranks(weights_in_flight, 2, case(kernels="torch")):
         assert after_step > after_one > after_all == 0
 
 
@@ -99,11 +101,11 @@ def in_flight_at_an_update(case):
 
 def test_no_weight_is_updated_while_it_is_on_its_way():
     """Of a module that a step does not call, the old weights would arrive on top of the new ones."""
-    assert run_ranks(in_flight_at_an_update, 2, case(shared_memory=False)) == [[0, 0]] * 2
+    assert run_ranks(in_flight_at_an_update, 2, case(kernels="torch")) == [[0, 0]] * 2
 
 
 def test_without_overlap_and_through_shared_memory_they_are_there_after_the_step():
-    for config in ({"shared_memory": False, "overlap": False}, {}):
+    for config in ({"kernels": "torch", "overlap": False}, {}):
         assert run_ranks(weights_in_flight, 2, case(**config)) == [[0, 0, 0]] * 2
 
 
@@ -123,11 +125,30 @@ def sum_of_small_gradients(case, microbatches):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_gradients_of_narrow_weights_are_summed_in_float32(stage, shared_memory):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_gradients_of_narrow_weights_are_summed_in_float32(stage, kernels):
     """bfloat16 would not see 1 beside 256."""
-    found = run_ranks(sum_of_small_gradients, 2, case(stage=stage, shared_memory=shared_memory), 8)
+    found = run_ranks(sum_of_small_gradients, 2, case(stage=stage, kernels=kernels), 8)
     assert max(found) == 2 * (256 + 8)
+
+
+# --- a rank without a share -------------------------------------------------------------------------
+
+#: Twelve parameters of at most 64 weights: the last of five ranks gets none of them.
+TWELVE = {"layers": 1, "width": 4, "heads": 1, "ffn": 16, "vocab": 16, "tied": False}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e40], ids=["ordinary", "above float32"])
+def test_a_rank_without_a_share_has_the_same_gradient_norm_to_the_last_bit(scale):
+    """In float32 it would skip a step that the others make, and leave them waiting for its weights."""
+    around = {"model": TWELVE, "data": {"vocab": 16}, "batch": {"sequences": 10}}
+    tiny = Case("optimizer", use="zero12", config={"clip_norm": 0.5}, topology={"dp": 5}, overrides=around)
+    (alone,) = run_ranks(drive, 1, tiny.alone(), {}, [scale])
+    found = run_ranks(drive, 5, tiny, {}, [scale])
+    assert [len(each.state) > 0 for each in found] == [True] * 4 + [False]
+    assert len({each.norms[0] for each in found}) == 1
+    assert found[0].norms == pytest.approx(alone.norms, rel=1e-14)
+    assert [each.skipped for each in found] == [[False]] * 5
 
 
 # --- refusals ---------------------------------------------------------------------------------------
@@ -198,9 +219,9 @@ def rounded_weights(case, steps):
     return [placed.parameter.detach().clone() for placed in run.placed]
 
 
-@pytest.mark.parametrize("config", [{}, {"shared_memory": False}, {"moment_dtype": "bfloat16"}])
+@pytest.mark.parametrize("config", [{}, {"kernels": "torch"}, {"moment_dtype": "bfloat16"}])
 def test_what_masters_round_reaches_all_ranks_before_the_first_step_too(config):
-    one = Case("optimizer", use="zero12", config={**ZERO, **config})
+    one = attrs.evolve(case(**config), topology={}, world_size=1)
     for steps in (0, 3):
         (alone,) = run_ranks(rounded_weights, 1, one, steps)
         for weights in run_ranks(rounded_weights, 2, case(**config), steps):

@@ -19,9 +19,10 @@ CHECKS = [
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join([check[0].__name__, *check[1:]]))
 @pytest.mark.parametrize(
-    ("stage", "shared_memory"), [(1, False), (2, False), (2, True)], ids=["1-sockets", "2-sockets", "2"]
+    ("stage", "kernels"), [(1, "torch"), (2, "torch"), (2, "auto")], ids=["1-sockets", "2-sockets", "2"]
 )
-def test_gradients_are_those_of_one_process(check, stage, shared_memory):
+def test_gradients_are_those_of_one_process(check, stage, kernels):
     function, *variant = check
-    config = {"bucket_mb": 0.01, "stage": stage, "shared_memory": shared_memory, "clip_norm": 0.5}
-    function(Case("optimizer", use="zero12", config=config, topology={"dp": 2}), *variant)
+    config, around = {"bucket_mb": 0.01, "stage": stage, "clip_norm": 0.5}, {"kernels": {"use": kernels}}
+    case = Case("optimizer", use="zero12", config=config, topology={"dp": 2}, overrides=around)
+    function(case, *variant)

@@ -1,4 +1,4 @@
-"""Blocks of 128 x 128: weights, read once, stored as they are for y and turned for dx."""
+"""Blocks of 128 x 128: weights, read once, stored as they are for y and transposed for dx."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Blocks:
 def round_blocks(  # type: ignore[no-untyped-def]
     w_ptr,
     codes_ptr,
-    turned_ptr,
+    transposed_ptr,
     scales_ptr,
-    scales_turned_ptr,
+    scales_transposed_ptr,
     N,
     K,
     w_group,
@@ -40,7 +40,7 @@ def round_blocks(  # type: ignore[no-untyped-def]
     blocks_N,
     blocks_K,
     scales_row,
-    scales_turned_row,
+    scales_transposed_row,
     LARGEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -56,13 +56,13 @@ def round_blocks(  # type: ignore[no-untyped-def]
     first = e * (blocks_N * TILE) * (blocks_K * TILE)
     at = first + n[:, None].to(tl.int64) * (blocks_K * TILE) + k[None, :]
     tl.store(codes_ptr + at, codes)
-    turned_at = first + k[:, None].to(tl.int64) * (blocks_N * TILE) + n[None, :]
-    tl.store(turned_ptr + turned_at, tl.trans(codes))
+    transposed_at = first + k[:, None].to(tl.int64) * (blocks_N * TILE) + n[None, :]
+    tl.store(transposed_ptr + transposed_at, tl.trans(codes))
     tl.store(scales_ptr + (e * blocks_N + bn) * scales_row + bk, scale)
-    tl.store(scales_turned_ptr + (e * blocks_K + bk) * scales_turned_row + bn, scale)
+    tl.store(scales_transposed_ptr + (e * blocks_K + bk) * scales_transposed_row + bn, scale)
 
 
-def quantise_blocks(weight: torch.Tensor) -> Blocks:
+def quantize_blocks(weight: torch.Tensor) -> Blocks:
     """Round a weight [N, K], or stacked ones [E, N, K], lying in any way."""
     w_ENK = weight.detach() if weight.dim() == 3 else weight.detach()[None]
     E, N, K = w_ENK.shape

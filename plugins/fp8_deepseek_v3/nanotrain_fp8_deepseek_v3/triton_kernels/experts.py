@@ -1,4 +1,4 @@
-"""Products of experts: all of them in one launch, whose programs find their rows on the device.
+"""Grouped GEMMs of experts: all of them in one launch, whose programs find their rows on the device.
 
 Sums of 128 products are made by tensor cores, then multiplied by the scales and added up in float32, as
 DeepSeek-V3 promotes them (arXiv 2412.19437, section 3.3.2). There are as many programs as the rows could
@@ -142,8 +142,8 @@ def multiply_columns(
     """Return dW [E, N, K] in float32: of each group, the sum over its rows; zeros where it has none.
 
     Args:
-        left: codes [N', P] by rows, scales [N', P / 128] of dy, turned.
-        right: codes [K', P] by rows, scales [K', P / 128] of x, turned.
+        left: codes [N', P] by rows, scales [N', P / 128] of dy, transposed.
+        right: codes [K', P] by rows, scales [K', P / 128] of x, transposed.
         groups: whose tiles those of P are.
         shape: (N, K).
     """

@@ -44,7 +44,7 @@ def round_rows(  # type: ignore[no-untyped-def]
     tl.store(scales_ptr + tile.to(tl.int64) * scales_tile + r, scale, mask=inside)
 
 
-def quantise_rows(
+def quantize_rows(
     x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [R', C'] by rows and scales [R', C' / 128] by columns.

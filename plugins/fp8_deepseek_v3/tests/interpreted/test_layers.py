@@ -4,14 +4,14 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import fused, scaled
 from nanotrain_fp8_deepseek_v3.first_use import disagreement
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantise, quantise
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.products import EmulatedFP8, Recipe
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned
+from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed
 from test_gemm import assert_near, checked_product, layer_of, normal, outliers, products_of_one
 
 COUNTS = pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def near(found, exact, sizes, terms):
 def test_rows_of_each_group_are_multiplied_by_its_weight(counts, K, N, dtype):
     M, E = sum(counts), len(counts)
     x, w = outliers(max(M, 4), K)[:M], normal(E, N, K, seed=1)
-    blocks, groups = quantise_blocks(w), Groups.of(torch.tensor(counts), x.device)
+    blocks, groups = quantize_blocks(w), Groups.of(torch.tensor(counts), x.device)
     right = blocks.codes_ENK, blocks.scales_Enk
-    found = multiply_rows(quantise_rows(x), right, groups, (M, N), dtype)
+    found = multiply_rows(quantize_rows(x), right, groups, (M, N), dtype)
     assert found.dtype == dtype
-    a, b = quantise(x, (1, TILE)).values().double(), quantise(w, (TILE, TILE)).values().double()
+    a, b = quantize(x, (1, TILE)).values().double(), quantize(w, (TILE, TILE)).values().double()
     for own, rows, w_NK in zip(found.split(counts), a.split(counts), b, strict=True):
         assert near(own, rows @ w_NK.T, rows.abs() @ w_NK.abs().T, K + 2)
 
@@ -52,12 +52,12 @@ def test_the_gradient_of_each_weight_is_of_its_own_rows(counts, K, N):
     M, E = sum(counts), len(counts)
     x, d_y = outliers(max(M, 4), K)[:M], normal(M, N, seed=1)
     groups = Groups.of(torch.tensor(counts), x.device)
-    left, right = quantise_turned(d_y, groups), quantise_turned(x, groups)
+    left, right = quantize_transposed(d_y, groups), quantize_transposed(x, groups)
     left[0].view(torch.uint8)[:, groups.tiles[-1] * TILE :] = 0x7F  # NaN where nothing was written
     found = multiply_columns(left, right, groups, (N, K))
     assert found.shape == (E, N, K)
     for d_w, own, rows in zip(found, d_y.split(counts), x.split(counts), strict=True):
-        a, b = (quantise(each, (TILE, 1)).values().double() for each in (own, rows))
+        a, b = (quantize(each, (TILE, 1)).values().double() for each in (own, rows))
         assert near(d_w, a.T @ b, a.abs().T @ b.abs(), len(rows) + 2)
 
 
@@ -112,12 +112,12 @@ def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
 
 def test_what_is_kept_means_what_the_emulation_keeps():
     x = outliers(131, 300)
-    kept, expected = (products(Recipe(narrow=True)).keep(x) for products in (TritonFP8, EmulatedFP8))
-    assert torch.equal(dequantise(*kept, E4M3), dequantise(*expected, E4M3))
-    narrowed = [products(Recipe(narrow=True)) for products in (TritonFP8, EmulatedFP8)]
-    ours, theirs = (each.widen(each.narrow(x), torch.bfloat16) for each in narrowed)
+    kept, expected = (products(Recipe(quantize_swiglu=True)).keep(x) for products in (TritonFP8, EmulatedFP8))
+    assert torch.equal(dequantize(*kept, E4M3), dequantize(*expected, E4M3))
+    backends = [products(Recipe(quantize_swiglu=True)) for products in (TritonFP8, EmulatedFP8)]
+    ours, theirs = (each.dequantize(each.quantize(x), torch.bfloat16) for each in backends)
     assert torch.equal(ours, theirs)
-    assert TritonFP8(Recipe()).narrow(x) is None
+    assert TritonFP8(Recipe()).quantize(x) is None
 
 
 def test_the_check_of_first_use_passes_here_and_sees_a_kernel_that_rounds_otherwise(monkeypatch):
@@ -127,12 +127,12 @@ def test_the_check_of_first_use_passes_here_and_sees_a_kernel_that_rounds_otherw
     disagreement.cache_clear()
     assert disagreement(here) == ""
     disagreement.cache_clear()
-    monkeypatch.setattr(fused, "quantise_rows", coarser)
+    monkeypatch.setattr(fused, "quantize_rows", coarser)
     assert disagreement(here) == "its y of a weight is not that of the emulation on cpu"
     disagreement.cache_clear()
 
 
 def coarser(x_RC, *args, **options):
     """Round to a bit less."""
-    codes, scales = quantise_rows(x_RC, *args, **options)
+    codes, scales = quantize_rows(x_RC, *args, **options)
     return (codes.view(torch.uint8) & 0xFE).view(codes.dtype), scales

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantise, quantise
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantise_blocks
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantise_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.turned import quantise_turned, requantise_turned
+from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
 from test_formats import CORPUS
 
 FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -42,46 +42,46 @@ def assert_same(codes, scales, expected):
 @DTYPES
 def test_rows(corpus, shape, power_of_two, form, dtype):
     x = numbers(corpus, shape, dtype)
-    codes, scales = quantise_rows(x, form, power_of_two=power_of_two)
+    codes, scales = quantize_rows(x, form, power_of_two=power_of_two)
     assert codes.shape == (-(-shape[0] // 16) * 16, -(-shape[1] // TILE) * TILE)
     assert scales.stride(0) == 1
-    assert_same(codes, scales, quantise(x, (1, TILE), form, power_of_two=power_of_two))
+    assert_same(codes, scales, quantize(x, (1, TILE), form, power_of_two=power_of_two))
 
 
 @ALL
 @SHAPES
 @POWERS
 @FORMATS
-def test_columns_are_stored_turned(corpus, shape, power_of_two, form):
+def test_columns_are_stored_transposed(corpus, shape, power_of_two, form):
     x = numbers(corpus, shape, torch.bfloat16)
-    codes, scales = quantise_turned(x, None, form, power_of_two=power_of_two)
+    codes, scales = quantize_transposed(x, None, form, power_of_two=power_of_two)
     assert codes.shape == (-(-shape[1] // 16) * 16, -(-shape[0] // TILE) * TILE)
-    assert_same(codes, scales, quantise(x.T, (1, TILE), form, power_of_two=power_of_two))
+    assert_same(codes, scales, quantize(x.T, (1, TILE), form, power_of_two=power_of_two))
 
 
 @ALL
 @SHAPES
 @POWERS
 def test_what_was_rounded_along_rows_is_rounded_once_more_along_columns(corpus, shape, power_of_two):
-    once = quantise(numbers(corpus, shape), (1, TILE), power_of_two=power_of_two)
+    once = quantize(numbers(corpus, shape), (1, TILE), power_of_two=power_of_two)
     codes, scales = once.codes(), once.scales.flatten(1)
-    found = requantise_turned(codes, scales, power_of_two=power_of_two)
-    again = dequantise(codes, scales, E4M3).T
-    assert_same(*found, quantise(again, (1, TILE), power_of_two=power_of_two))
+    found = requantize_transposed(codes, scales, power_of_two=power_of_two)
+    again = dequantize(codes, scales, E4M3).T
+    assert_same(*found, quantize(again, (1, TILE), power_of_two=power_of_two))
 
 
 @ALL
 @SHAPES
 def test_blocks_are_stored_in_both_directions(corpus, shape):
     w = torch.stack([numbers(corpus, shape), numbers("normal", shape)])
-    blocks = quantise_blocks(w)
+    blocks = quantize_blocks(w)
     for e, w_NK in enumerate(w):
         ways = (
             (blocks.codes_ENK[e], blocks.scales_Enk[e], w_NK),
             (blocks.codes_EKN[e], blocks.scales_Ekn[e], w_NK.T),
         )
         for codes, scales, way in ways:
-            expected = quantise(way, (TILE, TILE))
+            expected = quantize(way, (TILE, TILE))
             own, c = expected.scales.flatten(1).shape
             assert scales.shape == (own, -(-c // 4) * 4)
             assert not scales[:, c:].any()
@@ -95,13 +95,13 @@ def test_blocks_are_stored_in_both_directions(corpus, shape):
 def test_tiles_begin_anew_in_each_group(counts, power_of_two):
     x = numbers("outliers", (max(sum(counts), 1), 70), torch.bfloat16)[: sum(counts)]
     rows, groups = (
-        quantise(x, (1, TILE), power_of_two=power_of_two),
+        quantize(x, (1, TILE), power_of_two=power_of_two),
         Groups.of(torch.tensor(counts), x.device),
     )
     coded = rows.codes(), rows.scales.flatten(1)
     ways = (
-        (quantise_turned(x, groups, power_of_two=power_of_two), x),
-        (requantise_turned(*coded, groups, power_of_two=power_of_two), dequantise(*coded, E4M3)),
+        (quantize_transposed(x, groups, power_of_two=power_of_two), x),
+        (requantize_transposed(*coded, groups, power_of_two=power_of_two), dequantize(*coded, E4M3)),
     )
     for (codes, scales), values in ways:
         assert codes.shape[1] <= sum(counts) + TILE * len(counts)
@@ -111,7 +111,7 @@ def test_tiles_begin_anew_in_each_group(counts, power_of_two):
             tiles = -(-len(own) // TILE)
             part = slice(tile * TILE, (tile + tiles) * TILE), slice(tile, tile + tiles)
             if len(own):
-                expected = quantise(own.T, (1, TILE), power_of_two=power_of_two)
+                expected = quantize(own.T, (1, TILE), power_of_two=power_of_two)
                 assert_same(codes[:, part[0]], scales[:, part[1]], expected)
             tile += tiles
 
@@ -120,14 +120,14 @@ def test_tiles_begin_anew_in_each_group(counts, power_of_two):
 def test_operands_may_lie_in_any_way(turn):
     x = turn(numbers("outliers", (150, 290), torch.bfloat16))
     assert not x.is_contiguous()
-    assert_same(*quantise_rows(x), quantise(x, (1, TILE)))
-    assert_same(*quantise_turned(x), quantise(x.T, (1, TILE)))
-    blocks, expected = quantise_blocks(x), quantise(x, (TILE, TILE))
+    assert_same(*quantize_rows(x), quantize(x, (1, TILE)))
+    assert_same(*quantize_transposed(x), quantize(x.T, (1, TILE)))
+    blocks, expected = quantize_blocks(x), quantize(x, (TILE, TILE))
     assert torch.equal(blocks.codes_ENK[0, : x.shape[0], : x.shape[1]].float(), expected.codes().float())
 
 
 def test_no_rows_are_no_codes():
-    codes, scales = quantise_rows(torch.empty(0, 200))
+    codes, scales = quantize_rows(torch.empty(0, 200))
     assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
-    codes, scales = quantise_turned(torch.empty(0, 200))
+    codes, scales = quantize_transposed(torch.empty(0, 200))
     assert (codes.shape, scales.shape) == ((208, 0), (208, 0))

@@ -1,0 +1,63 @@
+"""What can be said of a text corpus without reading all of it. Never imports torch."""
+
+from __future__ import annotations
+
+from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.data.documents import Source, fingerprint, sources
+from nanotrain_core.data.survey import Survey
+from nanotrain_core.errors import DataError, Problem
+
+#: Bytes of text up to which tokens are counted by running the tokenizer: more are enough, or take long.
+SMALL = 2**21
+
+
+def survey(config: TextConfig, length: int) -> Survey:
+    """Return the vocabulary and the sequences of ``length`` tokens, as far as known: see Component.survey."""
+    problems = []
+    found = sources(config.paths, config.suffixes)
+    sizes = []
+    for number, source in enumerate(found):
+        try:
+            sizes += source.sizes()
+        except DataError as error:
+            problems.append(Problem(f"data.paths.{number}" if config.paths else "data", str(error)))
+    tokens: int | None = sum(size + 1 for size in sizes)
+    vocab = 256  # bytes, each document with one more to end it
+    if config.tokenizer != "bytes":
+        try:
+            vocab, tokens = tokenized(config.tokenizer, found, small=not problems and sum(sizes) <= SMALL)
+        except DataError as error:
+            return Survey(problems=(*problems, Problem("data.tokenizer", str(error))))
+    if problems or tokens is None:
+        return Survey(vocab=vocab, problems=problems)
+    count = max(0, (tokens - 1) // length)
+    held = held_out(count, config.validation_fraction)
+    if not count:
+        text = (
+            f"a sequence takes {length + 1} tokens, but the text has {tokens}: add text or lower the length"
+        )
+        return Survey(vocab=vocab, problems=(Problem("batch.length", text),))
+    return Survey(vocab=vocab, train=count - held, validation=held)
+
+
+def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int | None]:
+    """Return the size of a tokenizer's vocabulary, and the number of tokens if the text is small.
+
+    Raises:
+        DataError: see :func:`~nanotrain_core.data.tokenizers.make_tokenizer`.
+    """
+    from nanotrain_core.data.tokenizers import make_tokenizer
+
+    tokenizer = make_tokenizer(name)
+    if not small:
+        return tokenizer.vocab_size, None
+    documents = [document for source in found for document in source.documents()]
+    return tokenizer.vocab_size, len(tokenizer.tokenize(documents, fingerprint(documents)))
+
+
+def held_out(count: int, fraction: float) -> int:
+    """Return how many of ``count`` sequences are held out.
+
+    Unless ``fraction`` is 0 at least one, if ``count`` leaves one to train on.
+    """
+    return min(count - 1, max(1, round(count * fraction))) if fraction and count else 0

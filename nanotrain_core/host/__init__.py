@@ -1,1 +1,0 @@
-"""What ranks of one host exchange through memory that they share, where gloo would use sockets."""

@@ -1,0 +1,87 @@
+"""What a run reads on this machine, looked at before its ranks start: data, tokenizer, weights.
+
+Apart from the checks of a recipe itself, because a recipe is also read where its data is not, or no longer:
+to list checkpoints, to draw a schedule, to resume with a checkpoint's weights. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanotrain_core.data.survey import Survey
+from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe, nearby
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import divisibility_of
+from nanotrain_core.recipe.load import Resolution, refuse
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry.registry import Registry
+
+
+def check_inputs(found: Resolution, *, weights: bool = True) -> None:
+    """Check that what a recipe is to read is there, and fits it.
+
+    Args:
+        found: the recipe.
+        weights: whether ``run.weights`` are read; a resumed run has its checkpoint's.
+
+    Raises:
+        RecipeError: with one line for every problem, ``file:line: key: what``.
+        PluginError: a component's survey is wrong.
+    """
+    recipe = found.recipe
+    survey = survey_of(recipe, found.registry)
+    problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(recipe, survey)]
+    if weights and recipe.run.weights and not Path(recipe.run.weights).exists():
+        path = Path(recipe.run.weights)
+        problems.append(Problem("run.weights", f"{path}: there is no such file or folder{nearby(path)}"))
+    refuse(found.merged, problems)
+
+
+def survey_of(recipe: Recipe, registry: Registry) -> Survey:
+    """Return what the data component says; nothing is known if it offers no survey."""
+    use, config = recipe.data.use, recipe.data.config
+    label = f"data '{use}' of {registry.owner('data', use)}: its survey"
+    tell = registry.get("data", use).load_optional("survey")
+    if tell is None:
+        return Survey()
+    try:
+        found: Any = tell(config, recipe.batch.length)
+    except DataError as error:
+        return Survey(problems=(Problem("data", str(error)),))
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{label} raised {describe(error)}") from error
+    if not isinstance(found, Survey):
+        raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.data.survey.Survey")
+    return found
+
+
+def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
+    """Compare with the model's, if its config says how large that is."""
+    for extent in divisibility_of(recipe.model.config) or ():
+        if survey.vocab is not None and Role.VOCAB in extent.roles and extent.units < survey.vocab:
+            yield Problem(
+                extent.key,
+                f"data '{recipe.data.use}' has {survey.vocab} tokens but the model's vocabulary is "
+                f"{extent.units}; expected at least {survey.vocab}",
+            )
+
+
+def _sequences(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
+    """Check that there are enough for a batch, and any for evaluations that the recipe asks for."""
+    batch, evaluation = recipe.batch, recipe.evaluation
+    if survey.train is not None and survey.train < batch.sequences:
+        yield Problem(
+            "batch.sequences",
+            f"one batch takes {batch.sequences} sequences of {batch.length} tokens, but the training data "
+            f"has {survey.train}: lower batch.sequences or batch.length, or add data",
+        )
+    if survey.validation == 0 and evaluation.every and evaluation.sequences:
+        yield Problem(
+            "evaluation.every",
+            f"every {evaluation.every} steps the loss on data that is held out is wanted, but data "
+            f"'{recipe.data.use}' holds none out; hold some out, or set evaluation.every = 0",
+        )

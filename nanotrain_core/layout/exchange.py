@@ -1,0 +1,155 @@
+"""What the ranks of one process group exchange: by default through torch.distributed.
+
+Shapes: R ranks in the group. Every method is collective: all ranks of the group call the same ones, in the
+same order, with tensors of the same shape and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.layout.buckets import BucketExchange, GroupBuckets, Pending
+
+#: torch 2.13 renamed these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Buffer(Protocol):
+    """Memory that is summed over the ranks again and again, in place."""
+
+    flat: torch.Tensor
+    """To be filled, then summed. Its first content is anything."""
+
+    def all_reduce(self) -> Pending:
+        """Begin to sum :attr:`flat` over the ranks; the result is :attr:`flat`. Collective.
+
+        It may all happen when it is waited for: ranks wait for several buffers in one order.
+        """
+        ...
+
+
+class Exchange:
+    """Collectives of one group, as a device's backend (NCCL) has them.
+
+    ``async_op`` is torch's: do not wait for the collective before the call returns. Either way its result
+    comes from what is returned. On a device, to wait is the stream's business, not the host's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.summands = 1
+        """How many parts each rank adds up of what :meth:`send_shares` brings."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a collective goes on while this rank computes. Collective when first asked."""
+        return True
+
+    def all_reduce(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to sum every rank's ``x`` into a new tensor."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        return _result(dist.all_reduce(total, group=self.group, async_op=async_op), total)
+
+    def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to collect every rank's ``x`` in a new tensor [R, *x.shape]."""
+        return self.gather_into(x.new_empty(self.size, *x.shape), x, async_op=async_op)
+
+    def reduce_scatter(self, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to sum every rank's ``shares[r]`` into a new tensor, r being this rank in the group.
+
+        Args:
+            shares: [R, ...], contiguous.
+            async_op: see the class.
+        """
+        received = torch.empty_like(shares[: self.summands])
+        pending = self.send_shares(received, shares, async_op=async_op)
+        return (lambda: pending().sum(0)) if self.summands > 1 else (lambda: pending()[0])
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """Return memory that is cheapest to sum."""
+        return GroupBuffer(self.group, torch.empty(numel, dtype=dtype, device=self.device))
+
+    def buckets(self, limit: int, *, least: int) -> BucketExchange:
+        """Return what reduce-scatters and all-gathers flat buckets, one after the other.
+
+        Args:
+            limit: bytes that a bucket should have at most. The result's own limit may be lower.
+            least: bytes that a bucket may have all the same.
+        """
+        return GroupBuckets(self, limit)
+
+    # --- what those are made of, for tensors that are there already -------------------------------
+
+    def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to fill ``out`` [R, ...] with every rank's ``own`` [...], which may be its row there."""
+        own = own.contiguous()
+        work = _all_gather(out.flatten(0, 1), own, group=self.group, async_op=async_op)
+        return _result(work, out, own)
+
+    def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to send ``shares[r]`` to rank r of the group, for it to have the sum of all ranks'.
+
+        Args:
+            received: [:attr:`summands`, ...]: its rows will add up to that sum.
+            shares: [R, ...], contiguous.
+            async_op: see the class.
+        """
+        work = _reduce_scatter(received[0], shares.flatten(0, 1), group=self.group, async_op=async_op)
+        return _result(work, received, shares)
+
+
+class GlooExchange(Exchange):
+    """On a CPU, through sockets.
+
+    gloo's own reduce-scatter and all-gather take two to four times as long as what stands in for them: at
+    128 MB and 2 ranks, 225 ms against 60 and 185 against 50.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.summands = self.size
+
+    def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Broadcast: every rank its row, which is of gloo's ways the fastest at most sizes above 1 MB."""
+        if out[self.rank].data_ptr() != own.data_ptr():
+            out[self.rank].copy_(own)
+        works = [
+            dist.broadcast(row, group_src=source, group=self.group, async_op=True)
+            for source, row in enumerate(out)
+        ]
+        return partial(_wait, works, out)
+
+    def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """All-to-all: one part of each rank, which adds up its own."""
+        work = dist.all_to_all_single(received, shares, group=self.group, async_op=async_op)
+        return _result(work, received, shares)
+
+
+class GroupBuffer(Buffer):
+    """Ordinary memory."""
+
+    def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
+        self.group, self.flat = group, flat
+
+    def all_reduce(self) -> Pending:
+        """Begin to sum over the group."""
+        return _result(dist.all_reduce(self.flat, group=self.group, async_op=True), self.flat)
+
+
+def _result(work: dist.Work | None, result: torch.Tensor, *held: torch.Tensor) -> Pending:
+    return partial(_wait, [work], result, *held)
+
+
+def _wait(works: Sequence[dist.Work | None], result: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+    """Wait; on a device, have what is computed from now on wait. ``held``: what must live until then."""
+    for work in works:
+        if work is not None:
+            work.wait()
+    return result

@@ -1,0 +1,126 @@
+"""Messages between pipeline ranks: by default through torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout.mesh import Mesh
+
+Way = Literal["forward", "backward"]
+WAYS: tuple[Way, ...] = ("forward", "backward")
+
+#: Way, edge and number of a message.
+MessageKey = tuple[Way, int, int]
+
+
+class Messages:
+    """Messages along the edges between stages that this rank is at either end of, on a CPU.
+
+    Edge e is from stage e to e + 1. All edges share a group and tags tell messages apart: they may overtake
+    one another. Of one way and edge each message of a step has a number of its own, that of its microbatch;
+    -1 is that of a description, which goes ahead of the first one.
+    """
+
+    def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
+        """Make the groups. Collective over the run.
+
+        Args:
+            owners: the pipeline rank of each stage.
+            mesh: of the run.
+        """
+        self.owners, self.mesh = owners, mesh
+        self.crossing = [edge for edge in range(len(owners) - 1) if owners[edge] != owners[edge + 1]]
+        """Edges between two ranks."""
+        self._sent: dict[MessageKey, tuple[dist.Work, torch.Tensor]] = {}
+        self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
+        if self.crossing:
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        group = self.mesh.new_group(self.mesh.ranks("pp"), "p2p")
+        self._groups = {(way, edge): group for edge in self.crossing for way in WAYS}
+
+    def begin(self, microbatches: int) -> None:
+        """Begin a step of so many, and drop what one that was broken off left behind. Collective."""
+        self._sent.clear()
+
+    def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
+        """Begin to send ``tensor``, which nobody may write to until it has arrived."""
+        for other in [other for other, (work, _) in self._sent.items() if work.is_completed()]:
+            del self._sent[other]  # what has arrived, as far as the backend tells before it is asked
+        way, edge, _ = key
+        receiver = self._global(self.owners[edge + 1 if way == "forward" else edge])
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, receiver, group=self._groups[way, edge], tag=self._tag(key))
+        assert work is not None
+        self._sent[key] = work, tensor
+
+    def arrived(self, key: MessageKey) -> None:
+        """Let go of a message that must have arrived: gloo only tells when it is waited for."""
+        if key in self._sent:
+            self._sent.pop(key)[0].wait()
+
+    def flush(self) -> None:
+        """Return once everything sent has left."""
+        for work, _ in self._sent.values():
+            work.wait()
+        self._sent.clear()
+
+    def receive(self, key: MessageKey, into: torch.Tensor) -> None:
+        """Wait for a message of the shape and dtype of ``into``, which is contiguous."""
+        way, edge, _ = key
+        sender = self._global(self.owners[edge if way == "forward" else edge + 1])
+        work = dist.irecv(into, sender, group=self._groups[way, edge], tag=self._tag(key))
+        assert work is not None
+        work.wait()
+
+    def _global(self, rank: int) -> int:
+        """Return the run's number of a pipeline rank."""
+        return self.mesh.ranks("pp")[rank]
+
+    def _tag(self, key: MessageKey) -> int:
+        way, edge, number = key
+        return ((number + 1) * len(self.owners) + edge) * 2 + (way == "backward")
+
+
+class EdgeMessages(Messages):
+    """Through a group for each edge and way: NCCL takes the messages of a group in order.
+
+    A schedule runs the microbatches of an edge in the same order at both ends (the harness checks it).
+    """
+
+    def _make_groups(self) -> None:
+        """Make a group for each edge between two ranks, in either direction.
+
+        Every second edge first: ranks then wait for one neighbour and not for a chain of them.
+        """
+        rank = self.mesh.coordinate("pp")
+        made = [0] * (max(self.owners) + 1)
+        for edge in sorted(self.crossing, key=lambda edge: (edge % 2, edge)):
+            ends = self.owners[edge : edge + 2]
+            self._keep_in_step(made, ends, max(made[end] for end in ends))
+            if rank in ends:
+                for way in WAYS:
+                    self._groups[way, edge] = self._meet(ends, f"p2p-{way}-{edge}")
+            for end in ends:
+                made[end] += len(WAYS)
+        self._keep_in_step(made, range(len(made)), max(made))
+
+    def _keep_in_step(self, made: list[int], ranks: Sequence[int], number: int) -> None:
+        """Let pipeline ranks count as many groups as others have: see :meth:`Mesh.new_group`."""
+        for rank in ranks:
+            if rank == self.mesh.coordinate("pp"):
+                for _ in range(number - made[rank]):
+                    self.mesh.skip_group()
+            made[rank] = number
+
+    def _meet(self, ends: Sequence[int], name: str) -> dist.ProcessGroup:
+        """Make a group of two pipeline ranks that is connected: no first send waits until it is."""
+        group = self.mesh.new_group(sorted(map(self._global, ends)), name)
+        dist.all_reduce(torch.zeros(1, device=self.mesh.device), group=group)
+        return group

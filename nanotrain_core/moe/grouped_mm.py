@@ -1,0 +1,96 @@
+"""Products of sorted rows with stacked matrices, as operators of torch's: a graph holds each as one node.
+
+How many rows each matrix has is known to the device alone. A graph that asks for it breaks there, or goes on
+with one unknown size for each expert, which takes minutes to compile. An operator asks when it runs, and
+its output has as many rows as its input. ``F.grouped_mm`` needs no such number, but takes neither float64
+nor, on a GPU, anything but bfloat16.
+
+Shapes: M rows, sorted, of E matrices; K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def multiply(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
+    """Return each matrix's rows, ``counts_E`` of them, times it [M, N]; there may be none."""
+    pieces = zip(torch.split(rows_MK, counts_E.tolist()), right_EKN, strict=True)
+    return torch.cat([rows @ right_KN for rows, right_KN in pieces])
+
+
+def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return each matrix's rows of ``left``, transposed, times those of ``right`` [E, N, K]; 0 of none."""
+    counts = counts_E.tolist()
+    pieces = zip(torch.split(left_MN, counts), torch.split(right_MK, counts), strict=True)
+    return torch.stack([left.T @ right for left, right in pieces])
+
+
+class WithoutRows(torch.autograd.Function):
+    """Identity of stacked weights; backward: the gradient of those without rows is 0.
+
+    What ``F.grouped_mm`` leaves there is not defined.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return weight_ENK.view_as(weight_ENK)
+
+    @staticmethod
+    def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None]:
+        (counts_E,) = ctx.saved_tensors
+        return d_weight_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0), None
+
+
+def grouped_linear_on_gpu(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return each expert's rows times its transposed weight, in one kernel each way, without the host."""
+    used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
+    ends = counts_E.cumsum(0).to(torch.int32)
+    return F.grouped_mm(rows_NK.contiguous(), used.transpose(1, 2), offs=ends)
+
+
+#: :func:`multiply`, differentiable.
+grouped_mm = torch.library.custom_op(
+    "nanotrain::grouped_mm",
+    multiply,
+    mutates_args=(),
+    schema="(Tensor rows, Tensor right, Tensor counts) -> Tensor",
+)
+
+#: :func:`multiply_transposed`, which has no gradient.
+grouped_mm_transposed = torch.library.custom_op(
+    "nanotrain::grouped_mm_transposed",
+    multiply_transposed,
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor counts) -> Tensor",
+)
+
+
+@grouped_mm.register_fake
+def _(rows: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], right.shape[2])
+
+
+@grouped_mm_transposed.register_fake
+def _(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_y_MN: Tensor) -> tuple[Tensor | None, ...]:
+    rows_MK, right_EKN, counts_E = ctx.saved_tensors
+    d_rows = grouped_mm(d_y_MN, right_EKN.mT, counts_E) if ctx.needs_input_grad[0] else None
+    d_right = grouped_mm_transposed(d_y_MN, rows_MK, counts_E).mT if ctx.needs_input_grad[1] else None
+    return d_rows, d_right, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,40 @@
+"""Neighbours that share a scale in 8-bit moments, and the splits that would cut them. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nanotrain_core.builtin.configs import AdamWConfig
+from nanotrain_core.errors import Problem
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.divisibility import divisibility_of
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout.layout import Layout
+    from nanotrain_core.recipe.tree import Recipe
+
+#: Neighbours in a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a multiple of it.
+GROUP = 32
+
+
+def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterator[Problem]:
+    """Refuse 8-bit moments of rows that the layout cuts within a group, where the model says its rows.
+
+    Of other models the ranks refuse it. Rows that are no multiple of a group keep float32 moments anyway.
+    """
+    if config.moment_dtype != "int8":
+        return
+    for extent in divisibility_of(recipe.model.config) or ():
+        dim = "etp" if Role.EXPERTS in extent.roles else "tp"
+        degree = layout.size(dim) if dim in layout.dims else 1
+        row, units = extent.row, extent.units
+        if row % GROUP or units % degree or row // degree % GROUP == 0:
+            continue
+        most = max(n for n in range(1, degree) if units % n == 0 and row % (n * GROUP) == 0)
+        yield Problem(
+            "optimizer.moment_dtype",
+            f"with 'int8' {GROUP} neighbours in a row share a scale, but {units} {extent.what} make rows of "
+            f"{row}, of which {dim} = {degree} leaves {row // degree} on a rank; expected {dim} of at most "
+            f"{most}, or 'bfloat16'",
+        )

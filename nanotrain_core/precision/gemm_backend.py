@@ -1,0 +1,127 @@
+"""Who makes the three GEMMs of a linear layer (forward, dgrad, wgrad): the contract, and plain PyTorch.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nanotrain_core.moe.grouped_mm import grouped_mm, grouped_mm_transposed
+
+#: What a backend keeps of an input for wgrad.
+Kept = tuple[torch.Tensor, ...]
+
+
+class GEMMBackend(Protocol):
+    """Makes the three GEMMs of 2-D rows. Nothing here is differentiable: callers do the backward pass."""
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
+        ...
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return what :meth:`wgrad` needs of x, which was not kept but recomputed."""
+        ...
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of x [M, K]."""
+        ...
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
+
+        A run that adds gradients up in float32 adds it as it is; elsewhere autograd rounds it.
+        """
+        ...
+
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for stacked weights [E, N, K]: rows are sorted, ``counts_E`` of them for each.
+
+        A weight may have no rows, and there may be none at all.
+        """
+        ...
+
+
+class QuantizedActivations:
+    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of quantized."""
+
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Return what to keep for the backward pass in its place; None: it as it is."""
+        return None
+
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Return about what was kept."""
+        raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
+
+
+class TorchGEMM:
+    """Plain PyTorch. See :class:`GEMMBackend`."""
+
+    def matmul(self, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+        """Return ``a_MK @ b_KN``; either may be a transposed view."""
+        return a_MK @ b_KN
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and x."""
+        return [self.matmul(x_MK, weight_NK.mT) for weight_NK in weights_NK], (x_MK,)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return x."""
+        return (x_MK,)
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        return self.matmul(d_y_MN, weight_NK)
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x."""
+        return self.matmul(d_y_MN.T, kept[0])
+
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for stacked weights."""
+        return TorchGroupedGEMM(counts_E)
+
+
+class TorchGroupedGEMM:
+    """The GEMMs of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
+
+    def __init__(self, counts_E: torch.Tensor) -> None:
+        self.counts_E = counts_E
+        self.counts: list[int] | None = None
+        """How many rows each weight has; None in a compiled graph, which cannot know."""
+        if not torch.compiler.is_compiling():
+            self.counts = counts_E.tolist()
+
+    def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return each weight's rows times its transpose, and x."""
+        return [self._rows(x_MK, weight_ENK.mT) for weight_ENK in weights_ENK], (x_MK,)
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return x."""
+        return (x_MK,)
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_ENK: torch.Tensor) -> torch.Tensor:
+        """Return each weight's rows of dy times it."""
+        return self._rows(d_y_MN, weight_ENK)
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
+        if self.counts is None:
+            d_weight_ENK: torch.Tensor = grouped_mm_transposed(d_y_MN, kept[0], self.counts_E)
+            return d_weight_ENK
+        pairs = zip(torch.split(d_y_MN, self.counts), torch.split(kept[0], self.counts), strict=True)
+        return torch.stack([d_y.T @ x for d_y, x in pairs])
+
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for other rows."""
+        return TorchGroupedGEMM(counts_E)
+
+    def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:
+        if self.counts is None:
+            y: torch.Tensor = grouped_mm(rows, right_EAB, self.counts_E)
+            return y
+        pairs = zip(torch.split(rows, self.counts), right_EAB, strict=True)
+        return torch.cat([own @ right_AB for own, right_AB in pairs])

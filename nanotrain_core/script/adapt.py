@@ -1,0 +1,190 @@
+"""The engine's other door: a model, an optimizer and loaders of your own, no recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+import torch.distributed as dist
+from attrs.converters import optional
+from attrs.validators import ge, in_
+from torch import nn
+from torch.nn import functional as F
+
+from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.builtin.configs import AccumulateConfig, FP16Config, SimpleCheckpointConfig
+from nanotrain_core.compose import Run
+from nanotrain_core.contracts import GradientSync, Kernels, LossScale, Monitor, PartOutput
+from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.models.kernels import installed_kernels
+from nanotrain_core.pipeline.accumulate import Accumulate
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.uniform import DynamicLossScale, NoLossScale
+from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
+from nanotrain_core.script.checkpoint import ScriptCheckpoint, claim
+from nanotrain_core.script.feed import LoaderFeed
+from nanotrain_core.script.optimizer import ScriptOptimizer
+
+#: Takes the model's output and targets; returns the *sum* of the loss over all predicted positions.
+LossSum = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ScriptConfig:
+    """What a recipe would say, for a script."""
+
+    name: str = "script"
+    accumulate: int = attrs.field(default=1, validator=ge(1))
+    """Loader batches per optimizer step."""
+    clip_norm: float = attrs.field(default=0.0, validator=ge(0.0))
+    """Largest global gradient norm; 0 never clips."""
+    lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
+    evaluate_every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between evaluations; 0 evaluates only at the end."""
+    log_every: int = attrs.field(default=1, validator=ge(1))
+    precision: Literal["fp32", "bf16", "fp16"] = attrs.field(
+        default="fp32", validator=in_(("fp32", "bf16", "fp16"))
+    )
+    """`fp32` calls the model as it is. `bf16` and `fp16` call model and loss under `torch.autocast`, and
+    leave weights as they are; `fp16` also scales the loss, dynamically, as a recipe's `fp16` does."""
+    folder: Path | None = attrs.field(default=None, converter=optional(Path))
+    """Where checkpoints go, to `checkpoints/` in it; made if need be. None saves nothing."""
+    save_every: int = attrs.field(default=0, validator=ge(0))
+    """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
+    keep: int = attrs.field(default=2, validator=ge(1))
+    """Newest checkpoints to keep."""
+    resume: str | None = attrs.field(default=None, converter=optional(str))
+    """`"auto"`: from the newest checkpoint of the folder, or the beginning if there is none; `"latest"`: from
+    the newest; a step's number or a file's path: from that one. None begins anew, in a folder without any."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what needs a folder without one.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for name in ("save_every", "resume"):
+            if getattr(self, name) and self.folder is None:
+                raise ValueError(f"ScriptConfig: {name} needs a folder for checkpoints: folder=...")
+
+
+def cross_entropy_sum(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy of logits [..., V], plain or under ``.logits``, against targets [...]."""
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def adapt(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ScriptConfig | None = None,
+    *,
+    callbacks: Sequence[Monitor] = (),
+    loss: LossSum = cross_entropy_sum,
+    gradient_sync: GradientSync | None = None,
+    kernels: Kernels | None = None,
+) -> Run:
+    """Dress a script's objects as a run.
+
+    Args:
+        model: called as ``model(inputs)``, on its device already.
+        optimizer: of the model's parameters.
+        config: defaults train without clipping at a constant rate.
+        callbacks: monitors.
+        loss: sum of the loss; the engine divides by the global number of predicted positions.
+        gradient_sync: sums gradients when the script's process group has several ranks.
+        kernels: whose transport such ranks exchange through; by default those that ``auto`` takes.
+
+    Raises:
+        NanotrainError: there are several ranks and nobody to sum their gradients.
+        CheckpointError: the folder cannot be used, or has checkpoints and nothing says to resume.
+        ValueError: there is a folder, and the optimizer has parameters that are not the model's.
+    """
+    config = config or ScriptConfig()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    layout = Layout({"dense": View(("dp",), (ranks,))})
+    device = next(model.parameters()).device
+    kernels = kernels or (installed_kernels(device) if ranks > 1 else Kernels())
+    rank = dist.get_rank() if ranks > 1 else 0
+    mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
+    placed = placed_parameters([model], place([model], layout))
+    gradients = gradient_sync or LocalGradients()
+    gradients.attach(placed, mesh, None, Passes())
+    optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
+    own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
+    feed = LoaderFeed(config.accumulate, mesh)
+    return Run(
+        name=config.name,
+        recipe=config,
+        mesh=mesh,
+        stages={0: ScriptPart(model, loss, config.precision)},
+        placed=placed,
+        loss_weights={"lm": 1.0},
+        flops_per_token=6.0 * sum(p.numel() for p in model.parameters()),
+        gradients=gradients,
+        optimizer=own,
+        optimizer_config=optimizer_config,
+        loss_scale=loss_scale(config),
+        actions=Accumulate(AccumulateConfig()).actions(1, config.accumulate)[0],
+        feed=feed,
+        evaluation=EvaluationConfig(every=config.evaluate_every),
+        checkpoint=checkpoint(config, model, own, feed),
+        monitors=callbacks,
+        log_every=config.log_every,
+    )
+
+
+def loss_scale(config: ScriptConfig) -> LossScale:
+    """Return a dynamic loss scale for float16, with a recipe's defaults; none for the others."""
+    if config.precision != "fp16":
+        return NoLossScale()
+    scale = FP16Config()
+    return DynamicLossScale(scale.initial_scale, scale.growth_interval)
+
+
+def checkpoint(
+    config: ScriptConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
+) -> ScriptCheckpoint | None:
+    """Return what saves the run, if it has a folder."""
+    if config.folder is None:
+        return None
+    strangers = [p for g in optimizer.inner.param_groups for p in g["params"] if p not in optimizer.names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer has {len(strangers)} parameters that are not the model's, the first of shape "
+            f"{tuple(strangers[0].shape)}: a checkpoint would lose them; make them parameters of the model"
+        )
+    claim(config.folder, config.resume)
+    return ScriptCheckpoint(
+        SimpleCheckpointConfig(every=config.save_every, keep=config.keep), model, optimizer, feed
+    )
+
+
+class ScriptPart(nn.Module):
+    """A plain model as the only part of itself."""
+
+    def __init__(self, model: nn.Module, loss: LossSum, precision: str) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+        """Return the loss sum, or the model's output where there are no targets."""
+        with self.autocast(inputs.device):
+            output = self.model(inputs)
+            if batch.targets is None:
+                return PartOutput(output)
+            return PartOutput(None, {"lm": self.loss(output, batch.targets)})
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return what model and loss are called in: it changes nothing without a low-precision dtype."""
+        return torch.autocast(device.type, self.dtype) if self.dtype else nullcontext()

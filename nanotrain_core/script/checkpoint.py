@@ -1,0 +1,84 @@
+"""What a script's run adds to the built-in checkpoint: optimizer state, buffers, the place in its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from torch import nn
+
+from nanotrain_core.builtin.configs import SimpleCheckpointConfig
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint
+from nanotrain_core.checkpoint.simple_listing import catalogue
+from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.script.feed import LoaderFeed
+from nanotrain_core.script.optimizer import ScriptOptimizer
+
+#: Stands before the names of the loader's random-number streams, among those of the rank.
+LOADER = "loader/"
+
+
+class ScriptCheckpoint(SimpleCheckpoint):
+    """The ``simple`` format with a script's model and optimizer. Of buffers, rank 0's are saved."""
+
+    def __init__(
+        self, config: SimpleCheckpointConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
+    ) -> None:
+        super().__init__(config)
+        self.model, self.optimizer, self.feed = model, optimizer, feed
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Save, with the model's buffers and the streams with which the pass over the loader began."""
+        streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
+        super().save(
+            step,
+            attrs.evolve(
+                state,
+                blocks=[*state.blocks, *buffers(self.model)],
+                rank_tensors={**state.rank_tensors, **streams},
+            ),
+        )
+
+    def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
+        """Have the optimizer make the state that was saved, in place of what it has by now."""
+        weights = [block for block in state.blocks if block.name in self.optimizer.names.values()]
+        expected = self.optimizer.expect(meta.get("optimizer", {}))
+        return attrs.evolve(state, blocks=[*weights, *expected, *buffers(self.model)])
+
+    def load(self, which: str, state: TrainState) -> TrainState | None:
+        """Load, and tell the feed how the pass over the loader began: nothing after a change of layout."""
+        saved = super().load(which, state)
+        if saved is not None:
+            streams = saved.rank_tensors.items()
+            self.feed.begun = {n.removeprefix(LOADER): t for n, t in streams if n.startswith(LOADER)}
+        return saved
+
+
+def buffers(model: nn.Module) -> Iterator[Block]:
+    """Yield the buffers that are part of the model's state, as the statistics of a batch norm."""
+    kept = model.state_dict().keys()
+    for name, tensor in model.named_buffers():
+        if name in kept:
+            yield Block(f"buffer/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def claim(folder: Path, resume: str | None) -> None:
+    """Make a script's folder.
+
+    Raises:
+        CheckpointError: it cannot be made, or it has checkpoints that the script does not resume from.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        saved = catalogue(folder)
+    except OSError as problem:
+        raise CheckpointError(f"the folder {folder} cannot be used: {problem}") from None
+    if saved and resume is None:
+        steps = ", ".join(str(each.step) for each in saved)
+        raise CheckpointError(
+            f'{folder} has checkpoints of a run (steps {steps}): resume="auto" goes on from the last one, '
+            "another folder begins anew"
+        )

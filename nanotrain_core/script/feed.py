@@ -1,0 +1,190 @@
+"""Batches from a script's loaders, and how a resumed run finds its place in them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import attrs
+import torch
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.errors import CheckpointError, NanotrainError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.run import random_state
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+#: Yields ``(inputs, targets)`` or :class:`Batch`. Targets stand where they are predicted.
+Loader = Iterable[Pair | Batch]
+
+
+class EmptyLoader(ValueError):
+    """A loader yields nothing."""
+
+
+@attrs.define(frozen=True, eq=False)
+class Taken:
+    """One batch, and the position behind it."""
+
+    batch: Batch
+    into: int
+    """Batches taken from the loader since it was last iterated from its beginning, this one included."""
+    begun: Mapping[str, torch.Tensor]
+    """Random-number streams just before that."""
+
+
+class LoaderFeed:
+    """Feeds from a script's loaders, going round the training loader as often as needed.
+
+    A position is a number of batches into a pass over the loader. To go back to it, random-number streams
+    are put back to where they were when that pass began, the loader is iterated from its beginning and
+    that many batches are passed over. A ``DataLoader`` that shuffles then gives the same order, with a
+    generator of its own or without, and so does every loader that yields the same whenever it is iterated.
+    """
+
+    bytes_per_token: float | None = None
+
+    def __init__(self, accumulate: int, mesh: Mesh) -> None:
+        self.accumulate, self.mesh = accumulate, mesh
+        self.data: Loader | None = None
+        self.skipped: list[tuple[int, int]] = []
+        """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
+        self.tokens = self.taken = self.into = 0
+        self.begun: Mapping[str, torch.Tensor] = {}
+        """Of the pass over the loader that :attr:`into` counts in: see :class:`Taken`."""
+        self._tokens = 0
+        self._ahead: list[Taken] = []
+        """The next step's batches, where somebody asked for their size already."""
+
+    def use(self, train: Loader | None, validation: Loader | None) -> None:
+        """Take the loaders of one call of fit.
+
+        Raises:
+            TypeError: there is no training loader.
+        """
+        if train is None:
+            raise TypeError("fit needs a train_loader that yields (inputs, targets)")
+        self.data, self.held_out, self._used = train, validation, False
+        self._go_to(0)
+
+    def _go_to(self, into: int) -> None:
+        self.into, self._ahead, self._tokens = into, [], 0
+        self._batches = self._from(into)
+
+    def _from(self, into: int) -> Iterator[Taken]:
+        """Yield batches for ever, the first one from ``into`` batches into the pass that began as told."""
+        assert self.data is not None
+        self._used = True
+        now = random_state.capture(self.mesh.device)
+        if into and self.begun:
+            self._restore(self.begun)
+        while True:
+            begun, count = self._capture(), 0
+            for count, item in enumerate(self.data, 1):
+                if count > into:
+                    yield Taken(self._batch(item), count, begun)
+                elif count == into:
+                    random_state.restore(now)
+            if count < into:
+                raise CheckpointError(
+                    f"the train_loader ends after {count} batches and the checkpoint was saved {into} "
+                    "batches into it: give fit the loader that the run was begun with"
+                )
+            if not count:
+                raise EmptyLoader("the train_loader yields nothing")
+            into = 0
+
+    def _capture(self) -> Mapping[str, torch.Tensor]:
+        own = {name: generator.get_state() for name, generator in generators(self.data).items()}
+        return {**random_state.capture(self.mesh.device), **own}
+
+    def _restore(self, streams: Mapping[str, torch.Tensor]) -> None:
+        random_state.restore(streams)
+        for name, generator in generators(self.data).items():
+            if name in streams:
+                generator.set_state(streams[name])
+
+    def _batch(self, item: Pair | Batch) -> Batch:
+        batch = item if isinstance(item, Batch) else Batch(*item)
+        return batch.to(self.mesh.device)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the last step or, before the first one of a call of fit, of the next, whose batches are read."""
+        if not self._tokens:
+            try:
+                self._ahead = self._take()
+            except EmptyLoader:  # told when a step needs a batch
+                self._batches = self._from(self.into)
+            self._tokens = self._size(self._ahead)
+        return self._tokens
+
+    def _size(self, taken: list[Taken]) -> int:
+        return sum(each.batch.tokens.numel() for each in taken) * self.mesh.world_size
+
+    def microbatches(self) -> list[Batch]:
+        """Return the loader's next batches."""
+        taken, self._ahead = self._ahead or self._take(), []
+        while self._is_skipped(self.taken):
+            self.taken += self.accumulate
+        self.taken += self.accumulate
+        self.into, self.begun = taken[-1].into, taken[-1].begun
+        self._tokens = self._size(taken)
+        self.tokens += self._tokens
+        return [each.batch for each in taken]
+
+    def _take(self) -> list[Taken]:
+        """Return the next step's batches, behind those that are left out."""
+        position = self.taken
+        while self._is_skipped(position):
+            position += self.accumulate
+        left_out = position - self.taken
+        return list(islice(self._batches, left_out, left_out + self.accumulate))
+
+    def _is_skipped(self, position: int) -> bool:
+        """Return whether any batch of the step at ``position`` is in a skipped range."""
+        return any(first < position + self.accumulate and position < end for first, end in self.skipped)
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield all validation batches."""
+        return map(self._batch, self.held_out or ())
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the number of predicted positions."""
+        return {"lm": batch.target_tokens()}
+
+    def of_last(self, steps: int) -> tuple[int, int]:
+        """Return which batches the last ``steps`` steps took, those they left out among them."""
+        first = self.taken
+        while steps and first > 0:
+            first -= self.accumulate
+            steps -= 0 if self._is_skipped(first) else 1
+        return max(first, 0), self.taken
+
+    def meta(self) -> dict[str, Any]:
+        """Return the position in the loader and what is skipped, as JSON."""
+        skipped = [list(each) for each in self.skipped]
+        return {"taken": self.taken, "into": self.into, "tokens": self.tokens, "skipped": skipped}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go back to a position.
+
+        Raises:
+            NanotrainError: the loader is an iterator that batches were taken from: it cannot begin again.
+        """
+        if self._used and isinstance(self.data, Iterator):
+            raise NanotrainError(
+                f"the train_loader is a {type(self.data).__name__}, which can be iterated only once: to go "
+                "back to a checkpoint it must be iterable again, as a list or a DataLoader is"
+            )
+        self.taken, self.tokens = int(meta["taken"]), int(meta["tokens"])
+        self.skipped = [(int(first), int(end)) for first, end in meta["skipped"]]
+        self._go_to(int(meta["into"]))
+
+
+def generators(loader: Any) -> dict[str, torch.Generator]:
+    """Return the random-number generators that a ``DataLoader`` and its sampler were given."""
+    found = {"generator": loader, "sampler": getattr(loader, "sampler", None)}
+    own = {name: getattr(holder, "generator", None) for name, holder in found.items()}
+    return {name: generator for name, generator in own.items() if isinstance(generator, torch.Generator)}

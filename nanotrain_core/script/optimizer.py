@@ -1,0 +1,213 @@
+"""A script's own torch optimizer: stepped on the engine's gradients, its state saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, clip_factor, global_norm
+
+#: Options that say how a step is computed, not what: a resumed run may change them.
+FREE = {"foreach", "fused", "capturable", "differentiable"}
+
+
+class Reached:
+    """Which parameters the backward passes of a step have reached, on any rank.
+
+    torch's optimizers skip a parameter without a gradient: they neither decay it nor move its moments.
+    """
+
+    def __init__(self, placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.flags = [False] * len(placed)
+        for index, each in enumerate(placed):
+            if each.parameter.requires_grad:
+                each.parameter.register_post_accumulate_grad_hook(self._setter(index))  # type: ignore[no-untyped-call]
+
+    def _setter(self, index: int) -> Callable[[torch.Tensor], None]:
+        flags = self.flags  # not the run: a tensor's hooks are out of the garbage collector's sight
+
+        def reached(_: torch.Tensor) -> None:
+            flags[index] = True
+
+        return reached
+
+    def take(self) -> list[bool]:
+        """All-reduce: return a flag for each parameter, and forget them for the next step."""
+        found = list(self.flags)
+        self.flags[:] = [False] * len(found)
+        if self.mesh.world_size == 1:
+            return found
+        numbers = torch.tensor(found, dtype=torch.int32, device=self.mesh.device)
+        self.mesh.all_reduce(numbers)
+        return [bool(number) for number in numbers.tolist()]
+
+
+class ScriptOptimizer(Optimizer):
+    """A torch optimizer that steps on the engine's gradients.
+
+    What it keeps for each parameter is saved as it is, tensors of any shape and plain numbers, whatever
+    optimizer it is. Its options, as betas and weight decay, are those that the script gives, also after a
+    resume.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        placed: Sequence[PlacedParameter],
+        gradients: GradientSync,
+        mesh: Mesh,
+        clip_norm: float,
+    ) -> None:
+        self.inner, self.placed, self.gradients, self.mesh = inner, placed, gradients, mesh
+        self.clip_norm = clip_norm
+        self.reached = Reached(placed, mesh)
+        self.names = {each.parameter: each.placement.name for each in placed}
+        self._incoming: dict[str, dict[str, Any]] | None = None
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Nothing: the script made its optimizer."""
+
+    @torch.no_grad()
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Unscale, clip and update. A parameter that no backward reached, or is frozen, has no gradient."""
+        for placed, reached in zip(self.placed, self.reached.take(), strict=True):
+            placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
+        pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
+        gradients = [gradient for gradient, _ in pairs]
+        norm = global_norm(pairs, self.mesh) / loss_scale
+        if not torch.isfinite(norm):
+            return StepStats(norm, skipped=True)
+        if pairs and (self.clip_norm or loss_scale != 1.0):
+            torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
+        self.inner.step()
+        return StepStats(norm)
+
+    # --- state --------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield every tensor that the optimizer keeps, named after its parameter."""
+        for name, state in self._state():
+            yield from (block(key, name, t) for key, t in state.items() if isinstance(t, torch.Tensor))
+
+    def _state(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        kept = self.inner.state
+        return ((name, kept[parameter]) for parameter, name in self.names.items() if parameter in kept)
+
+    def meta(self) -> dict[str, Any]:
+        """Return what the optimizer is and what it keeps: plain values, and the form of each tensor.
+
+        Raises:
+            CheckpointError: it keeps something that cannot be saved.
+        """
+        state = {
+            name: {key: described(f"{key} of {name}", value) for key, value in found.items()}
+            for name, found in self._state()
+        }
+        return {"class": type(self.inner).__name__, "groups": self._groups(), "state": state}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameters of each group, and its switches, without which state may not fit."""
+        return [
+            {
+                "parameters": [self.names[p] for p in group["params"] if p in self.names],
+                "switches": {k: v for k, v in group.items() if isinstance(v, bool) and k not in FREE},
+            }
+            for group in self.inner.param_groups
+        ]
+
+    def expect(self, meta: Mapping[str, Any]) -> list[Block]:
+        """Allocate what a checkpoint's ``meta`` says that it holds, and return it to be filled.
+
+        The optimizer gets it with :meth:`load_meta`: until then nothing of it changes.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
+        self._refuse_other(meta)
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        self._incoming = {
+            name: {key: allocated(parameters[name], told) for key, told in state.items()}
+            for name, state in meta["state"].items()
+            if name in parameters
+        }
+        return [
+            block(key, name, value)
+            for name, state in self._incoming.items()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def _refuse_other(self, meta: Mapping[str, Any]) -> None:
+        if "class" not in meta:
+            raise CheckpointError(
+                "the checkpoint is of a recipe's run, which nanotrain run resumes, not of a script"
+            )
+        own = type(self.inner).__name__
+        if meta["class"] != own:
+            raise CheckpointError(
+                f"the checkpoint has the state of {meta['class']} and the script's optimizer is {own}: "
+                f"expected {meta['class']}, or another folder to begin anew"
+            )
+        there, here = meta["groups"], self._groups()
+        if len(there) != len(here):
+            raise CheckpointError(
+                f"the checkpoint's {own} has {len(there)} parameter groups and the script's has {len(here)}"
+            )
+        for number, (saved, ours) in enumerate(zip(there, here, strict=True)):
+            for name in sorted({*saved["parameters"]} ^ {*ours["parameters"]}):
+                where = "the checkpoint" if name in saved["parameters"] else "this script"
+                raise CheckpointError(f"parameter group {number} of {own} has {name} only in {where}")
+            for key, value in saved["switches"].items():
+                if ours["switches"].get(key, value) != value:
+                    raise CheckpointError(
+                        f"parameter group {number} of {own}: {key} is {value} in the checkpoint and "
+                        f"{ours['switches'][key]} in this script"
+                    )
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Give the optimizer the state that was read, in place of all it had."""
+        if self._incoming is None:
+            return
+        incoming, self._incoming = self._incoming, None
+        for parameter, name in self.names.items():
+            self.inner.state.pop(parameter, None)
+            if name in incoming:
+                self.inner.state[parameter] = incoming[name]
+
+
+def block(key: str, name: str, tensor: torch.Tensor) -> Block:
+    """Return a whole tensor of the state of parameter ``name``."""
+    return Block(f"{key}/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def described(what: str, value: Any) -> Any:
+    """Return the form of a tensor, or a plain value as it is, as JSON."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(value.shape), "host": value.device.type == "cpu"}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise CheckpointError(
+        f"the optimizer keeps a {type(value).__name__} as {what}; only tensors and plain numbers can be saved"
+    )
+
+
+def allocated(parameter: nn.Parameter, told: Mapping[str, Any]) -> Any:
+    """Return an empty tensor of the form told, where the optimizer had it, or the plain value."""
+    if "value" in told:
+        return told["value"]
+    device = torch.device("cpu") if told["host"] else parameter.device
+    return torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]), device=device)

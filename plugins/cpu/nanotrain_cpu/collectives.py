@@ -1,0 +1,98 @@
+"""Small collectives through memory that the ranks of one host share, where gloo would wait for sockets.
+
+Each rank writes its operand into a buffer that all can read, meets the others
+(:mod:`nanotrain_cpu.barrier`), and takes what it needs from everybody's. Two buffers
+are used in turn: whoever comes to a meeting has read what was written before the last one, so the
+buffer of the last but one is free. Tensors larger than a buffer go through it in pieces.
+
+Every rank adds in the order of ranks, so that all end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
+from nanotrain_cpu.shared_memory import add_up, map_for_all
+
+#: Bytes of one buffer: what a core keeps in its second-level cache.
+BUFFER = 2**20
+
+
+class HostCollectives:
+    """The collectives of one group of ranks on one host. Every member must call the same, in one order."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], rank: int, meeting: Meeting) -> None:
+        """``buffers``: two rows [2, BUFFER] of bytes for every rank."""
+        self.buffers, self.rank, self.meeting = buffers, rank, meeting
+        self._turn = 0
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, timeout: float) -> HostCollectives | None:
+        """Return the group's, or None on every rank if there are none. Collective over the group.
+
+        There are none between hosts, without memory to share, and where torch.distributed checks every
+        collective (``DebugLevel.DETAIL``), which it could not do for these.
+
+        Args:
+            group: on the CPU.
+            timeout: seconds until a rank that did not come is given up.
+        """
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            return None
+        ranks = dist.get_world_size(group)
+        maps = map_for_all(2 * BUFFER + HostBarrier.size(ranks), group)
+        if maps is None:
+            return None
+        meeting = open_meeting(maps[0], 2 * BUFFER, group, timeout)
+        rows = [torch.frombuffer(each, dtype=torch.uint8, count=2 * BUFFER).view(2, BUFFER) for each in maps]
+        return cls(rows, dist.get_rank(group), meeting)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``x``, [R, *x.shape]."""
+        out = x.new_empty(len(self.buffers), *x.shape)
+        for piece, begin, end in self._exchange(x.contiguous().view(-1)):
+            for row, theirs in zip(out.view(len(out), -1), piece, strict=True):
+                row[begin:end] = theirs
+        return out
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's ``x``."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for piece, begin, end in self._exchange(x.contiguous().view(-1)):
+            add_up(piece, out.view(-1)[begin:end])
+        return out
+
+    def reduce_scatter(self, shares: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's ``shares[r]``, r being this rank in the group.
+
+        Args:
+            shares: [R, ...], contiguous.
+        """
+        out = torch.empty_like(shares[0])
+        flat = shares.view(len(shares), -1)
+        width = max(1, BUFFER // max(1, shares.element_size() * len(shares)))
+        for begin in range(0, flat.shape[1], width):
+            part = flat[:, begin : begin + width]
+            theirs = self._swap(part.contiguous().view(-1))
+            add_up([each.view(part.shape)[self.rank] for each in theirs], out.view(-1)[begin : begin + width])
+        return out
+
+    def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int, int]]:
+        """Yield everybody's part of ``flat``, piece by piece, with where it begins and ends."""
+        width = BUFFER // flat.element_size()
+        for begin in range(0, len(flat), width):
+            end = min(begin + width, len(flat))
+            yield self._swap(flat[begin:end]), begin, end
+
+    def _swap(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return everybody's ``flat``, which fits a buffer: views that hold until the next but one swap."""
+        bytes_used = flat.numel() * flat.element_size()
+        rows = [buffer[self._turn, :bytes_used].view(flat.dtype) for buffer in self.buffers]
+        self._turn = 1 - self._turn
+        rows[self.rank].copy_(flat)
+        self.meeting.meet()
+        return rows

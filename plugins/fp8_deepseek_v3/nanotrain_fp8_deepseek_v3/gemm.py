@@ -1,0 +1,197 @@
+"""The three GEMMs of a linear layer in float32, and their exact emulation in FP8.
+
+``y = x W^T``, ``dx = dy W`` and ``dW = dy^T x``. In FP8 each operand is rounded as it is read, in tiles that
+lie along what is summed over::
+
+                 left, in tiles of       right, in tiles of
+    y            x       1 x 128         W  128 x 128
+    dx           dy      1 x 128         W  128 x 128
+    dW           dy    128 x 1           x  128 x 1, from the 1 x 128 that was kept
+
+Each operand is a code times a scale, rounded once to float32, and products are added up in float32. Tensor
+cores add up 128 products in fewer bits, then promote the sum.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import attrs
+import torch
+
+from nanotrain_core.api.torch import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+
+P = TypeVar("P", bound="Float32GEMM")
+
+
+class Float32GEMM(GEMMBackend):
+    """Products in float32 of operands in any dtype."""
+
+    groups: list[int] | None = None
+    """Rows of each of several stacked weights; None for one weight."""
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        """``scratch``: of the run; None: outside of one."""
+        self.scratch = scratch or Scratch()
+        self.read_weight = self.scratch.once(self.of_weight)
+
+    def grouped(self: P, counts_E: torch.Tensor) -> P:
+        """Return the same for stacked weights."""
+        new = copy.copy(self)
+        new.groups = counts_E.tolist()
+        return new
+
+    # --- operands: float32, as they are multiplied ------------------------------------------------
+
+    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return what is multiplied for a weight [N, K] or [E, N, K]."""
+        return weight_NK.detach().float()
+
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Return x for the product with the weight, and what to keep of it."""
+        return x_MK.float(), (x_MK,)
+
+    def of_kept(self, kept: Kept) -> torch.Tensor:
+        """Return x for the weight's gradient."""
+        return kept[0].float()
+
+    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+        """Return x for the weight's gradient: of each weight, the rows that are its own."""
+        groups = self.groups or [len(kept[0])]
+        return [self.of_kept(own) for own in zip(*(torch.split(k, groups) for k in kept), strict=True)]
+
+    def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
+        """Return dy for the gradient of the input, or of the weight."""
+        return d_y_MN.float()
+
+    # --- GEMMs ------------------------------------------------------------------------------------
+
+    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+        """Return x times each transposed weight, and what to keep of x."""
+        x, kept = self.of_input(x_MK)
+        return [self._rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
+
+    def keep(self, x_MK: torch.Tensor) -> Kept:
+        """Return what to keep of x."""
+        return self.of_input(x_MK)[1]
+
+    def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return dy times the weight."""
+        d_y = self.of_gradient(d_y_MN, for_weight=False)
+        return self._rows_times(d_y, self.read_weight(weight_NK)).to(d_y_MN.dtype)
+
+    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """Return the transposed dy times x, in float32."""
+        inputs = self.kept_by_group(kept)
+        if self.groups is None:
+            return self.of_gradient(d_y_MN, for_weight=True).T @ inputs[0]
+        shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
+        total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
+        for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
+            if len(d_y):
+                torch.mm(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
+        return total
+
+    def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
+        if self.groups is None:
+            return rows_MK @ right
+        out = rows_MK.new_empty(len(rows_MK), right.shape[-1])
+        for rows, own, place in zip(
+            torch.split(rows_MK, self.groups), right, torch.split(out, self.groups), strict=True
+        ):
+            if len(rows):
+                torch.mm(rows, own, out=place)
+        return out
+
+
+@attrs.define(frozen=True)
+class Recipe:
+    """How the operands of one layer are rounded."""
+
+    tile: int = TILE
+    """Elements along a tile; 0: one scale for a whole tensor, of experts for the rows of each."""
+    gradients: Format = E4M3
+    """Of dy; x and the weight are E4M3."""
+    input_power_of_two: bool = False
+    gradient_power_of_two: bool = False
+    quantize_swiglu: bool = False
+    """Keep the inputs of a SwiGLU, whose output the layer reads, in eight bits too."""
+
+
+class FP8GEMM(QuantizedActivations, GEMMBackend):
+    """A backend that rounds as a recipe says, and holds activations as codes and scales of tiles."""
+
+    recipe: Recipe
+
+    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+        """Return codes and scales, or None if the recipe does not want it."""
+        if not self.recipe.quantize_swiglu:
+            return None
+        tiled = quantize(made_of_MK, (1, TILE))
+        return tiled.codes(), tiled.scales.flatten(1)
+
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+        """Return what they mean."""
+        codes_MK, scales = kept
+        return dequantize(codes_MK, scales, E4M3).to(dtype)
+
+
+class EmulatedFP8(FP8GEMM, Float32GEMM):
+    """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
+
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
+        self.recipe = recipe
+        tile = recipe.tile
+        self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+
+    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the weight, rounded in square blocks: transposed they are the same."""
+        return quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values()
+
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Return x rounded along its rows, and the codes and scales of it."""
+        how = self.recipe, None if self.recipe.tile else self.groups
+        return self.scratch.inputs.get(x_MK, how, lambda: self._round_input(x_MK))
+
+    def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
+        alone = not self.recipe.tile and self.groups is None
+        scales = tiled.scales.sum().view(1, 1) if alone else tiled.scales.flatten(1)
+        kept = tiled.codes(), scales.expand(len(x_MK), -1)
+        return tiled.values(), kept
+
+    def _rows(self, rows: torch.Tensor, format_: Format, *, power_of_two: bool) -> Tiled:
+        """Scale rows along themselves, or all that one weight is multiplied with together."""
+        if self.recipe.tile or self.groups is None:
+            return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
+        return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
+
+    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+        """Return x rounded once more, once for all layers that read it."""
+        how = self.recipe, self.groups
+        return self.scratch.transposed.get(kept[0], how, lambda: super(EmulatedFP8, self).kept_by_group(kept))
+
+    def of_kept(self, kept: Kept) -> torch.Tensor:
+        """Return x rounded once more, along its columns."""
+        codes_MK, scales = kept
+        values = dequantize(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
+        if not self.recipe.tile:  # one scale for all of it: there are no other tiles
+            return values
+        power_of_two = self.recipe.input_power_of_two
+        return quantize(values, self.along_column, power_of_two=power_of_two, consume=True).values()
+
+    def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
+        """Return dy rounded along what is summed over: its rows, or its columns, which are of one weight."""
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        if not for_weight:
+            return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
+        return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()

@@ -1,0 +1,110 @@
+"""Tiles of 128 x 1, stored with rows and columns exchanged: both operands of dW, in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format
+from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
+from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups, filled, group_of, rows_of
+
+#: Columns that one program rounds: 128 bytes of bfloat16 in each of 128 rows.
+COLUMNS = 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def round_columns(  # type: ignore[no-untyped-def]
+    x_ptr,
+    of_x_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows_ptr,
+    tiles_ptr,
+    R,
+    C,
+    E,
+    x_row,
+    x_column,
+    of_x_row,
+    of_x_tile,
+    codes_column,
+    scales_tile,
+    CODED: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Round 128 rows by ``COLUMNS`` of numbers, or of codes with their scales, and store them transposed.
+
+    ``SEARCHED`` 0: all rows are one group.
+    """
+    across = tl.cdiv(C, COLUMNS)
+    tile, first = (tl.program_id(0) // across).to(tl.int64), tl.program_id(0) % across * COLUMNS
+    c = first + tl.arange(0, COLUMNS)
+    if SEARCHED:
+        e = group_of(tile, tiles_ptr, E, SEARCHED)
+        if e == E:
+            return
+        r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)
+    else:
+        r, end = tile * TILE + tl.arange(0, TILE), R
+    x_ptrs = x_ptr + r[:, None] * x_row + c[None, :].to(tl.int64) * x_column
+    x = tl.load(x_ptrs, mask=(r[:, None] < end) & (c[None, :] < C), other=0.0).to(tl.float32)
+    if CODED:
+        of_x_ptrs = of_x_ptr + r * of_x_row + (first // TILE).to(tl.int64) * of_x_tile
+        of_x = tl.load(of_x_ptrs, mask=r < end, other=0.0)
+        x = x * (of_x + of_x * 0.0)[:, None]  # NaN for infinity, so that all of its tile is NaN
+    scale = scale_of(tl.max(magnitudes(x), 0), LARGEST, POWER_OF_TWO)
+    codes = divided(x, scale[None, :]).to(codes_ptr.dtype.element_ty)
+    inside, p = c < scales_tile, tile * TILE + tl.arange(0, TILE)
+    codes_ptrs = codes_ptr + c[:, None].to(tl.int64) * codes_column + p[None, :]
+    tl.store(codes_ptrs, tl.trans(codes), mask=inside[:, None])
+    tl.store(scales_ptr + tile * scales_tile + c, scale, mask=inside)
+
+
+def quantize_transposed(
+    x_RC: torch.Tensor,
+    groups: Groups | None = None,
+    format_: Format = E4M3,
+    *,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [C', P] by rows and scales [C', P / 128] by columns: P rows, filled up to whole tiles.
+
+    Columns are filled up to a multiple of 16. With groups, tiles begin anew in each, and of P,
+    which is as much as there may be, only the tiles that there are have been written.
+    """
+    return _transposed(x_RC, None, groups, format_, power_of_two=power_of_two)
+
+
+def requantize_transposed(
+    codes_RC: torch.Tensor, scales: torch.Tensor, groups: Groups | None = None, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same of codes and scales [R, c] of tiles of 1 x 128: they are rounded once more."""
+    return _transposed(codes_RC, scales, groups, E4M3, power_of_two=power_of_two)
+
+
+def _transposed(
+    x_RC: torch.Tensor,
+    of_x: torch.Tensor | None,
+    groups: Groups | None,
+    format_: Format,
+    *,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (R, C), columns = x_RC.shape, filled(x_RC.shape[1])
+    tiles = triton.cdiv(R, TILE) if groups is None else groups.most_tiles(R)
+    codes = x_RC.new_empty(columns, tiles * TILE, dtype=format_.dtype)
+    scales = x_RC.new_empty(tiles, columns, dtype=torch.float32)
+    if codes.numel():
+        round_columns[(tiles * triton.cdiv(C, COLUMNS),)](
+            x_RC, of_x, codes, scales, *((groups.rows, groups.tiles) if groups else (None, None)),
+            R, C, len(groups) if groups else 0, *x_RC.stride(), *((0, 0) if of_x is None else of_x.stride()),
+            tiles * TILE, columns, CODED=of_x is not None, SEARCHED=groups.searched if groups else 0,
+            LARGEST=format_.largest, POWER_OF_TWO=power_of_two, COLUMNS=COLUMNS, TILE=TILE, num_warps=4,
+        )  # fmt: skip
+    return codes, scales.T

@@ -1,0 +1,204 @@
+"""Kernels with one deliberate fault each: see ``broken_twins.py``."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from broken_twins import twin
+from torch import nn
+
+from nanotrain_core import hookimpl
+from nanotrain_core.batch import IGNORE
+from nanotrain_core.contracts import Kernels
+from nanotrain_core.models.ops import TORCH
+from nanotrain_core.precision.gemm import TorchGEMM
+
+
+class Replacing(Kernels):
+    """Plain PyTorch, but for the ``function`` that the class has a static method for."""
+
+    function = ""
+
+    def __init__(self, config):
+        self.config = config
+
+    def ops(self, device):
+        return replace(TORCH, **{self.function: getattr(type(self), self.function)})
+
+
+class IgnoresTheScale(Replacing):
+    function = "attention"
+
+    @staticmethod
+    def attention(q, k, v, scale=None):
+        return TORCH.attention(q, k, v)
+
+
+class SeesLaterBlocks(Replacing):
+    """Causal within blocks of 256 queries; a later block sees all keys up to its own end."""
+
+    function = "attention"
+
+    @staticmethod
+    def attention(q, k, v, scale=None):
+        first = TORCH.attention(q[:, :256], k[:, :256], v[:, :256], scale)
+        if q.shape[1] <= 256:
+            return first
+        late, keys, values = (x.transpose(1, 2) for x in (q[:, 256:], k, v))
+        rest = F.scaled_dot_product_attention(late, keys, values, scale=scale, enable_gqa=True)
+        return torch.cat([first, rest.transpose(1, 2)], dim=1)
+
+
+class AddsEpsToTheRoot(Replacing):
+    function = "rms_norm"
+
+    @staticmethod
+    def rms_norm(x, weight, eps):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * weight
+
+
+class WrongSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, d):
+        gate, up = ctx.saved_tensors
+        return d * up * torch.sigmoid(gate), d * F.silu(gate)  # the derivative of silu has one term more
+
+
+class WrongGradientOfGates(Replacing):
+    function = "swiglu"
+    swiglu = staticmethod(WrongSwiGLU.apply)
+
+
+class CountsIgnoredTargets(Replacing):
+    function = "linear_cross_entropy"
+
+    @staticmethod
+    def linear_cross_entropy(hidden, weight, target, **options):
+        return TORCH.linear_cross_entropy(hidden, weight, target.where(target != IGNORE, 0), **options)
+
+
+class DropsTheLastRow(Replacing):
+    """Of experts that have no more than three rows it is right."""
+
+    function = "experts"
+
+    @staticmethod
+    def experts(rows, counts, *weights):
+        outputs = TORCH.experts(rows, counts, *weights)
+        last = counts.cumsum(0)[counts > 3] - 1
+        return outputs.index_fill(0, last, 0.0)
+
+
+class ForgetsTheirWeights(Replacing):
+    """What it returns is right; the router that made the weights does not learn."""
+
+    function = "unpermute"
+
+    @staticmethod
+    def unpermute(outputs, order, back, weights):
+        return TORCH.unpermute(outputs, order, back, weights.detach())
+
+
+class TurnsInPlace(Replacing):
+    function = "rope"
+
+    @staticmethod
+    def rope(x, cos, sin):
+        turned = TORCH.rope(x, cos, sin)
+        x.data.copy_(turned)
+        return turned
+
+
+class ComputesInFloat32(Replacing):
+    """Right for bfloat16, and float64 loses half of its digits."""
+
+    function = "rms_norm"
+
+    @staticmethod
+    def rms_norm(x, weight, eps):
+        return TORCH.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+
+
+class MakesItsTableAnew(Replacing):
+    """Equal functions that are not the same: ``torch.compile`` would compile for each."""
+
+    def ops(self, device):
+        return replace(TORCH, swiglu=partial(TORCH.swiglu))
+
+
+class ReplacesParameters(Replacing):
+    def ops(self, device):
+        return TORCH
+
+    def apply(self, part, passes):
+        for module in part.modules():
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(torch.empty_like(module.weight))
+
+
+class TransposedGradient(TorchGEMM):
+    def wgrad(self, d_y, kept):
+        found = super().wgrad(d_y, kept)
+        return found.T if found.shape[0] == found.shape[1] else found
+
+
+class TransposesSquareWeights(Replacing):
+    def ops(self, device):
+        return TORCH
+
+    def gemm(self):
+        return TransposedGradient()
+
+
+class CountsRuns(Replacing):
+    """What it computes depends, in the last bits, on how many runs this process has composed."""
+
+    function, runs = "rms_norm", 0
+
+    def apply(self, part, passes):
+        CountsRuns.runs += 1
+
+    @staticmethod
+    def rms_norm(x, weight, eps):
+        return TORCH.rms_norm(x, weight * (1 + 1e-14 * CountsRuns.runs), eps)
+
+
+class RoundsAtRandom(Replacing):
+    """Rounds bfloat16 up or down by chance, which is as near, and never the same."""
+
+    function = "swiglu"
+
+    @staticmethod
+    def swiglu(gate, up):
+        y = TORCH.swiglu(gate, up)
+        return y if y.dtype != torch.bfloat16 else (y.float() * (1 + torch.rand(y.shape) * 2**-7)).to(y.dtype)
+
+
+TWINS = (
+    IgnoresTheScale,
+    SeesLaterBlocks,
+    AddsEpsToTheRoot,
+    WrongGradientOfGates,
+    CountsIgnoredTargets,
+    DropsTheLastRow,
+    ForgetsTheirWeights,
+    TurnsInPlace,
+    ComputesInFloat32,
+    MakesItsTableAnew,
+    ReplacesParameters,
+    TransposesSquareWeights,
+    CountsRuns,
+    RoundsAtRandom,
+)
+
+
+@hookimpl
+def nanotrain_register_kernels(register):
+    for cls in TWINS:
+        register(twin(cls))

@@ -1,0 +1,56 @@
+"""Plugins import the core through nanotrain_core.api and nanotrain_core.api.torch alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanotrain_core.api
+import nanotrain_core.api.torch
+
+ROOT = Path(__file__).parents[1]
+DOORS = ("nanotrain_core.api", "nanotrain_core.api.torch")
+
+
+def imports_of_the_core(path):
+    """Yield (module, name) of everything that a file imports from the core, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanotrain_core":
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("nanotrain_core"))
+
+
+PACKAGES = sorted(face.parent for face in ROOT.glob("plugins/*/nanotrain_*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_plugins_of_this_repository_import_from_there_only(package):
+    found = {(module, path.name) for path in package.rglob("*.py") for module, _ in imports_of_the_core(path)}
+    assert found
+    assert {module for module, _ in found} <= set(DOORS), sorted(found)
+
+
+@pytest.mark.parametrize(
+    "door", [nanotrain_core.api, nanotrain_core.api.torch], ids=lambda door: door.__name__
+)
+def test_a_door_lists_what_it_offers_and_everything_is_documented_where_it_is_defined(door):
+    assert len(set(door.__all__)) == len(door.__all__)
+    for name in door.__all__:
+        offered = getattr(door, name)
+        if isinstance(offered, type) or callable(offered):
+            assert getattr(offered, "__doc__", None) or not getattr(offered, "__module__", "").startswith(
+                "nanotrain_core"
+            ), f"{name} has no docstring"
+
+
+def test_no_name_is_behind_both_doors():
+    assert not set(nanotrain_core.api.__all__) & set(nanotrain_core.api.torch.__all__)
+
+
+def test_the_first_door_does_not_import_torch():
+    code = "import nanotrain_core.api, sys; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == "False"
