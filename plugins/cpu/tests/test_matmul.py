@@ -98,7 +98,7 @@ def test_a_layer_that_has_a_backend_keeps_it(monkeypatch):
     ("text", "limit"),
     [
         ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\n", matmul.LARGE),
-        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", math.inf),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\n", matmul.LARGER),
         ("vendor_id\t: GenuineIntel\ncpu family\t: 26\n", math.inf),
         ("CPU implementer\t: 0x41\n", math.inf),
         ("", math.inf),
@@ -107,6 +107,18 @@ def test_a_layer_that_has_a_backend_keeps_it(monkeypatch):
 )
 def test_the_processors_family_alone_decides(text, limit):
     assert matmul.threshold(text) == limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "views"), [(matmul.LARGE, True), (matmul.LARGER, False)], ids=["Zen 5", "Zen 4"]
+)
+def test_a_transposed_left_side_is_for_onednn_from_zen_5_on(monkeypatch, limit, views):
+    monkeypatch.setattr(matmul, "onednn_is_faster_from", lambda: limit)
+    left = torch.empty(512, 256)
+    assert matmul._prefers_onednn(left, limit)
+    assert matmul._prefers_onednn(left.T, limit) == views
+    assert not matmul._prefers_onednn(left, limit - 1)
+    assert not matmul._prefers_onednn(left.bfloat16(), limit)
 
 
 def test_backend_multiplies_in_the_faster_library(library):
