@@ -22,6 +22,7 @@ import attrs
 import torch
 from nanotrain_cpu.gemm import use_faster_products
 from nanotrain_cpu.kernels import FASTER
+from nanotrain_cpu.memory import keep_freed_memory
 from torch import nn
 
 from benchmarks.cases import DEEPSEEK, RECIPE, Case
@@ -73,6 +74,10 @@ class Alone(Kernels):
         chosen = [EACH[config.name]] if config.name in EACH else [*EACH.values()] if config.name else []
         self.functions = {name: getattr(FASTER, name) for functions, _ in chosen for name in functions}
         self.applied = dict.fromkeys(apply for _, applied in chosen for apply in applied)
+
+    def prepare(self, device: torch.device) -> None:
+        """Have freed memory kept on both sides."""
+        keep_freed_memory()
 
     def ops(self, device: torch.device) -> Ops:
         """Return plain PyTorch but for these."""

@@ -15,7 +15,7 @@ from nanotrain_cpu.gemm import CPUGEMM, use_faster_products
 from nanotrain_cpu.memory import keep_freed_memory
 from nanotrain_cpu.transport import SharedMemoryTransport
 
-#: What is faster than plain PyTorch on a CPU: 5% of a training step at least, as the README shows.
+#: What makes a training step at least 5% faster than plain PyTorch on a CPU: the README has the figures.
 FASTER = replace(TORCH, attention=attention, experts=experts)
 
 
