@@ -25,7 +25,7 @@ from nanotrain_core.contracts import (
     UpdateReport,
 )
 from nanotrain_core.errors import CheckpointError, Diverged, PluginError
-from nanotrain_core.layout.parameters_in_flight import fence
+from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import lr_scheduler
 from nanotrain_core.pipeline.executor import Executor, Losses
@@ -123,7 +123,7 @@ class RuntimeEngine:
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.stop = StopRequest()
-        self.weights_ready = fence(run.stages.values(), run.optimizer)
+        self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
         """Waits for weights that the optimizer's last step left on their way."""
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready

@@ -275,17 +275,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
         ),
         (
             [ParameterMapping("a", (HFTensor("x"), HFTensor("y")))],
-            "foreign names of a: 2 tensors for 4 on axis 0",
+            "Hugging Face names of a: 2 tensors for 4 on axis 0",
         ),
-        ([ParameterMapping("a", HFTensor("x", rows=range(3)))], "foreign names of a: 3 rows for 4"),
+        ([ParameterMapping("a", HFTensor("x", rows=range(3)))], "Hugging Face names of a: 3 rows for 4"),
         ([ParameterMapping("a", HFTensor("x", rows=range(1, 5)))], "the rows of x are not each used once"),
         (
             [ParameterMapping("a", HFTensor("x", columns=(0, 1, 1)))],
-            "foreign names of a: columns are no permutation",
+            "Hugging Face names of a: columns are no permutation",
         ),
         (
             [ParameterMapping("a", HFTensor("x", columns=range(2)))],
-            "foreign names of a: columns are no permutation",
+            "Hugging Face names of a: columns are no permutation",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_a_plugin_whose_names_are_wrong_is_told_which(mappings, text):
     ("columns", "text"),
     [
         ((range(3), range(2, 4)), "the columns of x are not each used once: 5 are given"),
-        ((range(3), range(3, 6)), "foreign names of b: 3 columns for 2"),
+        ((range(3), range(3, 6)), "Hugging Face names of b: 3 columns for 2"),
         ((range(3), None), "the rows of x are not each used once"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.contracts import Optimizer
-from nanotrain_core.layout.parameters_in_flight import fence, readers
+from nanotrain_core.layout.parameters_in_flight import install_ready_hooks, readers
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.testing.late_weights import LateWeights
 
@@ -51,7 +51,7 @@ def test_a_forward_pass_never_sees_a_weight_that_has_not_arrived(model):
     part = model()
     expected = part(INPUTS[model])
     late = LateWeights([part])
-    fence([part], late)
+    install_ready_hooks([part], late)
     for _ in range(2):
         late.send()
         assert torch.equal(part(INPUTS[model]), expected)
@@ -62,7 +62,7 @@ def test_layers_and_head_wait_by_themselves_and_the_rest_with_the_part():
     part = Tagged()
     assert list(readers(part)) == [*part.layers, part.head]
     late, arrived = LateWeights([part]), []
-    fence([part], late)
+    install_ready_hooks([part], late)
     part.layers[0].register_forward_pre_hook(lambda *_: arrived.append(set(late.travelling)))
     late.send()
     part(INPUTS[Tagged])
@@ -72,7 +72,7 @@ def test_layers_and_head_wait_by_themselves_and_the_rest_with_the_part():
 def test_everything_can_be_waited_for_at_once():
     part = Tagged()
     late = LateWeights([part])
-    ready = fence([part], late)
+    ready = install_ready_hooks([part], late)
     late.send()
     ready()
     assert not late.travelling
@@ -81,5 +81,5 @@ def test_everything_can_be_waited_for_at_once():
 
 def test_an_optimizer_that_is_never_late_adds_no_hook():
     part = Tagged()
-    fence([part], Optimizer())()
+    install_ready_hooks([part], Optimizer())()
     assert not any(module._forward_pre_hooks for module in part.modules())

@@ -22,7 +22,7 @@ from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, did_you_mean, nearby
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping
-from nanotrain_core.hf.weights import Atlas, ForeignWeights, differences, missing_prefix
+from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Shape
 from nanotrain_core.pipeline.actions import Part
@@ -191,14 +191,14 @@ def _shards(folder: Path, quantization: Mapping[str, Any] | None) -> Tensors:
     return BlockScaled(folder, shards, quantization) if quantization else shards
 
 
-def _read_hf(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]) -> ForeignWeights:
+def _read_hf(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]) -> HFWeights:
     prefix = missing_prefix(shards.shapes, atlas.theirs)
     found = {prefix + name: shape for name, shape in shards.shapes.items()}
     if prefix:  # saved without its head, which has no prefix of its own
         found |= {name: shape for name, shape in shards.shapes.items() if name in atlas.theirs}
     refuse(folder, list(differences(found, atlas.theirs, ignored)))
     dtypes = known_dtypes(folder, shards)
-    return ForeignWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
+    return HFWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
 
 
 # --- a run that starts from them --------------------------------------------------------------

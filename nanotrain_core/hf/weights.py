@@ -145,7 +145,7 @@ def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> to
     return result.t() if pieces[0].hf.transposed else result
 
 
-class ForeignWeights:
+class HFWeights:
     """Another library's folder under our names. See :class:`~nanotrain_core.contracts.WeightReader`."""
 
     def __init__(self, shards: Tensors, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:

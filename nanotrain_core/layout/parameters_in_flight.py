@@ -22,7 +22,7 @@ from nanotrain_core.layout.roles import Role, tag_of
 Wait = Callable[[Collection[nn.Parameter]], None]
 
 
-def fence(parts: Iterable[nn.Module], optimizer: Any) -> Callable[[], None]:
+def install_ready_hooks(parts: Iterable[nn.Module], optimizer: Any) -> Callable[[], None]:
     """Install the waits in ``parts`` if ``optimizer`` offers to be waited for.
 
     Returns:

@@ -31,15 +31,15 @@ class Recompute(Parallel):
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Checkpoint the activations of modules of role BLOCK; placements stay as they are."""
-        run_again(part, every=self.config.every)
+        recompute_blocks(part, every=self.config.every)
         return part
 
 
-def run_again(part: nn.Module, *, every: int = 1) -> None:
+def recompute_blocks(part: nn.Module, *, every: int = 1) -> None:
     """Checkpoint the activations of the first module of role BLOCK and each ``every``-th after it."""
     for number, block in enumerate(blocks(part)):
         if number % every == 0:
-            take_over(block, partial(run_twice, taken_over_by(block)))
+            take_over(block, partial(recompute, taken_over_by(block)))
 
 
 def blocks(part: nn.Module) -> Iterator[nn.Module]:
@@ -51,7 +51,7 @@ def blocks(part: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def run_twice(before: Callable[..., Any] | None, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def recompute(before: Callable[..., Any] | None, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``block`` as it was called ``before``, by its own class if by none, and keep its input alone."""
     forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():

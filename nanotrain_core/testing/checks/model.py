@@ -12,10 +12,10 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import Initializer, Model, PartOutput
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.layout import Layout, View
-from nanotrain_core.layout.parameters_in_flight import fence
+from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.layout.placement import place
 from nanotrain_core.layout.roles import Role, Tag, tag_of, tagged
-from nanotrain_core.models.activation_checkpointing import run_again
+from nanotrain_core.models.activation_checkpointing import recompute_blocks
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import parts_between
@@ -125,7 +125,7 @@ def layers_may_be_run_again(case: Case) -> None:
     """With activation checkpointing of every BLOCK, losses, gradients and routers' counts are the same."""
     once, twice = parts_of(case), parts_of(case)
     for part in twice:
-        run_again(part)
+        recompute_blocks(part)
     losses, gradients = losses_and_gradients(once, batch_of(case))
     again, found = losses_and_gradients(twice, batch_of(case))
     assert_same(found, gradients, "gradients")
@@ -250,7 +250,7 @@ def weights_may_arrive_at_the_last_moment(case: Case) -> None:
         parts = parts_of(case, *cuts)
         expected = {name: loss.item() for name, loss in run_parts(parts, batch).items()}
         late = LateWeights(parts)
-        fence(parts, late)
+        install_ready_hooks(parts, late)
         for _ in range(2):
             late.send()
             got = {name: loss.item() for name, loss in run_parts(parts, batch).items()}

@@ -10,7 +10,7 @@ from nanotrain_deepseek.router import Router
 from nanotrain_deepseek.samples import V2, V3
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.models.activation_checkpointing import run_again
+from nanotrain_core.models.activation_checkpointing import recompute_blocks
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.precision.dtypes import cast
@@ -139,7 +139,7 @@ def test_torchtitan_1593_a_layer_run_again_in_backward_counts_neither_tokens_nor
         for seed, parameter in enumerate(part.parameters()):
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
         if recompute:
-            run_again(part)
+            recompute_blocks(part)
         tokens = torch.randint(config.vocab, (4, 10), generator=torch.Generator().manual_seed(1))
         losses = part(tokens[:, :-1], Batch(tokens[:, :-1], tokens[:, 1:])).losses
         sum(losses.values()).backward()

@@ -346,17 +346,17 @@ class ShardedCheckpoint:
 
         Rank 0 reads the manifest for all; each rank looks at its share of the files.
         """
-        text, problem, foreign, saved = "", "", "", None
+        text, problem, other_format, saved = "", "", "", None
         if self.mesh.rank == 0:
             try:
                 text = manifest.read_text(path)
                 saved = manifest.parse(text, path)
                 folders.check_folder(path, saved)
             except manifest.OtherFormat as error:  # nothing is wrong with it, it is only not ours to read
-                foreign = str(error)
+                other_format = str(error)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
-        agree(foreign, self.mesh)
+        agree(other_format, self.mesh)
         text, problem = from_first((text, problem), self.mesh)
         if problem:
             return None, [problem]
