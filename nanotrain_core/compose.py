@@ -197,10 +197,14 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
-    """Have linear layers and experts that compute by themselves make dgrad and wgrad apart."""
-    for _, module, _ in tagged(part):
+    """Have linear layers that compute by themselves make dgrad and wgrad apart, experts for W passes alone.
+
+    Wrappers place the wgrads of linear layers; experts keep the one kernel that a GPU has for all of them.
+    """
+    for _, module, found in tagged(part):
         names = gemm_parameters(module)
-        if names and gemms_of(module) is None:
+        wanted = passes.splits_backward or found.role is not Role.EXPERTS
+        if names and wanted and gemms_of(module) is None:
             use_gemm(module, dict.fromkeys(names, gemm), passes)
 
 

@@ -23,7 +23,7 @@ TOLERANCE = 1e-9
 
 def case(topology, *wrappers, model="transformer", schedule="accumulate", **changes):
     overrides = {
-        "batch": {**BATCH, "microbatch": 1},
+        "batch": {**BATCH, "microbatch": 2},
         "model": {**MODELS[model], "layers": 2, **changes},
         "data": {"vocab": VOCAB},
         "optimizer": OPTIMIZERS["sgd"],

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.layout.roles import Role, tag, take_over
+from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
@@ -173,3 +175,34 @@ def test_an_input_that_is_recomputed_is_kept_as_what_it_is_made_of():
         torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(2, 4))
         layer.weight.grad = None
     assert [any(each is half for each in saved) for saved in (kept[:2], kept[2:])] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["linear", "experts"])
+def test_activation_checkpointing_leaves_weight_gradients_to_the_w_pass(kind):
+    """What it saves of a weight is a detached copy, which was taken for one whose gradient cannot wait."""
+    torch.manual_seed(0)
+    passes, counts = Passes(), torch.tensor([2, 0, 3])
+    if kind == "linear":
+        layer, names = tag(nn.Linear(4, 4, bias=False), Role.COLUMN), ("weight",)
+        forward = layer
+    else:
+        layer, names = nn.Module(), ("gate", "up", "down")
+        for name in names:
+            setattr(layer, name, nn.Parameter(torch.randn(3, 4, 4)))
+        tag(layer, Role.EXPERTS, products=names)
+
+        def forward(x):
+            return ops_of(layer).experts(x, counts, layer.gate, layer.up, layer.down)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    forward(x).sum().backward()
+    expected = [getattr(layer, name).grad.clone() for name in names]
+    layer.zero_grad()
+    use_gemm(layer, dict.fromkeys(names, TorchGEMM()), passes)
+    y = checkpoint(forward, x, use_reentrant=False)
+    with passes.backward(later := DeferredGradients()):
+        y.sum().backward()
+    assert all(getattr(layer, name).grad is None for name in names)
+    later.compute()
+    for name, gradient in zip(names, expected, strict=True):
+        torch.testing.assert_close(getattr(layer, name).grad, gradient)

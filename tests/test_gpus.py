@@ -84,14 +84,14 @@ def test_where_there_are_enough_gpus_or_none_nothing_is_said(run, count):
 
 
 def test_a_batch_that_so_many_ranks_do_not_share_is_told_with_both_ways_out(run):
-    code, launched, err = run("recipes/laptop.toml", 3)
+    code, launched, err = run("recipes/laptop.toml", 3, "--set", "batch.microbatch=1")
     assert (code, launched) == (Exit.USER, [])
     assert err.splitlines() == [
         "nanotrain: 3 GPUs here, and the recipe, of 4 ranks, cannot run on 3 ranks:",
-        "nanotrain: recipes/laptop.toml:10: batch.sequences: 16 is not a multiple of 12 = dp 3 x "
-        "microbatch 4; nearest: 12 or 24",
-        "nanotrain: on 2 GPUs: nanotrain run recipes/laptop.toml --nproc 2",
-        "nanotrain: on the CPU: nanotrain run recipes/laptop.toml --set run.device=cpu",
+        "nanotrain: recipes/laptop.toml:10: batch.sequences: 16 leave some of dp = 3 ranks without a sequence "
+        "in the last of 6 microbatches, in which all take part; nearest: 15 or 18, or batch.microbatch = 2",
+        "nanotrain: on 2 GPUs: nanotrain run recipes/laptop.toml --set batch.microbatch=1 --nproc 2",
+        "nanotrain: on the CPU: nanotrain run recipes/laptop.toml --set batch.microbatch=1 --set run.device=cpu",
     ]
 
 

@@ -5,9 +5,9 @@ import torch
 
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout import initialisation as initialise
 from nanotrain_core.layout.initialisation import initial_block
 from nanotrain_core.layout.layout import Layout, View
-from nanotrain_core.layout.layout import initialisation as initialise
 from nanotrain_core.layout.placement import Placement
 
 NORMAL = Initializer("normal", 0.02)

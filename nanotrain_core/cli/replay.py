@@ -29,7 +29,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     _, first = find_checkpoints(args.path, registry, args.step)[0]
     if first.step >= last.step:
         raise CheckpointError(f"{args.path}: there is no checkpoint after step {first.step} to compare with")
-    if not last.describe()["meta"]["model"]:
+    if last.describe()["meta"].get("model") == {}:
         raise CheckpointError(f"{args.path} is of a script, not of a recipe: run the script to go on from it")
     with tempfile.TemporaryDirectory(prefix="nanotrain-replay-") as scratch:
         recipe, again = Path(scratch, "recipe.toml"), Path(scratch, "run")

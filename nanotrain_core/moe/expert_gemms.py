@@ -71,6 +71,8 @@ class _Experts(torch.autograd.Function):
         g, u = g or (g_NF,), u or (u_NF,)
         ctx.backends, ctx.passes, ctx.cuts = backends, passes, (len(g), len(u), len(x_gate), len(x_up))
         ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *g, *u, *x_gate, *x_up)
+        # Activation checkpointing saves detached copies: who is told of a gradient is the parameter itself.
+        ctx.parameters = None if torch.compiler.is_compiling() else (gate_EFD, up_EFD, down_EDF)
         return y_ND
 
     @staticmethod
@@ -88,10 +90,11 @@ class _Experts(torch.autograd.Function):
         h_NF, d_x_ND = silu_NF.mul_(u_NF), None
         if ctx.needs_input_grad[0]:
             d_x_ND = of_gate.dgrad(d_g_NF, gate_EFD).add_(of_up.dgrad(d_u_NF, up_EFD))
+        gate, up, down = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
         of_weights = (
-            (gate_EFD, lambda: of_gate.wgrad(d_g_NF, x_gate)),
-            (up_EFD, lambda: of_up.wgrad(d_u_NF, x_up)),
-            (down_EDF, lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF))),
+            (gate, lambda: of_gate.wgrad(d_g_NF, x_gate)),
+            (up, lambda: of_up.wgrad(d_u_NF, x_up)),
+            (down, lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF))),
         )
         wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
         gradients = [ctx.passes.weight_gradient(*each) if needed else None for each, needed in wanted]

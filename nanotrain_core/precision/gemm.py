@@ -142,10 +142,12 @@ class _Linear(torch.autograd.Function):
         backend = gemms.backends["weight"]
         (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), weight_NK)
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
-        ctx.again = place and place.again
         ctx.make = recomputed[1] if recomputed else None
+        # Activation checkpointing saves a detached copy: who is told of a gradient is the parameter itself.
+        ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
+        share, ctx.again = (place and place.again) or (None, None)
         ctx.save_for_backward(
-            weight_NK, *((ctx.again[0],) if ctx.again else recomputed[0] if recomputed else kept)
+            weight_NK, *((share,) if share is not None else recomputed[0] if recomputed else kept)
         )
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
@@ -156,7 +158,7 @@ class _Linear(torch.autograd.Function):
         backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
         make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
         if ctx.needs_input_grad[1] and ctx.again:  # begins now, while dgrad is made
-            make = ctx.again[1](kept[0])
+            make = ctx.again(kept[0])
 
         def wgrad() -> torch.Tensor:
             of_x = tuple(kept) if make is None else backend.keep(make().reshape(-1, ctx.shape[-1]))
@@ -166,8 +168,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = backend.dgrad(d_y_MN, weight_NK).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            if ctx.place is not None and not ctx.passes.defers(weight_NK):
+            parameter = weight_NK if ctx.parameter is None else ctx.parameter
+            if ctx.place is not None and not ctx.passes.defers(parameter):
                 ctx.place.left.append(wgrad)
             else:
-                d_weight_NK = ctx.passes.weight_gradient(weight_NK, wgrad)
+                d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad)
         return d_x, d_weight_NK, None, None, None, None

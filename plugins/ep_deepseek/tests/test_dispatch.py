@@ -103,7 +103,7 @@ def run_layer(degrees, tokens_by_rank, route, options=()):
     if "codec" in options:
         use_dispatch_codec(experts, codec := Halved())
     if "replaced" in options:
-        new = type(experts)(RoutedConfig())
+        new = type(experts)(RoutedConfig(), experts.ops)
         for name in NAMES:
             setattr(new, name, getattr(experts, name))
         new.forward = None  # whatever it would have done
