@@ -254,9 +254,12 @@ def test_a_rank_holds_the_bytes_of_the_table():
 
 
 def losses_and_forms(packed):
-    """Return the first losses, and what each parameter is held as."""
+    """Return the first losses, and what each parameter is held as.
+
+    By kernels that multiply alike with and without a GEMM backend; nanotrain-cpu's round otherwise.
+    """
     case = attrs.evolve(on("ep2", "residual"), config={"variant": "residual", "packed": packed})
-    trace = train(case, {"run": {"steps": 2}})
+    trace = train(case, {"run": {"steps": 4}, "kernels": {"use": "torch"}})
     run = make_engine(case, {}).run
     return [report.loss for report in trace.reports], {
         p.placement.name: form_of(p.parameter) for p in run.placed
@@ -271,7 +274,7 @@ def test_experts_latent_attention_and_all_other_matrices_are_packed_and_train_al
     kept = {"embed.weight", "head.weight", "layers.1.moe.router.weight", "layers.1.moe.router.bias"}
     assert held - {"layers.1.moe.router.bias"} == matrices - kept
     assert {*plain.values()} <= {"torch.bfloat16", "torch.float32"}
-    assert losses == pytest.approx(others, rel=2e-3)
+    assert losses == others
 
 
 def test_another_variants_checkpoint_is_refused():
