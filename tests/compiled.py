@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from nanotrain_core.compose import Run
 from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
-from nanotrain_core.models.activation_checkpointing import run_twice
+from nanotrain_core.models.activation_checkpointing import recompute
 from nanotrain_core.testing import probe
 from nanotrain_core.testing.case import Case
 
@@ -143,7 +143,7 @@ def compile_modules(run: Run, backend: Callable[..., Any], *, around: bool) -> l
                 take_over(module, torch.compile(forward, fullgraph=True, backend=backend))
                 names.append(name)
             if tag.role is Role.BLOCK and around:
-                take_over(module, partial(run_twice, taken_over_by(module)))
+                take_over(module, partial(recompute, taken_over_by(module)))
     return names
 
 

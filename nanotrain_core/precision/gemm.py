@@ -120,7 +120,9 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Run in a linear layer's place; a hook may have taken its bias out."""
     gemms = gemms_of(module)
     assert gemms is not None
-    place, recomputed = gemms.take_place(), gemms.recomputed.take(x)
+    place = gemms.take_place()
+    # Offers go by weak references, which a compiled graph cannot hold: there it keeps the input.
+    recomputed = None if torch.compiler.is_compiling() else gemms.recomputed.take(x)
     handle = None if place is None else place.handle
     y: torch.Tensor = _Linear.apply(x, module.weight, gemms, recomputed, place, handle)  # type: ignore[no-untyped-call]
     return y if module.bias is None else y + module.bias  # type: ignore[operator]
