@@ -11,7 +11,7 @@ from nanotrain_core.layout.exchange import GroupBuffer
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.script import adapt
 from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.probe import make_run
+from nanotrain_core.testing.probe import make_run, push
 
 
 def in_a_recipe(kernels):
@@ -44,3 +44,26 @@ def in_a_script():
 
 def test_a_script_gets_what_auto_would_take():
     assert run_ranks(in_a_script, 2) == [(SharedMemoryTransport, SharedBuffer)] * 2
+
+
+def weights_in_flight(kernels):
+    """Return how many buckets of updated weights still travel after a step of ZeRO."""
+    zero = {"bucket_mb": 0.01, "stage": 2}
+    run = make_run(
+        Case(
+            "optimizer",
+            use="zero12",
+            config=zero,
+            topology={"dp": 2},
+            overrides={"kernels": {"use": kernels}},
+        ),
+        {},
+    )
+    push(run, 0, 1.0)
+    run.optimizer.step()
+    return len(run.optimizer.gathering)
+
+
+def test_weights_that_go_through_shared_memory_are_there_after_the_step():
+    assert run_ranks(weights_in_flight, 2, "cpu") == [0, 0]
+    assert min(run_ranks(weights_in_flight, 2, "torch")) > 0

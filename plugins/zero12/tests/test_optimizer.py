@@ -104,9 +104,8 @@ def test_no_weight_is_updated_while_it_is_on_its_way():
     assert run_ranks(in_flight_at_an_update, 2, case(kernels="torch")) == [[0, 0]] * 2
 
 
-def test_without_overlap_and_through_shared_memory_they_are_there_after_the_step():
-    for config in ({"kernels": "torch", "overlap": False}, {}):
-        assert run_ranks(weights_in_flight, 2, case(**config)) == [[0, 0, 0]] * 2
+def test_without_overlap_they_are_there_after_the_step():
+    assert run_ranks(weights_in_flight, 2, case(kernels="torch", overlap=False)) == [[0, 0, 0]] * 2
 
 
 def sum_of_small_gradients(case, microbatches):
