@@ -45,7 +45,7 @@ class Cell:
     tp: str = ""
     """``sp`` or ``whole``: two ranks, with sequence parallelism or with whole sequences; empty: one rank."""
     recompute: str = ""
-    """Whether layers run again in backward ``inside`` of their graph or ``around`` it; empty: they do not."""
+    """Activation checkpointing ``inside`` of a layer's graph or ``around`` it; empty: none."""
     overlap: bool = False
     """Whether eager collectives go through process groups, as on GPUs, and not through shared memory."""
 

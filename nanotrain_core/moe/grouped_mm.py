@@ -18,17 +18,26 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 
-def multiply(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each matrix's rows, ``counts_E`` of them, times it [M, N]; there may be none."""
-    pieces = zip(torch.split(rows_MK, counts_E.tolist()), right_EKN, strict=True)
+def rows_times(rows_MK: Tensor, right_EKN: Tensor, counts: list[int]) -> Tensor:
+    """Return each matrix's rows, so many of them, times it [M, N]; there may be none."""
+    pieces = zip(torch.split(rows_MK, counts), right_EKN, strict=True)
     return torch.cat([rows @ right_KN for rows, right_KN in pieces])
 
 
-def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
+def transposed_times(left_MN: Tensor, right_MK: Tensor, counts: list[int]) -> Tensor:
     """Return each matrix's rows of ``left``, transposed, times those of ``right`` [E, N, K]; 0 of none."""
-    counts = counts_E.tolist()
     pieces = zip(torch.split(left_MN, counts), torch.split(right_MK, counts), strict=True)
     return torch.stack([left.T @ right for left, right in pieces])
+
+
+def multiply(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
+    """Return :func:`rows_times`, of counts that a device knows."""
+    return rows_times(rows_MK, right_EKN, counts_E.tolist())
+
+
+def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return :func:`transposed_times`, of counts that a device knows."""
+    return transposed_times(left_MN, right_MK, counts_E.tolist())
 
 
 class WithoutRows(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from nanotrain_core.moe.grouped_mm import grouped_mm, grouped_mm_transposed
+from nanotrain_core.moe.grouped_mm import grouped_mm, grouped_mm_transposed, rows_times, transposed_times
 
 #: What a backend keeps of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
@@ -112,8 +112,7 @@ class TorchGroupedGEMM:
         if self.counts is None:
             d_weight_ENK: torch.Tensor = grouped_mm_transposed(d_y_MN, kept[0], self.counts_E)
             return d_weight_ENK
-        pairs = zip(torch.split(d_y_MN, self.counts), torch.split(kept[0], self.counts), strict=True)
-        return torch.stack([d_y.T @ x for d_y, x in pairs])
+        return transposed_times(d_y_MN, kept[0], self.counts)
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
         """Return the same for other rows."""
@@ -123,5 +122,4 @@ class TorchGroupedGEMM:
         if self.counts is None:
             y: torch.Tensor = grouped_mm(rows, right_EAB, self.counts_E)
             return y
-        pairs = zip(torch.split(rows, self.counts), right_EAB, strict=True)
-        return torch.cat([own @ right_AB for own, right_AB in pairs])
+        return rows_times(rows, right_EAB, self.counts)

@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
 def runs_are_plain_pytorchs(case: Case, variant: str) -> None:
     """Losses, gradients, norms and weights are those of plain PyTorch, to 1e-10 in float64.
 
-    Also of layers that are run again in backward, and of weight gradients that are left to W passes. What
+    Also under activation checkpointing, and with weight gradients that are left to W passes. What
     plain PyTorch trains with is neither.
     """
     model, around, how = RUNS[variant]
