@@ -327,9 +327,10 @@ def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
     """Broadcast: give all holders of a block the bits of the first.
 
     They drew the same numbers from the same streams, but vector units of different processors round
-    the last bit differently, and replicas that start apart stay apart.
+    the last bit differently, and replicas that start apart stay apart. Stages register parameters in orders
+    of their own, so all ranks go by name, and last through what several stages hold.
     """
-    for parameter in placed:
+    for parameter in sorted(placed, key=lambda each: (each.placement.stages, each.placement.name)):
         span = parameter.placement.replica_span(mesh.layout)
         group = mesh.group_of(span)
         if group is not None:

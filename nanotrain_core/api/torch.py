@@ -56,7 +56,8 @@ from nanotrain_core.layout.placement import (
     share_of,
 )
 from nanotrain_core.layout.transport import Transport
-from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, wide_dtype
+from nanotrain_core.models.cross_entropy import Chunks, MatMul, linear_cross_entropy, wide_dtype
+from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
@@ -148,6 +149,7 @@ __all__ = [
     "LossScale",
     "MasterOptimizer",
     "MasterWeight",
+    "MatMul",
     "Mesh",
     "MessageKey",
     "Messages",
@@ -223,6 +225,7 @@ __all__ = [
     "storage_of",
     "stream_seed",
     "swiglu",
+    "torch_matmul",
     "unquantized",
     "use_dispatch_codec",
     "use_gemm",

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
@@ -25,6 +24,30 @@ from nanotrain_core.batch import IGNORE
 #: Takes logits [C, V], which it may use up, and targets [C]. Returns the summed loss, and what then makes the
 #: gradient of the logits.
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+
+
+class MatMul(Protocol):
+    """Multiplies two matrices. Nothing here is differentiable."""
+
+    def __call__(
+        self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``left @ right``, or add it to ``total``, which may have a wider dtype, and return that."""
+        ...
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """See :class:`MatMul`.
+
+    A sum over thousands of tokens does not fit into float16: what is added to a total is computed wide there.
+    """
+    if total is None:
+        return left @ right
+    if left.dtype == torch.float16:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    if left.dtype == total.dtype:
+        return total.addmm_(left, right)
+    return total.add_(left @ right)
 
 
 @attrs.define(frozen=True)
@@ -83,6 +106,7 @@ def linear_cross_entropy(
     loss: ChunkLoss = cross_entropy,
     columns: int | None = None,
     chunks: Chunks = LARGE,
+    matmul: MatMul = matmul,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``hidden_TD @ weight_VD.T`` against ``target_T``, in nats.
 
@@ -97,12 +121,15 @@ def linear_cross_entropy(
         columns: of logits that a chunk is sized for, V by default: ranks whose ``loss`` talks must name the
             same number.
         chunks: how large they are.
+        matmul: makes the three matrix products of each chunk.
     """
     slices = chunks.of(len(target_T), columns or len(weight_VD))
     if torch.is_grad_enabled():
-        total: torch.Tensor = _ChunkedLoss.apply(hidden_TD, weight_VD, target_T, loss, slices)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_TD, weight_VD, target_T, loss, slices, matmul
+        )
         return total
-    return torch.stack([loss(F.linear(hidden_TD[c], weight_VD), target_T[c])[0] for c in slices]).sum()
+    return torch.stack([loss(matmul(hidden_TD[c], weight_VD.T), target_T[c])[0] for c in slices]).sum()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -116,6 +143,7 @@ class _ChunkedLoss(torch.autograd.Function):
         target_T: torch.Tensor,
         loss: ChunkLoss,
         slices: list[slice],
+        matmul: MatMul,
     ) -> torch.Tensor:
         wide = wide_dtype(weight_VD)
         d_hidden_TD = torch.empty_like(hidden_TD)
@@ -123,12 +151,12 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = []
         for rows in slices:
             hidden_CD = hidden_TD[rows]
-            logits_CV = hidden_CD @ weight_VD.T
+            logits_CV = matmul(hidden_CD, weight_VD.T)
             chunk, gradient = loss(logits_CV, target_T[rows])
             losses.append(chunk)
             d_logits_CV = gradient().to(hidden_CD.dtype)
-            d_hidden_TD[rows] = d_logits_CV @ weight_VD
-            _add_product_(d_weight_VD, d_logits_CV.T, hidden_CD)
+            d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
+            matmul(d_logits_CV.T, hidden_CD, d_weight_VD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
@@ -139,22 +167,9 @@ class _ChunkedLoss(torch.autograd.Function):
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
         d_weight = (d_weight_VD * d_loss).to(ctx.weight_dtype)
-        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight, None, None, None
+        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight, None, None, None, None
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which softmax and sums over tokens are computed."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which may have a wider dtype.
-
-    A sum over thousands of tokens does not fit into float16, so that product is computed wide.
-    """
-    if left.dtype == torch.float16:
-        left, right = left.to(total.dtype), right.to(total.dtype)
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from nanotrain_core.api.torch import torch_matmul
+
 #: Multiplications from which oneDNN is faster, by the family of an AMD processor: from Zen 5 on, and before.
 ZEN5, LARGE, LARGER = 26, 2**21, 3 * 2**23
 
@@ -41,6 +43,15 @@ def matmul(
     if out_MN is None:
         return a_MK @ b_KN
     return out_MN.addmm_(a_MK, b_KN) if add else torch.mm(a_MK, b_KN, out=out_MN)
+
+
+def matmul_of_loss(
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return ``left @ right``, or add it to ``total``: :func:`matmul` where that is oneDNN's."""
+    if left.is_cpu and _prefers_onednn(left, left.numel() * right.shape[1]):
+        return matmul(left, right, total, add=True)
+    return torch_matmul(left, right, total)
 
 
 def _prefers_onednn(left: torch.Tensor, multiplications: int) -> bool:

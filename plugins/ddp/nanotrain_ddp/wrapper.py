@@ -148,10 +148,12 @@ def group_parameters(
 ) -> Iterator[tuple[list[nn.Parameter], Key]]:
     """Yield the members of buckets of at most ``limit`` bytes (or one parameter), last parameters first.
 
-    Parameters whose gradient is complete on this rank are in none.
+    Those that several stages hold come after the others and by name, since stages register them in orders of
+    their own. Parameters whose gradient is complete on this rank are in none.
     """
     filling: dict[Key, list[nn.Parameter]] = {}
-    for placed in reversed(parameters):
+    tied = sorted((p for p in parameters if p.placement.stages), key=lambda p: p.placement.name)
+    for placed in (*(p for p in reversed(parameters) if not p.placement.stages), *tied):
         parameter, span = placed.parameter, placed.placement.sync_span(mesh.layout)
         if not span or not parameter.requires_grad:
             continue
