@@ -8,7 +8,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from nanotrain_core.api.torch import TORCH, GEMMBackend, Kernels, Ops, Passes, Transport, linear_cross_entropy
+from nanotrain_core.api.torch import (
+    TORCH,
+    Chunks,
+    GEMMBackend,
+    Kernels,
+    Ops,
+    Passes,
+    Transport,
+    linear_cross_entropy,
+)
 from nanotrain_cpu import CPUKernelsConfig
 from nanotrain_cpu.attention import attention
 from nanotrain_cpu.experts import experts
@@ -17,12 +26,15 @@ from nanotrain_cpu.matmul import matmul_of_loss
 from nanotrain_cpu.memory import keep_freed_memory
 from nanotrain_cpu.transport import SharedMemoryTransport
 
+#: Logits that stay in the processor's cache from one pass over them to the next.
+IN_CACHE = Chunks(logits=2**20, tokens=256)
+
 #: What makes a training step at least 5% faster than plain PyTorch on a CPU: the README has the figures.
 FASTER = replace(
     TORCH,
     attention=attention,
     experts=experts,
-    linear_cross_entropy=partial(linear_cross_entropy, matmul=matmul_of_loss),
+    linear_cross_entropy=partial(linear_cross_entropy, chunks=IN_CACHE, matmul=matmul_of_loss),
 )
 
 
