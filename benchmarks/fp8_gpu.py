@@ -120,7 +120,7 @@ def layer(name: str, shape: tuple[int, int, int], rounds: int, bar: float) -> La
 
     def step(module: nn.Module) -> None:
         x.grad = module.weight.grad = None
-        with passes.weights_stand_still():
+        with passes.weights_unchanged():
             module(x).backward(d_y)
 
     times = turns(lambda: step(narrow), lambda: step(wide), rounds=rounds)
@@ -141,7 +141,7 @@ def experts(rounds: int) -> Layer:
 
     def ours() -> None:
         products = BACKENDS["triton"].make(Recipe(), Scratch(passes)).grouped(counts)
-        with passes.weights_stand_still():
+        with passes.weights_unchanged():
             _, kept = products.forward(x, w)
             products.dgrad(d_y, w)
             products.wgrad(d_y, kept)

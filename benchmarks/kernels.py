@@ -43,6 +43,7 @@ EACH: Mapping[str, tuple[tuple[str, ...], tuple[Apply, ...]]] = {
     "attention": (("attention",), ()),
     "experts": (("experts",), ()),
     "matmul": ((), (use_faster_products,)),
+    "loss": (("linear_cross_entropy",), ()),
 }
 
 #: All of them.

@@ -97,7 +97,7 @@ class Component:
     """``"module:attribute"`` of a callable that opens a checkpoint of this component for its weights alone:
     it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path is
     of another format. For ``--weights`` and ``nanotrain convert``."""
-    catalogue: str | None = None
+    listing: str | None = None
     """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
     folder, the folder of its checkpoints, or one of them), oldest first, each as a
     :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`; none if there are none of this format.
@@ -119,7 +119,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["hf", "weights", "catalogue", "survey"]) -> Any:
+    def load_optional(self, field: Literal["hf", "weights", "listing", "survey"]) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

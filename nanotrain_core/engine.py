@@ -215,10 +215,10 @@ class RuntimeEngine:
         self.note("data")
         microbatches = run.feed.microbatches()
         self.note("forward and backward")
-        counts, wishes = self._global_counts(microbatches)
+        counts, stop_flags = self._global_counts(microbatches)
         scale = run.loss_scale.value
-        weights = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
-        losses = self.executor.run(run.actions, microbatches, weights)
+        factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
+        losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
@@ -226,7 +226,7 @@ class RuntimeEngine:
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
-        self.stop.agree(wishes.tolist())
+        self.stop.agree(stop_flags.tolist())
         run.gradients.zero()
         self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
@@ -254,8 +254,8 @@ class RuntimeEngine:
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
         summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, beside=self.stop.flags())
-        counts, wishes = summed[: len(names)], summed[len(names) :]
-        return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), wishes
+        counts, stop_flags = summed[: len(names)], summed[len(names) :]
+        return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), stop_flags
 
     # --- what happens between steps -----------------------------------------------------------
 

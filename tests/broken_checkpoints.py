@@ -11,7 +11,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
 from nanotrain_core.checkpoint import simple as simple_checkpoint
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint
-from nanotrain_core.checkpoint.simple_listing import catalogue
+from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.errors import CheckpointError
 
 
@@ -95,7 +95,7 @@ class AsksTooLate(SimpleCheckpoint):
 
 
 class ListsBareHashes(SimpleCheckpoint):
-    """Has a catalogue that gives a file's hash in place of what is known of the file."""
+    """Has a listing that gives a file's hash in place of what is known of the file."""
 
 
 def bare_hashes(path):
@@ -103,7 +103,7 @@ def bare_hashes(path):
         said = saved.describe()
         return {**said, "files": {name: entry["sha256"] for name, entry in said["files"].items()}}
 
-    return [attrs.evolve(saved, describe=partial(describe, saved)) for saved in catalogue(path)]
+    return [attrs.evolve(saved, describe=partial(describe, saved)) for saved in list_checkpoints(path)]
 
 
 @hookimpl
@@ -115,4 +115,4 @@ def nanotrain_register_checkpoint(register):
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
     register(twin(ReadsTooLate, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
-    register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, catalogue=f"{__name__}:bare_hashes"))
+    register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, listing=f"{__name__}:bare_hashes"))

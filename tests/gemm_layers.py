@@ -32,7 +32,7 @@ def build(config):
             return new
 
         def forward(self, x_MK, *weights_NK):
-            assert self.passes.weights_since is not None
+            assert self.passes.weights_version is not None
             return [self.times(x_MK, weight.mT) for weight in weights_NK], self.keep(x_MK)
 
         def keep(self, x_MK):

@@ -19,12 +19,12 @@ LEVELS = (
         "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover "
         "checkpoint.info checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles moe moe.grouped_mm models models.cross_entropy models.feed_forward "
-        "models.head models.norms models.ops "
+        "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
         "run.throughput",
     ),
-    ("placement, mesh and matrix products", "layout.* moe.* precision.*"),
+    ("placement, mesh and matrix products", "layout.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
         "contracts.* builtin.configs component hookspecs recipe.frozen recipe.locate recipe.tree "
@@ -32,7 +32,7 @@ LEVELS = (
     ),
     (
         "mechanisms",
-        "checkpoint.safetensors_files checkpoint.saver layout.initialisation optim optim.lr_schedule "
+        "checkpoint.safetensors_files checkpoint.saver layout.initialisation optim.lr_schedule "
         "pipeline.executor pipeline.p2p pipeline.simulator run.events run.feed run.folder "
         "run.global_metrics",
     ),
@@ -174,11 +174,11 @@ SMALL = {
     "data": 480,
     "hf": 810,
     "launch": 800,
-    "layout": 890,
+    "layout": 865,
     "models": 480,
     "moe": 225,
     "monitors": 440,
-    "optim": 370,
+    "optim": 395,
     "pipeline": 570,
     "precision": 500,
     "recipe": 1280,

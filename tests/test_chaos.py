@@ -47,7 +47,7 @@ from nanotrain_core.component import Component
 
 @attrs.define(frozen=True, kw_only=True)
 class Config:
-    """A checkpoint without a catalogue."""
+    """A checkpoint without a listing."""
     {key}: int = 5
 
 @hookimpl
@@ -80,7 +80,7 @@ def test_is_refused(tmp_path, capsys, monkeypatch, words, text):
     assert text in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_a_catalogue_is_found_where_it_was_announced(tmp_path):
+def test_a_checkpoint_without_a_listing_is_found_where_it_was_announced(tmp_path):
     recipe, plugin = mine(tmp_path, "every")
     bench = Bench(Settings(recipe=recipe, plugins=(plugin,), every=2), tmp_path / "runs")
     assert bench.recipe().checkpoint.config.every == 2

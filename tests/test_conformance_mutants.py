@@ -154,7 +154,7 @@ FAULTS = [
         Case("checkpoint", use="asks_too_late", plugins=CHECKPOINTS),
         {"what_the_run_cannot_be_touches_nothing"},
     ),
-    (Case("checkpoint", use="lists_bare_hashes", plugins=CHECKPOINTS), {"catalogue_lists_what_was_saved"}),
+    (Case("checkpoint", use="lists_bare_hashes", plugins=CHECKPOINTS), {"listing_shows_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),

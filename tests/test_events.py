@@ -129,8 +129,8 @@ def test_a_monitor_that_cannot_take_back_what_it_said_is_logged_and_the_next_one
 
 def test_ranks_agree_on_the_most_urgent_wish():
     here, there = StopRequest(), StopRequest()
-    here.wish("stopped")
-    there.wish("preempted")
+    here.request("stopped")
+    there.request("preempted")
     summed = [a + b for a, b in zip(here.flags(), there.flags(), strict=True)]
     for request in (here, there):
         assert request.reason is None

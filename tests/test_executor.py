@@ -115,7 +115,7 @@ def test_activations_live_from_f_to_b(world):
 
     def counted(action):
         forward(action)
-        alive.append(len(executor._passes))
+        alive.append(len(executor._pending))
 
     executor._forward = counted
     executor.run(order("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 F0.3 B0.3"), batches(4), {"lm": torch.tensor(1.0)})
@@ -146,9 +146,9 @@ def test_gradients_deferred_by_a_step_that_broke_off_are_not_waited_for(world):
     executor = Executor(modules, gradients, world, owners=[0, 0], passes=passes)
     with pytest.raises(KeyError):
         executor.run(order("F0.0 F1.0 B1.0 B0.1 W1.0 W0.0"), batches(1), {"lm": torch.tensor(0.5)})
-    assert passes.weights_since is None
+    assert passes.weights_version is None
     assert passes.deferred is None
-    assert not passes.recomputing
+    assert not passes.in_backward
     for parameter in placed:
         parameter.grad = None
     executor.run(order("F0.0 F1.0 B1.0 B0.0"), batches(1), {"lm": torch.tensor(0.5)})
@@ -166,7 +166,7 @@ def test_two_runs_in_one_process_do_not_see_each_others_passes(world):
     def during(action):
         with passes.backward(DeferredGradients()):
             found.append(run(world, WHOLE, "F0.0 B0.0", microbatches=1)[0])
-            assert passes.recomputing
+            assert passes.in_backward
         backward(action)
 
     executor._backward = during

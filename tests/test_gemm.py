@@ -102,24 +102,24 @@ def test_a_backend_can_be_replaced():
 
 def test_what_is_made_of_weights_holds_while_they_stand_still():
     passes, other = Passes(), Passes()
-    assert passes.weights_since is None
-    with passes.weights_stand_still():
-        first = passes.weights_since
+    assert passes.weights_version is None
+    with passes.weights_unchanged():
+        first = passes.weights_version
         assert first is not None
-        assert first == passes.weights_since
-        assert other.weights_since is None
-    with passes.weights_stand_still():
-        assert passes.weights_since not in (None, first)
-    assert passes.weights_since is None
+        assert first == passes.weights_version
+        assert other.weights_version is None
+    with passes.weights_unchanged():
+        assert passes.weights_version not in (None, first)
+    assert passes.weights_version is None
 
 
 def test_a_pass_that_fails_is_over():
     passes, later = Passes(), DeferredGradients()
-    with pytest.raises(ZeroDivisionError), passes.weights_stand_still(), passes.backward(later):
+    with pytest.raises(ZeroDivisionError), passes.weights_unchanged(), passes.backward(later):
         raise ZeroDivisionError
-    assert passes.weights_since is None
+    assert passes.weights_version is None
     assert passes.deferred is None
-    assert not passes.recomputing
+    assert not passes.in_backward
 
 
 def test_a_layer_defers_to_the_passes_that_it_was_given_and_to_no_others():
@@ -189,7 +189,7 @@ def test_activation_checkpointing_leaves_weight_gradients_to_the_w_pass(kind):
         layer, names = nn.Module(), ("gate", "up", "down")
         for name in names:
             setattr(layer, name, nn.Parameter(torch.randn(3, 4, 4)))
-        tag(layer, Role.EXPERTS, products=names)
+        tag(layer, Role.EXPERTS, gemm_weights=names)
 
         def forward(x):
             return ops_of(layer).experts(x, counts, layer.gate, layer.up, layer.down)

@@ -26,8 +26,8 @@ def report(step, loss, **more):
 
 def feed(guard, losses, first=1):
     """Let the guard see losses; return its requests by step."""
-    wishes = {step: guard.on_step(report(step, loss)) for step, loss in enumerate(losses, first)}
-    return {step: wish for step, wish in wishes.items() if wish is not None}
+    requests = {step: guard.on_step(report(step, loss)) for step, loss in enumerate(losses, first)}
+    return {step: request for step, request in requests.items() if request is not None}
 
 
 def noisy(count, level=3.0):
@@ -41,9 +41,9 @@ def test_a_falling_noisy_loss_is_never_bad():
 
 def test_a_spike_that_stays_is_taken_back_to_the_step_before_it_showed():
     guard = Guard(GuardConfig(patience=3))
-    wishes = feed(guard, [*noisy(50), 9.0, 9.5, 9.2])
-    assert {step: wish.onset for step, wish in wishes.items()} == {53: 50}
-    assert wishes[53].reason.startswith("step 51: the loss rose to 9, from 2.99")
+    requests = feed(guard, [*noisy(50), 9.0, 9.5, 9.2])
+    assert {step: request.onset for step, request in requests.items()} == {53: 50}
+    assert requests[53].reason.startswith("step 51: the loss rose to 9, from 2.99")
 
 
 def test_a_spike_that_passes_is_left_alone():
@@ -54,7 +54,7 @@ def test_a_nan_neither_enters_the_history_nor_blinds_it():
     guard = Guard(GuardConfig(patience=2))
     assert feed(guard, [*noisy(50), NAN, *noisy(20), math.inf, *noisy(20)]) == {}
     assert all(map(math.isfinite, guard.good))
-    assert {step: wish.onset for step, wish in feed(guard, [9.0, 9.0], first=93).items()} == {94: 92}
+    assert {step: request.onset for step, request in feed(guard, [9.0, 9.0], first=93).items()} == {94: 92}
     assert max(guard.good) < 4
 
 
@@ -162,15 +162,15 @@ def test_a_rollback_comes_with_the_next_step_however_long_the_next_save_is_away(
     assert (back["onset"], back["step"], back["restored"]) == (21, 24, 20)
 
 
-def test_a_second_wish_takes_nothing_from_the_first():
+def test_a_second_request_takes_nothing_from_the_first():
     """Ranks that know of one go back: none may be left behind, and none may forget how far."""
     stop = StopRequest()
-    stop.wish_back(Rollback(3, "first"))
+    stop.request_rollback(Rollback(3, "first"))
     stop.agree([0.0, 0.0, 0.0, 2.0])
-    stop.wish_back(Rollback(5, "second"))
+    stop.request_rollback(Rollback(5, "second"))
     assert stop.rollback_agreed
     assert stop.rollback == Rollback(3, "first")
-    stop.wish_back(None)
+    stop.request_rollback(None)
     assert not stop.rollback_agreed
     assert stop.rollback is None
 
@@ -244,5 +244,5 @@ def test_without_a_checkpoint_that_is_old_enough_the_run_says_so(tmp_path):
         engine.fit()
 
 
-def test_wishes_carry_a_reason():
+def test_requests_carry_a_reason():
     assert Rollback(3, "why").reason == "why"

@@ -281,7 +281,7 @@ def stop_in_evaluation(engine, step):
 
     def stopping():
         if engine.step == step:
-            engine.stop.wish("preempted")
+            engine.stop.request("preempted")
         yield from validation()
 
     engine.run.feed.validation = stopping

@@ -13,7 +13,7 @@ from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.optim import moments
-from nanotrain_core.optim.moments import FIRST, GROUP, SECOND, NarrowMoments
+from nanotrain_core.optim.moments import FIRST, GROUP, SECOND, LowPrecisionAdamW
 from nanotrain_core.testing import Case, failures, run_ranks, trials
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.probe import make_run, push, train
@@ -82,7 +82,7 @@ def test_moments_are_rounded_after_every_step_and_nothing_else_is(form, rounded)
     """In float64, where no last bit decides which way a moment is rounded."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4 * GROUP).double())
-    optimizer = NarrowMoments([{"params": [weight], "weight_decay": 0.1}], **SETTINGS)
+    optimizer = LowPrecisionAdamW([{"params": [weight], "weight_decay": 0.1}], **SETTINGS)
     optimizer.state[weight] = state = {"step": torch.zeros(()), **states(form, 4 * GROUP)}
     gradients = list(torch.randn(10, 4 * GROUP).double() * torch.logspace(-4, 1, 4 * GROUP))
     expected = by_hand(weight.detach().clone(), gradients, *SETTINGS.values(), 0.1, rounded)

@@ -5,7 +5,8 @@ import torch
 
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, clip_factor, global_norm, place, placed_parameters
+from nanotrain_core.layout.placement import Placement, place, placed_parameters
+from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.testing import run_ranks
 
 LAYOUT = Layout(

@@ -43,7 +43,7 @@ def test_a_run_that_is_stopped_where_a_save_is_due_does_not_end_well_without_it(
 
     def stop_at_the_second():
         if engine.step == 1:
-            engine.stop.wish("stopped")
+            engine.stop.request("stopped")
         return train_step()
 
     engine._train_step = stop_at_the_second

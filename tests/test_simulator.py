@@ -44,7 +44,7 @@ def test_weight_gradients_of_their_own_shorten_their_backward_and_hold_activatio
 
 
 def test_times_differ_between_stages_and_messages_take_time_but_not_within_a_rank():
-    durations = Durations(forward=(1, 2, 3), backward=1, weight=(0.5, 0, 0), handover=10)
+    durations = Durations(forward=(1, 2, 3), backward=1, weight=(0.5, 0, 0), p2p=10)
     timeline = simulate([order("F0.0 F1.0 B1.0 B0.0"), order("F2.0 B2.0")], durations)
     assert times(timeline) == [
         [("F0.0", 0, 1), ("F1.0", 1, 3), ("B1.0", 27, 28), ("B0.0", 28, 29.5)],

@@ -51,8 +51,6 @@ from nanotrain_core.layout.placement import (
     PlacedParameter,
     Placement,
     Placements,
-    clip_factor,
-    global_norm,
     share_of,
 )
 from nanotrain_core.layout.transport import Transport
@@ -76,6 +74,7 @@ from nanotrain_core.moe.routing import (
     use_dispatch_codec,
 )
 from nanotrain_core.optim.adamw import AdamW, MasterOptimizer
+from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype

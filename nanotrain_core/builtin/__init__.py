@@ -143,7 +143,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             factory="nanotrain_core.checkpoint.simple:SimpleCheckpoint",
             summary="the whole run in one safetensors file",
             weights="nanotrain_core.checkpoint.simple:open_weights",
-            catalogue="nanotrain_core.checkpoint.simple_listing:catalogue",
+            listing="nanotrain_core.checkpoint.simple_listing:list_checkpoints",
         )
     )
 

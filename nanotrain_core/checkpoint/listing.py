@@ -10,9 +10,9 @@ from nanotrain_core.registry.registry import Registry
 
 
 def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
-    """Return what the catalogue of component ``use`` lists at ``path``; nothing without a catalogue."""
-    catalogue = registry.get("checkpoint", use).load_optional("catalogue")
-    return list(catalogue(path)) if catalogue is not None and path.exists() else []
+    """Return what the listing of component ``use`` lists at ``path``; nothing without a listing."""
+    list_checkpoints = registry.get("checkpoint", use).load_optional("listing")
+    return list(list_checkpoints(path)) if list_checkpoints is not None and path.exists() else []
 
 
 def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Registry) -> None:
@@ -28,7 +28,7 @@ def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Regist
     Raises:
         CheckpointError: with the kind that is there, or the checkpoint that was meant.
     """
-    if resume is None or registry.get("checkpoint", use).catalogue is None:
+    if resume is None or registry.get("checkpoint", use).listing is None:
         return
     by_path = resume not in ("auto", "latest") and not resume.isdecimal()
     at = Path(resume) if by_path else folder / "checkpoints"

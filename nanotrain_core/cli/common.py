@@ -87,7 +87,7 @@ def find_checkpoints(
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
-    kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).catalogue]
+    kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).listing]
     found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
     found.sort(key=lambda item: item[1].step)
     chosen = [item for item in found if step in (None, item[1].step)]

@@ -10,7 +10,8 @@ import torch
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, named_norms
+from nanotrain_core.layout.placement import Piece
+from nanotrain_core.optim.grad_norm import named_norms
 
 
 @attrs.define(frozen=True, eq=False)

@@ -74,7 +74,7 @@ class Tag:
     Where a number of ranks does not divide the units, several ranks may use the same one."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
     """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
-    products: tuple[str, ...] = ()
+    gemm_weights: tuple[str, ...] = ()
     """Of EXPERTS: the stacked weights [E, N, K] of gate, up and down, as they are handed to ``ops.experts``.
     One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
 
@@ -100,7 +100,7 @@ def tag(
     unit: int = 1,
     grouped: bool = False,
     split: Mapping[str, int] | None = None,
-    products: tuple[str, ...] = (),
+    gemm_weights: tuple[str, ...] = (),
 ) -> M:
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``.
 
@@ -110,7 +110,7 @@ def tag(
     if not isinstance(role, Role):
         roles = ", ".join(each.name for each in Role)
         raise PluginError(f"{type(module).__name__} is tagged {role!r}; expected a Role, one of {roles}")
-    setattr(module, _ATTRIBUTE, Tag(role, unit, grouped, split or {}, products))
+    setattr(module, _ATTRIBUTE, Tag(role, unit, grouped, split or {}, gemm_weights))
     return module
 
 

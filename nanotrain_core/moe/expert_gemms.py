@@ -25,13 +25,13 @@ def use_expert_gemms(module: nn.Module, backends: Mapping[str, GEMMBackend], pas
     """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
 
     Args:
-        module: of that role, whose tag's ``products`` are the parameters that it hands to ``ops.experts``.
+        module: of that role, whose tag's ``gemm_weights`` are the parameters that it hands to ``ops.experts``.
         backends: for each of them; it is read in every call.
         passes: of the run.
     """
     found = tag_of(module)
     assert found is not None
-    names = found.products
+    names = found.gemm_weights
 
     def experts(rows_ND: torch.Tensor, counts_E: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         grouped = {backend: backend.grouped(counts_E) for backend in set(backends.values())}

@@ -20,8 +20,9 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter, clip_factor, global_norm
+from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim import moments
+from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 
 #: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
 WAVE = 2**24
@@ -232,7 +233,7 @@ class AdamW(MasterOptimizer):
         config = self.config
         if config.moment_dtype == "float32":
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        return moments.NarrowMoments(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        return moments.LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return two moments at zero, in the form they are kept in."""

@@ -111,7 +111,7 @@ def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
         return state[name].to(dtype)
     code, scale = state[name + CODE], state[name + SCALE]
     blocks = code.view(-1, GROUP).float()
-    wide = unbend_first(blocks) if name == FIRST else unbend_second(blocks)
+    wide = expand_first(blocks) if name == FIRST else expand_second(blocks)
     return wide.mul_(scale.view(-1, 1)).view(code.shape).to(dtype)
 
 
@@ -124,8 +124,8 @@ def store(state: State, name: str, value: torch.Tensor) -> None:
     blocks = value.float().view(-1, GROUP)
     largest = rounded_up(blocks.abs().amax(dim=1, keepdim=True))
     ratio = blocks / torch.where(largest == 0, 1.0, largest)
-    bent = bend_first(ratio) if name == FIRST else bend_second(ratio)
-    code.copy_(bent.view(code.shape))
+    compressed = compress_first(ratio) if name == FIRST else compress_second(ratio)
+    code.copy_(compressed.view(code.shape))
     scale.copy_(largest.view(scale.shape))
 
 
@@ -134,27 +134,27 @@ def rounded_up(positive: torch.Tensor) -> torch.Tensor:
     return ((positive.contiguous().view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
 
 
-def bend_first(ratio: torch.Tensor) -> torch.Tensor:
+def compress_first(ratio: torch.Tensor) -> torch.Tensor:
     """Return codes -127 to 127 of numbers between -1 and 1."""
     return (ratio * (2 * 127) / (1 + ratio.abs())).round_()
 
 
-def unbend_first(code: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`bend_first`."""
+def expand_first(code: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`compress_first`."""
     return code / (2 * 127 - code.abs())
 
 
-def bend_second(ratio: torch.Tensor) -> torch.Tensor:
+def compress_second(ratio: torch.Tensor) -> torch.Tensor:
     """Return codes 0 to 255 of numbers between 0 and 1: 0 of nothing but 0."""
     return (ratio.sqrt() * 255).round_().maximum((ratio > 0).float())
 
 
-def unbend_second(code: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`bend_second`."""
+def expand_second(code: torch.Tensor) -> torch.Tensor:
+    """Undo :func:`compress_second`."""
     return (code / 255).square_()
 
 
-class NarrowMoments(torch.optim.AdamW):
+class LowPrecisionAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on state whose moments have fewer bits than the weight."""
 
     @torch.no_grad()

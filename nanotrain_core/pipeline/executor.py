@@ -25,7 +25,7 @@ Losses = dict[str, torch.Tensor]
 
 
 @attrs.define(frozen=True, eq=False)
-class Pass:
+class PendingForward:
     """A forward pass that waits for its backward."""
 
     inputs: torch.Tensor
@@ -63,28 +63,31 @@ class Executor:
     # --- training -----------------------------------------------------------------------------
 
     def run(
-        self, actions: Sequence[Action], microbatches: Sequence[Batch], weights: Mapping[str, torch.Tensor]
+        self,
+        actions: Sequence[Action],
+        microbatches: Sequence[Batch],
+        loss_factors: Mapping[str, torch.Tensor],
     ) -> Losses:
         """Run ``actions`` and return the detached sum of each loss term over the microbatches.
 
         Args:
             actions: this rank's list.
             microbatches: this rank's share of the global batch, by microbatch number.
-            weights: what each loss sum is multiplied by before backward: its weight in the training
+            loss_factors: what each loss sum is multiplied by before backward: its weight in the training
                 loss times the loss scale, over its global count.
         """
-        self._begin(actions, weights, microbatches)
+        self._begin(actions, loss_factors, microbatches)
         began, waited = time.perf_counter(), self.p2p.waited
-        with self.passes.weights_stand_still():
+        with self.passes.weights_unchanged():
             for position, action in enumerate(actions):
-                closing = self._closing.get(position, ())
-                if closing:
-                    self.gradients.last_microbatch(closing)
+                completed = self._completed_by.get(position, ())
+                if completed:
+                    self.gradients.last_microbatch(completed)
                 self._execute(action)
                 if self._ends_backward(action):
                     self.gradients.microbatch(self._parameters[action.stage])
-                if closing:
-                    self.gradients.complete(closing)
+                if completed:
+                    self.gradients.complete(completed)
         self.p2p.flush()
         self.idle = (self.p2p.waited - waited) / (time.perf_counter() - began)
         return self._sums
@@ -99,22 +102,25 @@ class Executor:
                 self._deferred.pop((action.stage, action.microbatch)).compute()
 
     def _begin(
-        self, actions: Sequence[Action], weights: Mapping[str, torch.Tensor], microbatches: Sequence[Batch]
+        self,
+        actions: Sequence[Action],
+        loss_factors: Mapping[str, torch.Tensor],
+        microbatches: Sequence[Batch],
     ) -> None:
         self.p2p.begin(len(microbatches))
-        self._microbatches, self._weights = microbatches, weights
-        self._passes: dict[tuple[int, int], Pass] = {}
+        self._microbatches, self._loss_factors = microbatches, loss_factors
+        self._pending: dict[tuple[int, int], PendingForward] = {}
         self._sums: Losses = {}
         self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
-        self._closing = self._find_closing(actions)
+        self._completed_by = self._find_completed(actions)
 
     def _ends_backward(self, action: Action) -> bool:
         """Return whether ``action`` is a microbatch's last of a stage with gradients: B, or its W."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 
-    def _find_closing(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+    def _find_completed(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
         """Return, by position, the actions that complete gradients, and whose: each stage's last one.
 
         A parameter that two stages on this rank share is complete with the later of them.
@@ -125,10 +131,10 @@ class Executor:
             for stage in sorted(self.stages, key=last.__getitem__)
             for parameter in self.stages[stage].parameters()
         }
-        closing: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
+        completed: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
         for parameter, position in owner.items():
-            closing[position].append(parameter)
-        return closing
+            completed[position].append(parameter)
+        return completed
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -137,7 +143,7 @@ class Executor:
         if stage:
             inputs.requires_grad_()
         output = self._pass(stage, inputs, batch)
-        self._passes[stage, number] = Pass(inputs, output)
+        self._pending[stage, number] = PendingForward(inputs, output)
         _add(output.losses, self._sums)
         if stage != self.final:
             self.p2p.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
@@ -162,7 +168,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
-        done = self._passes.pop((stage, number))
+        done = self._pending.pop((stage, number))
         roots, seeds = self._roots(done.output.losses), []
         if stage != self.final:
             assert done.output.value is not None
@@ -182,10 +188,10 @@ class Executor:
     def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         if not losses:
             return []
-        if unknown := losses.keys() - self._weights.keys():
-            known = ", ".join(self._weights)
+        if unknown := losses.keys() - self._loss_factors.keys():
+            known = ", ".join(self._loss_factors)
             raise PluginError(f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}")
-        return [torch.stack([self._weights[name] * value for name, value in losses.items()]).sum()]
+        return [torch.stack([self._loss_factors[name] * value for name, value in losses.items()]).sum()]
 
     # --- without gradients --------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class Executor:
         self.p2p.begin(1)
         outputs = {}
         for stage in sorted(self.stages):
-            with self.passes.weights_stand_still(), evaluating(self.stages[stage]):
+            with self.passes.weights_unchanged(), evaluating(self.stages[stage]):
                 outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
             if stage != self.final:
                 self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))

@@ -23,22 +23,22 @@ class Passes:
         """Whether any backward pass of this run leaves weight gradients to a W pass."""
         self.deferred: DeferredGradients | None = None
         """Where the backward pass under way leaves them."""
-        self.recomputing = False
-        """Whether a backward pass is under way: a layer that runs forward now does so a second time, for
-        activation checkpointing, and must not count its tokens again."""
+        self.in_backward = False
+        """Whether a backward pass is under way: a forward of a layer in it is a recomputation, for activation
+        checkpointing, and must not count its tokens again."""
         self._number, self._open = 0, False
 
     @property
-    def weights_since(self) -> int | None:
-        """The number of the span between two updates that lasts: what was made of a weight in it still holds.
+    def weights_version(self) -> int | None:
+        """A number that changes whenever weights may have: what was made of a weight under it still holds.
 
-        None outside of one, where anybody may write to weights. A tensor's version does not tell:
-        collectives write through other views of the same memory.
+        None between steps, where anybody may write to weights. (Megatron passes ``is_first_microbatch`` for
+        the same end.) A tensor's version does not tell: collectives write through other views of the memory.
         """
         return self._number if self._open else None
 
     @contextmanager
-    def weights_stand_still(self) -> Iterator[None]:
+    def weights_unchanged(self) -> Iterator[None]:
         """Promise that no weight changes while this lasts: a step's microbatches, or a validation batch."""
         self._number, self._open = self._number + 1, True
         try:
@@ -49,11 +49,11 @@ class Passes:
     @contextmanager
     def backward(self, deferred: DeferredGradients | None = None) -> Iterator[None]:
         """Run a backward pass, which leaves weight gradients to ``deferred`` if there is one."""
-        self.deferred, self.recomputing = deferred, True
+        self.deferred, self.in_backward = deferred, True
         try:
             yield
         finally:
-            self.deferred, self.recomputing = None, False
+            self.deferred, self.in_backward = None, False
 
     def defers(self, weight: torch.Tensor) -> bool:
         """Return whether the gradient of ``weight`` is left to a W pass now."""

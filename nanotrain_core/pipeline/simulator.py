@@ -26,7 +26,7 @@ class Durations:
     """The gradient of a stage's input."""
     weight: Time = 1.0
     """The gradients of its weights: added to the backward's time where they are not an action."""
-    handover: float = 0.0
+    p2p: float = 0.0
     """From the end of an action to its output's arrival at another rank."""
 
     def of(self, action: Action, *, split: bool) -> float:
@@ -145,7 +145,7 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
 
 def _arrival(done: tuple[float, int], rank: int, times: Durations) -> float:
     end, source = done
-    return end if source == rank else end + times.handover
+    return end if source == rank else end + times.p2p
 
 
 def needs(action: Action, final: int) -> tuple[Action, ...]:

@@ -90,14 +90,14 @@ def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
     found = tag_of(module)
     if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
         return ()  # a wrapper computes on other rows than it is called with
-    return ("weight",) if found.role in LINEAR else tuple(found.products)
+    return ("weight",) if found.role in LINEAR else tuple(found.gemm_weights)
 
 
 def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
     """Have ``module`` make the GEMMs of its parameters with ``backends``, inside all its hooks.
 
     Args:
-        module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``products``.
+        module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``gemm_weights``.
         backends: for each name in :func:`gemm_parameters`.
         passes: of the run.
     """

@@ -112,13 +112,15 @@ class Events:
             if monitor.reads_weights:
                 self.weights_ready()
             with self._bearing(f"{type(monitor).__name__}.{event}"):
-                wish = getattr(monitor, event)(*arguments)
-                if wish == "stop":
-                    self.stop.wish("stopped")
-                elif isinstance(wish, Rollback) and wish.onset <= getattr(arguments[0], "step", 0):
-                    self.stop.wish_back(wish)
-                elif wish is not None:
-                    raise TypeError(f'{event} returned {wish!r}; expected None, "stop", an earlier Rollback')
+                request = getattr(monitor, event)(*arguments)
+                if request == "stop":
+                    self.stop.request("stopped")
+                elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
+                    self.stop.request_rollback(request)
+                elif request is not None:
+                    raise TypeError(
+                        f'{event} returned {request!r}; expected None, "stop", an earlier Rollback'
+                    )
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:

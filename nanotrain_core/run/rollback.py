@@ -45,21 +45,23 @@ def roll_back(engine: RuntimeEngine) -> None:
     run, step = engine.run, engine.step
     engine.note("checkpoint")
     engine.saves.advance(wait=True)
-    wish = earliest(engine.stop.rollback, run.mesh)
-    skipped = [*run.feed.skipped, run.feed.of_last(step - wish.onset + 1)]
-    restored = load_newest_before(wish.onset, engine)
+    request = earliest(engine.stop.rollback, run.mesh)
+    skipped = [*run.feed.skipped, run.feed.of_last(step - request.onset + 1)]
+    restored = load_newest_before(request.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
     # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
-    engine.stop.wish_back(None)
+    engine.stop.request_rollback(None)
     engine.pace.restart(engine.step)
-    engine.events.rollback(RollbackReport(step, wish.onset, restored, skipped[-1], len(skipped), wish.reason))
+    engine.events.rollback(
+        RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)
+    )
 
 
-def earliest(wish: Rollback | None, mesh: Mesh) -> Rollback:
+def earliest(request: Rollback | None, mesh: Mesh) -> Rollback:
     """Return the request with the earliest onset among those of all ranks. Collective."""
-    wishes: list[Rollback] = [each for each in mesh.gather(wish) if each is not None]
-    return min(wishes, key=lambda each: each.onset)
+    requests: list[Rollback] = [each for each in mesh.gather(request) if each is not None]
+    return min(requests, key=lambda each: each.onset)
 
 
 def load_newest_before(onset: int, engine: RuntimeEngine) -> int:

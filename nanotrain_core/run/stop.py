@@ -67,22 +67,22 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: StopReason | None
-        self._wished: set[StopReason]
+        self._requested: set[StopReason]
         self.clear()
 
     def clear(self) -> None:
         """Forget earlier requests: a new call of fit begins."""
-        self.reason, self._wished = None, set()
+        self.reason, self._requested = None, set()
         self.rollback: Rollback | None = None
         """This rank's own request."""
         self.rollback_agreed = False
         """Whether any rank requests to go back, as all ranks know."""
 
-    def wish(self, reason: StopReason) -> None:
+    def request(self, reason: StopReason) -> None:
         """Ask to stop at the next agreement."""
-        self._wished.add(reason)
+        self._requested.add(reason)
 
-    def wish_back(self, rollback: Rollback | None) -> None:
+    def request_rollback(self, rollback: Rollback | None) -> None:
         """Ask to go back at the next agreement; None when that is done. The earliest request counts.
 
         What is agreed stays so: the other ranks are about to go back.
@@ -94,12 +94,12 @@ class StopRequest:
 
     def flags(self) -> list[float]:
         """Return this rank's requests as numbers to be summed over all ranks."""
-        return [*(float(reason in self._wished) for reason in REASONS), float(self.rollback is not None)]
+        return [*(float(reason in self._requested) for reason in REASONS), float(self.rollback is not None)]
 
     def agree(self, summed: Sequence[float]) -> None:
         """Learn what all ranks together request."""
         *stops, self.rollback_agreed = map(bool, summed)
-        self.reason = next((reason for reason, wished in zip(REASONS, stops, strict=True) if wished), None)
+        self.reason = next((reason for reason, asked in zip(REASONS, stops, strict=True) if asked), None)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class StopRequest:
             name = signal.Signals(number)
             if name not in received:
                 received[name] = time.monotonic()
-                self.wish(SIGNALS[name])
+                self.request(SIGNALS[name])
             elif not is_again(number, received[name]):
                 signal.signal(number, before[name])
                 signal.raise_signal(number)

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint
-from nanotrain_core.checkpoint.simple_listing import catalogue
+from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.script.feed import LoaderFeed
@@ -73,7 +73,7 @@ def claim(folder: Path, resume: str | None) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        saved = catalogue(folder)
+        saved = list_checkpoints(folder)
     except OSError as problem:
         raise CheckpointError(f"the folder {folder} cannot be used: {problem}") from None
     if saved and resume is None:

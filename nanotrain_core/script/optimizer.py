@@ -11,7 +11,8 @@ from torch import nn
 from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, clip_factor, global_norm
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 
 #: Options that say how a step is computed, not what: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}

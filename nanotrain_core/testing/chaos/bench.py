@@ -338,7 +338,7 @@ class Trial:
         return problems
 
     def saved_files(self) -> list[Path]:
-        """Return the files of the newest checkpoint in the catalogue, or else of those announced."""
+        """Return the files of the newest checkpoint in the listing, or else of those announced."""
         found = listed(self.folder, self.bench.recipe().checkpoint.use, self.bench.registry)
         announced = max(self.rows("checkpoint"), key=lambda row: row["step"])["path"]
         newest = found[-1].path if found else Path(announced)

@@ -125,16 +125,16 @@ def empty_folder_has_no_checkpoint(case: Case) -> None:
         assert run_ranks(load, case.world_size, case, folder, "latest") == [None] * case.world_size
 
 
-@check("checkpoint", since="0.2", applies=lambda case: case.component().catalogue is not None)
-def catalogue_lists_what_was_saved(case: Case) -> None:
-    """The catalogue lists each checkpoint, with what ``nanotrain ckpt`` shows of it, and notices damage."""
-    catalogue = case.component().load_optional("catalogue")
+@check("checkpoint", since="0.2", applies=lambda case: case.component().listing is not None)
+def listing_shows_what_was_saved(case: Case) -> None:
+    """The listing shows each checkpoint, with what ``nanotrain ckpt`` shows of it, and notices damage."""
+    list_checkpoints = case.component().load_optional("listing")
     with temporary_folder() as folder:
-        assert list(catalogue(folder)) == [], "it lists something in an empty folder"
+        assert list(list_checkpoints(folder)) == [], "it lists something in an empty folder"
         ranks = run_ranks(save_steps, case.world_size, case, folder / "checkpoints", [3, 5])
-        newest = catalogue(folder)[-1]
+        newest = list_checkpoints(folder)[-1]
         for at, wanted in ((folder, [3, 5]), (folder / "checkpoints", [3, 5]), (newest.path, [5])):
-            steps = [saved.step for saved in catalogue(at)]
+            steps = [saved.step for saved in list_checkpoints(at)]
             assert steps == wanted, f"steps {steps} at {at.relative_to(folder)}, saved {wanted}"
         said = newest.describe()
         assert (said["world_size"], said["meta"]["step"]) == (case.world_size, 5), f"it says {said}"

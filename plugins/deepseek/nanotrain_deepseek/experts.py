@@ -25,7 +25,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(E, F, D))
         self.down = nn.Parameter(torch.empty(E, D, F))
         split = {"gate": 1, "up": 1, "down": 2}
-        tag(self, Role.EXPERTS, split=split, products=tuple(split))
+        tag(self, Role.EXPERTS, split=split, gemm_weights=tuple(split))
 
     def forward(self, x_BSD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return each token's weighted sum of its experts [B, S, D], all of which are on this rank."""

@@ -45,7 +45,7 @@ class MadeOnce(Generic[T]):
 
     def __call__(self, weight: torch.Tensor) -> T:
         """Return what was made of ``weight``."""
-        now = self.passes.weights_since
+        now = self.passes.weights_version
         if now is None:
             return self.make(weight)
         if now != self._since:
@@ -73,7 +73,7 @@ class Last(Generic[T]):
 
     def get(self, x: torch.Tensor, how: Any, make: Callable[[], T]) -> T:
         """Return what was made of ``x``, unchanged since, in the way ``how``; else make it."""
-        since = self.passes.weights_since
+        since = self.passes.weights_version
         key = (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version, since, how)
         if self._made is None or key != self._key:
             self._made = None  # free it before there is another

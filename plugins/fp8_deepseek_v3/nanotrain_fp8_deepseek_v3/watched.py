@@ -171,7 +171,7 @@ class WatchedCodec:
 def in_backward(module: nn.Module) -> bool:
     """Return whether a backward pass of the run that ``module`` belongs to is under way."""
     gemms = gemms_of(module)
-    return gemms is not None and gemms.passes.recomputing
+    return gemms is not None and gemms.passes.in_backward
 
 
 def label(name: str, key: str, backends: Mapping[str, FP8GEMM]) -> str:

@@ -248,17 +248,17 @@ def test_frozen_weights_get_no_gradient():
 def test_a_weight_is_rounded_once_while_it_stands_still_and_again_when_it_was_written():
     passes, made, weight = Passes(), [], nn.Parameter(torch.zeros(3))
     read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1], passes)
-    with passes.weights_stand_still():
+    with passes.weights_unchanged():
         assert read(weight) is read(weight)
         with torch.no_grad():
             weight.add_(1)
         assert read(weight).sum() == 3
     memory = torch.ones(3)
     weight.data = memory
-    with passes.weights_stand_still():
+    with passes.weights_unchanged():
         assert read(weight).sum() == 3
     memory.add_(1)  # as a collective writes: the parameter's version knows nothing of it
-    with passes.weights_stand_still():
+    with passes.weights_unchanged():
         assert read(weight).sum() == 6
     assert read(weight) is not read(weight)  # outside, anything may happen between two calls
 
@@ -268,7 +268,7 @@ def test_objects_made_anew_for_one_weight_share_what_was_made_and_never_get_that
     passes, made = Passes(), []
     weights = [nn.Parameter(torch.full((3,), float(number))) for number in range(2)]
     read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1], passes)
-    with passes.weights_stand_still():
+    with passes.weights_unchanged():
         for number in (0, 1, 1, 0, 1, 0):
             assert torch.equal(read(weights[number].detach()), weights[number])
     assert len(made) == 2
@@ -279,7 +279,7 @@ def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatc
     products = EmulatedFP8(TILED, Scratch(passes))
     products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w), passes)
     layer = layer_of(products, passes=passes)
-    with passes.weights_stand_still():
+    with passes.weights_unchanged():
         for seed in range(3):
             layer(normal(5, 200, seed=seed).requires_grad_()).sum().backward()
     assert len(made) == 1
@@ -309,7 +309,7 @@ def test_two_runs_in_one_process_share_nothing_of_what_they_made():
     one, other = Scratch(Passes()), Scratch(Passes())
     made, weight, x = [], torch.zeros(3), normal(5, 200)
     reads = [scratch.once(lambda w: made.append(w) or w.clone()) for scratch in (one, other)]
-    with one.passes.weights_stand_still():
+    with one.passes.weights_unchanged():
         assert reads[0](weight) is reads[0](weight)
         assert reads[1](weight) is not reads[1](weight)
     layers = [EmulatedFP8(TILED, scratch) for scratch in (one, one, other)]

@@ -39,6 +39,6 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             factory="nanotrain_sharded_ckpt_v2.checkpoint:ShardedCheckpoint",
             summary="a share from every rank, hashed, written while training goes on, read on any layout",
             weights="nanotrain_sharded_ckpt_v2.weights:open_weights",
-            catalogue="nanotrain_sharded_ckpt_v2.listing:catalogue",
+            listing="nanotrain_sharded_ckpt_v2.listing:list_checkpoints",
         )
     )

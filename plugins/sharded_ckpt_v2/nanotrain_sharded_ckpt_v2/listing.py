@@ -12,7 +12,7 @@ from nanotrain_core.api import CheckpointInfo
 from nanotrain_sharded_ckpt_v2 import folders, manifest
 
 
-def catalogue(path: Path) -> list[CheckpointInfo]:
+def list_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return those of a run folder, of the folder they are in, or the one at ``path``; oldest first."""
     if (path / manifest.NAME).is_file():
         return [_saved(path, folders.step_of(path) or 0)]

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from nanotrain_sharded_ckpt_v2.listing import catalogue
+from nanotrain_sharded_ckpt_v2.listing import list_checkpoints
 from nanotrain_sharded_ckpt_v2.weights import open_weights
 from small_run import opened, state
 
@@ -28,7 +28,7 @@ def test_loads_as_it_was_saved(tmp_path):
 
 def test_is_listed_described_and_whole(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "checkpoints" / GOLDEN.name)
-    (saved,) = catalogue(tmp_path)
+    (saved,) = list_checkpoints(tmp_path)
     described = saved.describe()
     assert (saved.step, described["version"], described["world_size"]) == (2, 2, 2)
     assert list(described["tensors"]) == ["step/w", "w"]

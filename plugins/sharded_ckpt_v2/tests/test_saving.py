@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import blocks
-from nanotrain_sharded_ckpt_v2.listing import catalogue
+from nanotrain_sharded_ckpt_v2.listing import list_checkpoints
 from safetensors.torch import load_file
 from small_run import opened, reseal, save, state
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_that_lost_a_file_is_damaged_and_not_taken_for_none(tmp_pat
     assert checkpoint.load("latest", live).meta == {"step": 1}
     assert [path.name[:17] for path in tmp_path.glob(".corrupt-*")] == [".corrupt-00000002"]
     (tmp_path / "step-00000001" / name).unlink()
-    (told,) = catalogue(tmp_path)
+    (told,) = list_checkpoints(tmp_path)
     assert f"step-00000001/{name} is missing" in told.verify()[0]
     with pytest.raises(CheckpointError, match=f"step-00000001/{name} is missing"):
         checkpoint.load("latest", live)
