@@ -180,7 +180,7 @@ SMALL = {
     "monitors": 440,
     "optim": 395,
     "pipeline": 570,
-    "precision": 500,
+    "precision": 520,
     "recipe": 1280,
     "registry": 510,
     "run": 700,

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanotrain_core.models.ops import grouped_linear
-from nanotrain_core.moe.grouped_mm import WithoutRows, grouped_linear_on_gpu, grouped_mm
+from nanotrain_core.moe.grouped_mm import WithoutRows, grouped_linear_on_gpu, grouped_mm, has_one_kernel
+from nanotrain_core.precision import gemm_backend
+from nanotrain_core.precision.gemm_backend import TorchGEMM
 
 COUNTS = torch.tensor([16, 0, 32, 0])
 
@@ -34,6 +37,40 @@ def test_one_kernel_for_all_experts_is_one_product_after_the_other():
     for ours, plain in zip(found, passed_through(grouped_linear, torch.bfloat16), strict=True):
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
     assert not found[2][1].any()
+
+
+def three(backend, x, weight, d_y):
+    (y,), kept = backend.forward(x, weight)
+    return y, backend.dgrad(d_y, weight), backend.wgrad(d_y, kept)
+
+
+def test_a_backend_that_has_one_kernel_makes_each_gemm_with_it_and_never_asks_for_the_counts(monkeypatch):
+    """As on a GPU, where asking makes the host wait."""
+    numbers = torch.Generator().manual_seed(0)
+    x, weight, d_y = (
+        torch.randn(*shape, generator=numbers).bfloat16() for shape in ((48, 32), (4, 16, 32), (48, 16))
+    )
+    expected = three(TorchGEMM().grouped(COUNTS), x, weight, d_y)
+    monkeypatch.setattr(gemm_backend, "has_one_kernel", lambda rows, *sizes: True)
+    backend = TorchGEMM().grouped(COUNTS)
+    for ours, plain in zip(three(backend, x, weight, d_y), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
+    assert "counts" not in vars(backend)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows", "widths", "expected"),
+    [
+        ("cuda", torch.bfloat16, 48, (32, 16), True),
+        ("cuda", torch.bfloat16, 48, (32, 12), False),
+        ("cuda", torch.bfloat16, 0, (32, 16), False),
+        ("cuda", torch.float32, 48, (32, 16), False),
+        ("cpu", torch.bfloat16, 48, (32, 16), False),
+    ],
+)
+def test_one_kernel_is_for_bfloat16_rows_of_whole_16_bytes_on_a_gpu(device, dtype, rows, widths, expected):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert has_one_kernel(torch.empty(rows, widths[0], dtype=dtype, device=device), *widths) is expected
 
 
 @pytest.mark.parametrize("left", [float("nan"), 7.0])

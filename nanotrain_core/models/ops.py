@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
-from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm
+from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has_one_kernel
 
 Tensor = torch.Tensor
 
@@ -66,17 +66,13 @@ def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Ten
     On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts. Elsewhere it
     does, and in a compiled graph inside of one operator.
     """
-    if rows_NK.is_cuda and rows_NK.dtype == torch.bfloat16 and len(rows_NK) and _aligned(weight_ENK):
+    if has_one_kernel(rows_NK, *weight_ENK.shape[1:]):
         return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E)
     if torch.compiler.is_compiling():
         compiled: Tensor = grouped_mm(rows_NK, weight_ENK.mT, counts_E)
         return compiled
     pieces = torch.split(rows_NK, counts_E.tolist())
     return torch.cat([F.linear(rows, weight) for rows, weight in zip(pieces, weight_ENK, strict=True)])
-
-
-def _aligned(weight: Tensor) -> bool:
-    return all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
 
 
 def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def use_expert_gemms(module: nn.Module, backends: Mapping[str, GEMMBackend], pas
     """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
 
     Args:
-        module: of that role, whose tag's ``gemm_weights`` are the parameters that it hands to ``ops.experts``.
+        module: of that role, with ``gemm_weights`` in its tag: the parameters handed to ``ops.experts``.
         backends: for each of them; it is read in every call.
         passes: of the run.
     """

@@ -40,6 +40,29 @@ def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> 
     return transposed_times(left_MN, right_MK, counts_E.tolist())
 
 
+def has_one_kernel(rows: Tensor, *sizes: int) -> bool:
+    """Return whether ``F.grouped_mm`` multiplies ``rows``: on a GPU, in bfloat16, all of whole 16 bytes.
+
+    Args:
+        rows: of the left operand, sorted.
+        sizes: of one matrix, or of the right operand's rows.
+    """
+    whole = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[-1], *sizes))
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and bool(len(rows)) and whole
+
+
+def in_one_kernel(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
+    """Return :func:`multiply`, in one kernel, for which the host does not wait for the counts."""
+    return F.grouped_mm(rows_MK.contiguous(), right_EKN, offs=counts_E.cumsum(0).to(torch.int32))
+
+
+def transposed_in_one_kernel(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return :func:`multiply_transposed` in one kernel; 0 for a matrix without rows."""
+    ends = counts_E.cumsum(0).to(torch.int32)
+    found_ENK = F.grouped_mm(left_MN.contiguous().T, right_MK.contiguous(), offs=ends)
+    return found_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0)
+
+
 class WithoutRows(torch.autograd.Function):
     """Identity of stacked weights; backward: the gradient of those without rows is 0.
 
@@ -60,8 +83,7 @@ class WithoutRows(torch.autograd.Function):
 def grouped_linear_on_gpu(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows times its transposed weight, in one kernel each way, without the host."""
     used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
-    ends = counts_E.cumsum(0).to(torch.int32)
-    return F.grouped_mm(rows_NK.contiguous(), used.transpose(1, 2), offs=ends)
+    return in_one_kernel(rows_NK, used.transpose(1, 2), counts_E)
 
 
 #: :func:`multiply`, differentiable.

@@ -5,11 +5,20 @@ Shapes: M rows, K inputs, N outputs; of stacked weights E.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from nanotrain_core.moe.grouped_mm import grouped_mm, grouped_mm_transposed, rows_times, transposed_times
+from nanotrain_core.moe.grouped_mm import (
+    grouped_mm,
+    grouped_mm_transposed,
+    has_one_kernel,
+    in_one_kernel,
+    rows_times,
+    transposed_in_one_kernel,
+    transposed_times,
+)
 
 #: What a backend keeps of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
@@ -86,14 +95,19 @@ class TorchGEMM:
 
 
 class TorchGroupedGEMM:
-    """The GEMMs of stacked weights [E, N, K], one after the other. See :class:`GEMMBackend`."""
+    """The GEMMs of stacked weights [E, N, K]. See :class:`GEMMBackend`.
+
+    On a GPU in bfloat16 one kernel makes all of a GEMM, and the host does not wait for the counts. Elsewhere
+    they are made one after the other, in a compiled graph inside of an operator, since it cannot know counts.
+    """
 
     def __init__(self, counts_E: torch.Tensor) -> None:
         self.counts_E = counts_E
-        self.counts: list[int] | None = None
-        """How many rows each weight has; None in a compiled graph, which cannot know."""
-        if not torch.compiler.is_compiling():
-            self.counts = counts_E.tolist()
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many rows each weight has."""
+        return [int(count) for count in self.counts_E.tolist()]
 
     def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return each weight's rows times its transpose, and x."""
@@ -109,17 +123,22 @@ class TorchGroupedGEMM:
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
-        if self.counts is None:
-            d_weight_ENK: torch.Tensor = grouped_mm_transposed(d_y_MN, kept[0], self.counts_E)
+        (x_MK,) = kept
+        if has_one_kernel(d_y_MN, x_MK.shape[1]):
+            return transposed_in_one_kernel(d_y_MN, x_MK, self.counts_E)
+        if torch.compiler.is_compiling():
+            d_weight_ENK: torch.Tensor = grouped_mm_transposed(d_y_MN, x_MK, self.counts_E)
             return d_weight_ENK
-        return transposed_times(d_y_MN, kept[0], self.counts)
+        return transposed_times(d_y_MN, x_MK, self.counts)
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
         """Return the same for other rows."""
         return TorchGroupedGEMM(counts_E)
 
     def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:
-        if self.counts is None:
+        if has_one_kernel(rows, *right_EAB.shape[1:]):
+            return in_one_kernel(rows, right_EAB, self.counts_E)
+        if torch.compiler.is_compiling():
             y: torch.Tensor = grouped_mm(rows, right_EAB, self.counts_E)
             return y
         return rows_times(rows, right_EAB, self.counts)
