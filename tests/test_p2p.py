@@ -12,6 +12,7 @@ from nanotrain_core.layout.messages import EdgeMessages
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.p2p import StageP2P
+from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.pool import run_ranks
 
 LIKE = (1, 3)
@@ -116,3 +117,19 @@ def one_forward_one_backward(microbatches, way):
 @pytest.mark.parametrize("way", ["tags", "memory"])
 def test_what_was_sent_is_let_go_when_its_gradient_is_back(way):
     assert run_ranks(one_forward_one_backward, 2, 5, way, check_collectives=way == "tags")[0] == 0
+
+
+def connections(owners):
+    """Return what this rank sent and received, by peer, while the groups of edges were made."""
+    view = View(("pp",), (dist.get_world_size(),))
+    mesh = Mesh(Layout({"dense": view}), rank=dist.get_rank(), transport=Groups())
+    with CollectiveLog() as log:
+        EdgeMessages(owners, mesh)
+    return [name.partition("_")[0].partition(".")[0] for name, _, _ in log.entries]
+
+
+def test_groups_of_edges_are_connected_by_send_and_recv_which_nccl_connects_apart():
+    first, middle, last = run_ranks(connections, 3, [0, 1, 2])
+    assert first == ["send", "recv"]
+    assert middle == ["recv", "send", "send", "recv"]
+    assert last == ["recv", "send"]

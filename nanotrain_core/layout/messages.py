@@ -106,7 +106,7 @@ class EdgeMessages(Messages):
             self._keep_in_step(made, ends, max(made[end] for end in ends))
             if rank in ends:
                 for way in WAYS:
-                    self._groups[way, edge] = self._meet(ends, f"p2p-{way}-{edge}")
+                    self._groups[way, edge] = self._connect(ends, way, f"p2p-{way}-{edge}")
             for end in ends:
                 made[end] += len(WAYS)
         self._keep_in_step(made, range(len(made)), max(made))
@@ -119,8 +119,16 @@ class EdgeMessages(Messages):
                     self.mesh.skip_group()
             made[rank] = number
 
-    def _meet(self, ends: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Make a group of two pipeline ranks that is connected: no first send waits until it is."""
+    def _connect(self, ends: Sequence[int], way: Way, name: str) -> dist.ProcessGroup:
+        """Make a group of two pipeline ranks and send a number: no first send waits until they are connected.
+
+        NCCL connects send/recv apart from collectives: an all-reduce would not do.
+        """
         group = self.mesh.new_group(sorted(map(self._global, ends)), name)
-        dist.all_reduce(torch.zeros(1, device=self.mesh.device), group=group)
+        number = torch.zeros(1, device=self.mesh.device)
+        sender, receiver = map(self._global, ends if way == "forward" else reversed(ends))
+        if self.mesh.rank == sender:
+            dist.send(number, receiver, group=group)
+        else:
+            dist.recv(number, sender, group=group)
         return group
