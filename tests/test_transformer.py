@@ -281,6 +281,20 @@ def test_bfloat16_loss_is_summed_in_float32():
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
 
 
+def test_the_heads_weight_gradient_is_not_rounded_on_its_way_to_a_wider_sum():
+    """As in a bfloat16 run, which adds up the gradients of microbatches in float32."""
+    hidden, target = draw("h", (40, 6)).bfloat16(), torch.arange(40) % 13
+    weight = torch.nn.Parameter(draw("w", (13, 6)).bfloat16())
+    weight.grad_dtype = torch.float32
+    (linear_cross_entropy(hidden, weight, target) / 40).backward()
+    wide = weight.detach().double().requires_grad_()
+    logits = F.linear(hidden.double(), wide)
+    (F.cross_entropy(logits, target, reduction="sum") / 40).backward()
+    assert weight.grad.dtype == torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+    assert (weight.grad.double() - wide.grad).norm() < 2.0**-8 * wide.grad.norm()
+
+
 # --- shapes, names, roles, counts -------------------------------------------------------------
 
 

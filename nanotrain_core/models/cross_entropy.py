@@ -158,16 +158,15 @@ class _ChunkedLoss(torch.autograd.Function):
             d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
             matmul(d_logits_CV.T, hidden_CD, d_weight_VD)
         ctx.save_for_backward(d_hidden_TD, d_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The sum over tokens stays wide until it is divided by their number: float16 could not hold it.
+        # The sum over tokens stays wide until it is divided by their number: float16 could not hold it. The
+        # gradient of the weight is added to others as wide as it is; where none is wide, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        d_weight = (d_weight_VD * d_loss).to(ctx.weight_dtype)
-        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight, None, None, None, None
+        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, None, None, None, None
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
