@@ -1,4 +1,4 @@
-"""What the ranks of one process group exchange: by default through torch.distributed.
+"""Collectives of one process group: by default through torch.distributed.
 
 Shapes: R ranks in the group. Every method is collective: all ranks of the group call the same ones, in the
 same order, with tensors of the same shape and dtype.

@@ -1,4 +1,4 @@
-"""What the step loop eats: this rank's microbatches, from a data component or from a script's loader."""
+"""The data iterator of the step loop: microbatches of this rank, of a data component or a script's loader."""
 
 from __future__ import annotations
 
