@@ -1,6 +1,26 @@
-"""Scripts: the engine's other door, for a model, an optimizer and loaders of your own."""
+"""Scripts: the engine's other door, for a model, an optimizer and loaders of your own.
 
+What such a script needs beside the engine is here: callbacks, their configs, and the config of an LR schedule.
+"""
+
+from nanotrain_core.builtin.configs import ConsoleConfig, GuardConfig, JsonlConfig
+from nanotrain_core.monitors.console import Console
+from nanotrain_core.monitors.guard import Guard
+from nanotrain_core.monitors.jsonl import Jsonl
+from nanotrain_core.recipe.tree import ScheduleConfig
 from nanotrain_core.script.adapt import LossSum, ScriptConfig, adapt
 from nanotrain_core.script.feed import Loader
 
-__all__ = ["Loader", "LossSum", "ScriptConfig", "adapt"]
+__all__ = [
+    "Console",
+    "ConsoleConfig",
+    "Guard",
+    "GuardConfig",
+    "Jsonl",
+    "JsonlConfig",
+    "Loader",
+    "LossSum",
+    "ScheduleConfig",
+    "ScriptConfig",
+    "adapt",
+]
