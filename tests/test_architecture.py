@@ -175,7 +175,7 @@ SMALL = {
     "hf": 810,
     "launch": 800,
     "layout": 865,
-    "models": 480,
+    "models": 520,
     "moe": 225,
     "monitors": 440,
     "optim": 395,

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.configs import TorchKernelsConfig, TransformerConfig
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
+from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul
+from nanotrain_core.models.kernels import TorchKernels
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.models.rope import rope_frequencies, rope_rotation
@@ -264,6 +265,38 @@ def test_chunked_loss_and_gradients_equal_plain_cross_entropy(fewest):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, target, chunks=chunks), mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_padded_columns_of_logits_change_neither_loss_nor_gradients(dtype):
+    """A GPU's products have a multiple of 128 columns; the loss and what is saved have the vocabulary's."""
+    hidden, weight = (draw(n, s).to(dtype).requires_grad_() for n, s in (("h", (10, 6)), ("w", (13, 6))))
+    target = torch.tensor([3, IGNORE, 0, 12, 7, IGNORE, IGNORE, IGNORE, 1, 3])
+    seen = []
+
+    def multiply(left, right, total=None):
+        seen.append(left.shape + right.shape)
+        return matmul(left, right, total)
+
+    found = []
+    for multiple in (1, 8, 13, 128):
+        seen.clear()
+        loss = linear_cross_entropy(hidden, weight, target, matmul=multiply, multiple=multiple)
+        with torch.no_grad():
+            without = linear_cross_entropy(hidden, weight, target, multiple=multiple)
+        found.append([loss, without, *torch.autograd.grad(loss * 0.37, (hidden, weight))])
+        columns = -(-13 // multiple) * multiple
+        assert seen == [(10, 6, 6, columns), (10, columns, columns, 6), (columns, 10, 10, 6)]
+    for other in found[1:]:
+        for ours, plain in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13 if dtype == torch.float64 else 0)
+
+
+def test_only_a_gpus_loss_is_padded():
+    kernels = TorchKernels(TorchKernelsConfig())
+    assert kernels.ops(torch.device("cpu")) is TORCH
+    padded = kernels.ops(torch.device("cuda")).linear_cross_entropy
+    assert padded.keywords == {"multiple": 128}
 
 
 def test_chunked_loss_survives_huge_logits():

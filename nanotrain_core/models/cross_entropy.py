@@ -4,7 +4,7 @@ The logits of a batch are the largest tensor of a training step: 8192 tokens and
 make 4 GB. Here the projection, the loss and both gradients of a chunk are computed while its logits
 are at hand, so that only one chunk of them ever exists.
 
-Shapes: T tokens, D width, V vocabulary, C tokens of one chunk.
+Shapes: T tokens, D width, V vocabulary, C tokens of one chunk, P columns of logits that are stored.
 
 Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 """
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
@@ -39,10 +40,13 @@ class MatMul(Protocol):
 def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """See :class:`MatMul`.
 
-    A sum over thousands of tokens does not fit into float16: what is added to a total is computed wide there.
+    What is added to a wider total is not rounded before: a sum over thousands of tokens does not fit into
+    float16 at all. A GPU multiplies narrow numbers into float32; a CPU widens float16, and rounds bfloat16.
     """
     if total is None:
         return left @ right
+    if left.is_cuda and left.dtype != total.dtype and not torch.compiler.is_compiling():
+        return total.add_(torch.mm(left, right, out_dtype=total.dtype))
     if left.dtype == torch.float16:
         left, right = left.to(total.dtype), right.to(total.dtype)
     if left.dtype == total.dtype:
@@ -107,6 +111,7 @@ def linear_cross_entropy(
     columns: int | None = None,
     chunks: Chunks = LARGE,
     matmul: MatMul = matmul,
+    multiple: int = 1,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``hidden_TD @ weight_VD.T`` against ``target_T``, in nats.
 
@@ -122,14 +127,21 @@ def linear_cross_entropy(
             same number.
         chunks: how large they are.
         matmul: makes the three matrix products of each chunk.
+        multiple: matrix products are made of so many columns of logits, or twice as many, and so on: a GPU's
+            kernels for 50,257 columns take several times as long as those for 50,304. ``loss`` sees V.
     """
     slices = chunks.of(len(target_T), columns or len(weight_VD))
+    missing = -len(weight_VD) % multiple
     if torch.is_grad_enabled():
         total: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_TD, weight_VD, target_T, loss, slices, matmul
+            hidden_TD, weight_VD, target_T, loss, slices, matmul, missing
         )
         return total
-    return torch.stack([loss(matmul(hidden_TD[c], weight_VD.T), target_T[c])[0] for c in slices]).sum()
+    weight_PD = _pad_rows(weight_VD, missing)
+    logits = (matmul(hidden_TD[rows], weight_PD.T)[:, : len(weight_VD)] for rows in slices)
+    return torch.stack(
+        [loss(each, target_T[rows])[0] for each, rows in zip(logits, slices, strict=True)]
+    ).sum()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -144,20 +156,22 @@ class _ChunkedLoss(torch.autograd.Function):
         loss: ChunkLoss,
         slices: list[slice],
         matmul: MatMul,
+        missing: int,
     ) -> torch.Tensor:
-        wide = wide_dtype(weight_VD)
+        size = len(weight_VD)
+        weight_PD = _pad_rows(weight_VD, missing)
         d_hidden_TD = torch.empty_like(hidden_TD)
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
+        d_weight_PD = torch.zeros_like(weight_PD, dtype=wide_dtype(weight_VD))
         losses = []
         for rows in slices:
             hidden_CD = hidden_TD[rows]
-            logits_CV = matmul(hidden_CD, weight_VD.T)
-            chunk, gradient = loss(logits_CV, target_T[rows])
+            logits_CP = matmul(hidden_CD, weight_PD.T)
+            chunk, gradient = loss(logits_CP[:, :size], target_T[rows])
             losses.append(chunk)
-            d_logits_CV = gradient().to(hidden_CD.dtype)
-            d_hidden_TD[rows] = matmul(d_logits_CV, weight_VD)
-            matmul(d_logits_CV.T, hidden_CD, d_weight_VD)
-        ctx.save_for_backward(d_hidden_TD, d_weight_VD)
+            d_logits_CP = _cast_and_pad(gradient(), hidden_CD.dtype, missing)
+            d_hidden_TD[rows] = matmul(d_logits_CP, weight_PD)
+            matmul(d_logits_CP.T, hidden_CD, d_weight_PD)
+        ctx.save_for_backward(d_hidden_TD, d_weight_PD[:size])
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -166,7 +180,23 @@ class _ChunkedLoss(torch.autograd.Function):
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it. The
         # gradient of the weight is added to others as wide as it is; where none is wide, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, None, None, None, None
+        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, None, None, None, None, None
+
+
+def _pad_rows(weight_VD: torch.Tensor, missing: int) -> torch.Tensor:
+    """Return ``weight_VD`` with so many rows of zeros more [P, D]."""
+    return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
+
+
+def _cast_and_pad(d_logits_CV: torch.Tensor, dtype: torch.dtype, missing: int) -> torch.Tensor:
+    """Return the gradient of logits in ``dtype`` with so many columns of zeros more [C, P], in one pass."""
+    if not missing:
+        return d_logits_CV.to(dtype)
+    rows, columns = d_logits_CV.shape
+    d_logits_CP = d_logits_CV.new_empty(rows, columns + missing, dtype=dtype)
+    d_logits_CP[:, :columns] = d_logits_CV
+    d_logits_CP[:, columns:] = 0.0
+    return d_logits_CP
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:

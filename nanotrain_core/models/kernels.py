@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
 from nanotrain_core.contracts import Kernels
+from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.recipe.tree import Selection
 
 if TYPE_CHECKING:
@@ -19,6 +23,12 @@ class TorchKernels(Kernels):
 
     def __init__(self, config: TorchKernelsConfig) -> None:
         self.config = config
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return plain PyTorch; on a GPU the products of the loss have a multiple of 128 columns."""
+        if device.type != "cuda":
+            return TORCH
+        return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
 
 
 class AutoKernels(Kernels):
