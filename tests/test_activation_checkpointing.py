@@ -2,47 +2,74 @@
 
 import pytest
 import torch
+from compositions import MODELS, VOCAB
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.probe import make_run
 
 LAYERS = 6
+LLAMA = {"use": "transformer", "vocab": VOCAB}
 
 
-def case(every, **around):
-    table = {"parallel": [{"use": "recompute", "every": every}, {"use": "summed"}], **around}
-    model = {"layers": LAYERS, "ffn": 96}
-    config = {"every": every}
+def case(every, granularity="full", **around):
+    config = {"every": every, "granularity": granularity}
+    table = {"parallel": [{"use": "recompute", **config}, {"use": "summed"}], **around}
+    overrides = {**table, "model": {"layers": LAYERS, "ffn": 96}}
+    name = "" if granularity == "full" else granularity
     return Case(
-        "parallel", use="recompute", config=config, topology={"dp": 2}, overrides={**table, "model": model}
+        "parallel", use="recompute", config=config, topology={"dp": 2}, overrides=overrides, name=name
     )
 
 
-test_conformance = conformance(case(1))
+test_conformance = conformance(case(1), case(1, granularity="selective"))
 test_exhaustively = pytest.mark.full(conformance(case(2), case(2, schedule={"use": "accumulate"})))
 
 
-def kept(recompute):
-    """Return the bytes that one forward pass leaves for backward, and the gradients."""
-    wrappers = [{"use": "recompute", "every": recompute}] if recompute else []
-    whole = Case("model", use="transformer", config={"layers": LAYERS}, overrides={"parallel": wrappers})
+def kept(config, model=LLAMA, kernels="auto"):
+    """Return the bytes that a forward pass leaves for backward, FLOPs of the backward pass, and gradients."""
+    wrappers = [{"use": "recompute", **config}] if config else []
+    around = {"parallel": wrappers, "kernels": {"use": kernels}, "data": {"vocab": VOCAB}}
+    whole = Case("model", use=model["use"], config={**model, "layers": LAYERS}, overrides=around)
     (part,) = make_run(whole, {}).stages.values()
-    tokens = torch.arange(64 * 16).remainder(64).view(64, 16)
+    tokens = torch.arange(64 * 16).remainder(VOCAB).view(64, 16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         output = part(tokens, Batch(tokens, tokens))
-    (loss,) = output.losses.values()
-    loss.backward()
+    with FlopCounterMode(display=False) as counter:
+        sum(output.losses.values()).backward()
     memory = sum(event.self_device_memory_usage + event.self_cpu_memory_usage for event in profiler.events())
-    return memory, [parameter.grad for parameter in part.parameters()]
+    return memory, counter.get_total_flops(), [p.grad for p in part.parameters() if p.requires_grad]
 
 
 def test_of_a_layer_its_input_alone_is_kept():
-    (plain, gradients), (second, _), (all_of_them, again) = (run_ranks(kept, 1, n)[0] for n in (0, 2, 1))
+    configs = {}, {"every": 2}, {"every": 1}
+    (plain, _, gradients), (second, _, _), (all_of_them, _, again) = (
+        run_ranks(kept, 1, c)[0] for c in configs
+    )
     hidden = 64 * 16 * 32 * 8  # float64
     assert plain - all_of_them > 10 * LAYERS * hidden
     assert all_of_them < 0.2 * plain
     assert second == pytest.approx((plain + all_of_them) / 2, rel=0.05)
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("model", [LLAMA, MODELS["deepseek_v3"]], ids=["llama", "deepseek"])
+def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(model, kernels):
+    """Full recomputation repeats the whole forward pass of layers.
+
+    On a CPU, products that nanotrain-cpu writes into memory of its own, as those of experts, are repeated too,
+    and so is attention without a kernel.
+    """
+    configs = {}, {"granularity": "selective"}, {"granularity": "full"}
+    found = [run_ranks(kept, 1, config, model=model, kernels=kernels)[0] for config in configs]
+    (plain, flops, gradients), (selective, no_more, _), (full, more, _) = found
+    assert full < selective < 0.8 * plain
+    assert more > 1.3 * flops
+    assert flops <= no_more < (1.02 if model is LLAMA and kernels == "torch" else 1.15) * flops
+    for _, _, others in found[1:]:
+        for one, other in zip(gradients, others, strict=True):
+            assert torch.equal(one, other)

@@ -67,7 +67,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="recompute",
             config=configs.RecomputeConfig,
             factory="nanotrain_core.models.activation_checkpointing:Recompute",
-            summary="activation checkpointing: keeps the input of layers alone, for a third more computing",
+            summary="activation checkpointing: full, or selective, which repeats no matrix product",
         )
     )
 

@@ -213,8 +213,12 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
 
 @attrs.define(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """``[[parallel]] use = "recompute"``: activation checkpointing. Layers keep their input alone."""
+    """``[[parallel]] use = "recompute"``: activation checkpointing."""
 
+    granularity: Literal["full", "selective"] = "full"
+    """What is computed again in backward. `full`: all of a layer, which keeps its input alone, for a third
+    more computing. `selective`: all but matrix products and attention, whose results are kept: norms, RoPE,
+    activation functions and casts, which take memory and little time."""
     every: int = attrs.field(default=1, validator=ge(1))
     """1: all layers of a stage; 2: every second one, for half of the memory and half of the time."""
 

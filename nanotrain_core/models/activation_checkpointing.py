@@ -1,8 +1,11 @@
-"""Activation checkpointing (recompute): layers keep only their input; backward runs their forward pass again.
+"""Activation checkpointing (recompute): layers keep little of a forward pass; backward runs it again.
 
-Of a layer only its input [B, S, D] is kept: the memory of one layer at a time for a third more computing.
+Full: of a layer only its input [B, S, D] is kept, the memory of one layer at a time for a third more
+computing. Selective: also what matrix products and attention returned, which take nearly all of the time; the
+rest (norms, RoPE, activation functions, casts) is computed again.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; torch's
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5. torch's
 ``torch.utils.checkpoint``, not reentrant, does it.
 """
 
@@ -14,13 +17,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nanotrain_core.builtin.configs import RecomputeConfig
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
+
+#: Operators whose results selective checkpointing keeps, as far as this build of PyTorch has them. Products
+#: in batches are not among them: they are parts of attention, with results as large as a sequence is long.
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "mkldnn::_linear_pointwise",
+    "nanotrain::grouped_mm",
+)
 
 
 class Recompute(Parallel):
@@ -31,15 +51,15 @@ class Recompute(Parallel):
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Checkpoint the activations of modules of role BLOCK; placements stay as they are."""
-        recompute_blocks(part, every=self.config.every)
+        recompute_blocks(part, every=self.config.every, selective=self.config.granularity == "selective")
         return part
 
 
-def recompute_blocks(part: nn.Module, *, every: int = 1) -> None:
+def recompute_blocks(part: nn.Module, *, every: int = 1, selective: bool = False) -> None:
     """Checkpoint the activations of the first module of role BLOCK and each ``every``-th after it."""
     for number, block in enumerate(blocks(part)):
         if number % every == 0:
-            take_over(block, partial(recompute, taken_over_by(block)))
+            take_over(block, partial(recompute, taken_over_by(block), selective=selective))
 
 
 def blocks(part: nn.Module) -> Iterator[nn.Module]:
@@ -51,9 +71,22 @@ def blocks(part: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def recompute(before: Callable[..., Any] | None, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``block`` as it was called ``before``, by its own class if by none, and keep its input alone."""
+def recompute(
+    before: Callable[..., Any] | None, block: nn.Module, *args: Any, selective: bool = False, **kwargs: Any
+) -> Any:
+    """Call ``block`` as it was called ``before``, by its own class if by none, and keep its input alone.
+
+    ``selective``: and the results of :data:`KEPT` operators.
+    """
     forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if selective:
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # One that writes to its caller's memory is called again: that memory may be written to by others, too.
+    kept = operator.name().partition(".")[0] in KEPT and not operator._schema.is_mutable
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
