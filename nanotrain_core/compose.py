@@ -17,6 +17,7 @@ from nanotrain_core.contracts import (
     Checkpoint,
     Data,
     GradientSync,
+    Kernels,
     LossScale,
     Model,
     Monitor,
@@ -137,7 +138,7 @@ def compose(
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
-        kernels.apply(part, passes)
+        _apply(kernels_used, kernels, part, passes)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -227,6 +228,19 @@ def _wrap(
         _check_wrapped(selection, stages.values(), placements)
     _check_experts(stages.values(), mesh)
     return stages
+
+
+def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
+    """Apply the kernels; refuse those that take a precision's GEMM backend, such as FP8's, out of a layer."""
+    backends = {name: gemms_of(module) for name, module, _ in tagged(part)}
+    kernels.apply(part, passes)
+    for name, module, _ in tagged(part):
+        before = backends.get(name)
+        if before is not None and before.backends and gemms_of(module) is not before:
+            raise PluginError(
+                f"kernels '{use}': apply replaced the GEMM backend of {name}, which the precision or a "
+                "schedule had put there: leave modules alone whose gemms_of(module) is not None"
+            )
 
 
 def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:

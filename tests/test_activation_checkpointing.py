@@ -61,8 +61,8 @@ def test_of_a_layer_its_input_alone_is_kept():
 def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(model, kernels):
     """Full recomputation repeats the whole forward pass of layers.
 
-    On a CPU, products that nanotrain-cpu writes into memory of its own, as those of experts, are repeated too,
-    and so is attention without a kernel.
+    On a CPU, products that nanotrain-cpu writes into memory of its own, as those of experts, are repeated
+    too, and so is attention without a kernel.
     """
     configs = {}, {"granularity": "selective"}, {"granularity": "full"}
     found = [run_ranks(kept, 1, config, model=model, kernels=kernels)[0] for config in configs]

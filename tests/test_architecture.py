@@ -182,7 +182,7 @@ SMALL = {
     "pipeline": 570,
     "precision": 520,
     "recipe": 1280,
-    "registry": 510,
+    "registry": 530,
     "run": 700,
     "script": 490,
     "watch": 240,

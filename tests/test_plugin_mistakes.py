@@ -106,11 +106,11 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
             "model",
             "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops",
         ),
-        ("topology", r"without layout \(see nanotrain_core.contracts.Topology\)"),
-        ("monitor", r"without .*on_start, .*\(inherit from nanotrain_core.contracts.Monitor\)"),
-        ("parallel", r"without apply, splits_linear \(inherit from nanotrain_core.contracts.Parallel\)"),
-        ("precision", r"without parameter_dtype, .* \(inherit from nanotrain_core.contracts.Precision\)"),
-        ("kernels", r"without prepare, ops, .* \(inherit from nanotrain_core.contracts.Kernels\)"),
+        ("topology", r"without layout \(see nanotrain_core.api.torch.Topology\)"),
+        ("monitor", r"without .*on_start, .*\(inherit from nanotrain_core.api.torch.Monitor\)"),
+        ("parallel", r"without apply, splits_linear \(inherit from nanotrain_core.api.torch.Parallel\)"),
+        ("precision", r"without parameter_dtype, .* \(inherit from nanotrain_core.api.torch.Precision\)"),
+        ("kernels", r"without prepare, ops, .* \(inherit from nanotrain_core.api.torch.Kernels\)"),
     ],
 )
 def test_an_object_that_lacks_part_of_its_contract(tmp_path, kind, text):
@@ -122,9 +122,37 @@ def test_an_heir_that_leaves_out_what_has_no_default_is_told_what(tmp_path):
     """It inherits already: the text names the contract, and what is missing."""
     text = "from nanotrain_core.contracts import Precision; return type('Mine', (Precision,), {})()"
     path = plugin(tmp_path, kind="precision", build=text)
-    wanted = r"Mine without parameter_dtype, .*loss_scale \(see nanotrain_core.contracts.Precision\)"
+    wanted = r"Mine without parameter_dtype, .*loss_scale \(see nanotrain_core.api.torch.Precision\)"
     with pytest.raises(PluginError, match=wanted):
         build(path, "precision")
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "method", "meant"),
+    [
+        ("kernels", "Kernels", "op", "ops"),
+        ("monitor", "Monitor", "on_before_updates", "on_before_update"),
+        ("parallel", "Parallel", "splits_linears", "splits_linear"),
+    ],
+)
+def test_a_method_that_overrides_none_but_looks_like_it_is_told(tmp_path, kind, base, method, meant):
+    """A base class has defaults: the run would go on without it."""
+    more = "" if kind != "parallel" else ", 'apply': lambda self, part, placements, mesh: part"
+    text = (
+        f"from nanotrain_core.api.torch import {base}; "
+        f"return type('Mine', ({base},), {{'{method}': lambda self, *_: None{more}}})()"
+    )
+    wanted = rf"Mine has a method {method}, which nobody ever calls, and not {meant} of {base}: rename it"
+    with pytest.raises(PluginError, match=wanted):
+        build(plugin(tmp_path, kind=kind, build=text), kind)
+
+
+def test_methods_of_ones_own_are_nobodys_business(tmp_path):
+    methods = (
+        "{'on_steps_': 1, '_on_steps': lambda self: 1, 'on_step': lambda self, r: None, 'publish': print}"
+    )
+    text = f"from nanotrain_core.api.torch import Monitor; return type('Mine', (Monitor,), {methods})()"
+    assert build(plugin(tmp_path, build=text)).publish is print
 
 
 def test_data_need_only_their_methods_before_they_are_open(tmp_path):
@@ -315,3 +343,62 @@ def test_a_state_is_a_copy_as_json_gives_it_back():
 
 def state(meta):
     return TrainState([], meta, {})
+
+
+GREEDY = """
+import attrs
+from nanotrain_core.api import Component, hookimpl, tagged
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    \"\"\"No keys.\"\"\"
+
+@hookimpl
+def nanotrain_register_kernels(register):
+    register(Component(name="greedy", config=Config, factory=f"{__name__}:kernels", summary="takes all"))
+
+@hookimpl
+def nanotrain_register_precision(register):
+    register(Component(name="own", config=Config, factory=f"{__name__}:precision", summary="its own GEMMs"))
+
+def take(part, passes):
+    from nanotrain_core.api.torch import TorchGEMM, gemm_parameters, use_gemm
+
+    for _, module, _ in tagged(part):
+        use_gemm(module, dict.fromkeys(gemm_parameters(module), TorchGEMM()), passes)
+
+def kernels(config):
+    from nanotrain_core.api.torch import Kernels
+
+    class Greedy(Kernels):
+        def apply(self, part, passes):
+            take(part, passes)
+
+    return Greedy()
+
+def precision(config):
+    import torch
+    from nanotrain_core.api.torch import NoLossScale, Uniform
+
+    class Own(Uniform):
+        def setup(self, seed, passes, behind):
+            self.passes = passes
+
+        def convert(self, part):
+            part = super().convert(part)
+            take(part, self.passes)
+            return part
+
+    return Own(torch.float64, NoLossScale())
+"""
+
+
+def test_kernels_that_take_a_precisions_backend_away_are_refused(tmp_path):
+    """FP8 would be gone without a word, with bfloat16's losses."""
+    path = tmp_path / "greedy.py"
+    path.write_text(GREEDY)
+    make_run(Case("kernels", use="greedy", plugins=(path,)), {})
+    case = Case("kernels", use="greedy", plugins=(path,), overrides={"precision": {"use": "own"}})
+    wanted = r"kernels 'greedy': apply replaced the GEMM backend of layers.0.attn.q, which the precision"
+    with pytest.raises(PluginError, match=wanted):
+        make_run(case, {})

@@ -107,11 +107,11 @@ class MasterOptimizer(Optimizer):
 
         Matrices have the config's ``weight_decay``, if it has that key; all else has 0.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state torch would create for ``weight`` at the first step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no initial_state(weight)")
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return a slot's initial state, where that depends on more than the weight."""
@@ -128,7 +128,7 @@ class MasterOptimizer(Optimizer):
 
     def carry(self, slot: Slot, error: torch.Tensor) -> None:
         """Add to a slot's momentum what makes later steps move its weight by ``error``, at a rate above 0."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} carries errors and has no carry(slot, error)")
 
     def setup(
         self,

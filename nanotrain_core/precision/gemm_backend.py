@@ -74,11 +74,11 @@ class TorchGEMM:
         return a_MK @ b_KN
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight, and x."""
+        """Return x times each transposed weight, and ``(x,)``: what :meth:`wgrad` needs."""
         return [self.matmul(x_MK, weight_NK.mT) for weight_NK in weights_NK], (x_MK,)
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return x."""
+        """Return ``(x,)``."""
         return (x_MK,)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class TorchGroupedGEMM:
         return [int(count) for count in self.counts_E.tolist()]
 
     def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return each weight's rows times its transpose, and x."""
+        """Return each weight's rows times its transpose, and ``(x,)``."""
         return [self._rows(x_MK, weight_ENK.mT) for weight_ENK in weights_ENK], (x_MK,)
 
     def keep(self, x_MK: torch.Tensor) -> Kept:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from difflib import SequenceMatcher
 from typing import Any
 
 from nanotrain_core import contracts
@@ -47,5 +49,36 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
         if missing:
             returned = "None" if built is None else f"a {type(built).__name__} without {', '.join(missing)}"
             base = not getattr(contract, "_is_protocol", False) and not isinstance(built, contract)
-            see = f"{'inherit from' if base else 'see'} nanotrain_core.contracts.{contract.__name__}"
+            see = f"{'inherit from' if base else 'see'} nanotrain_core.api.torch.{contract.__name__}"
             raise PluginError(f"{label}: its factory returned {returned} ({see})")
+        for mine, meant in misspelt_methods(contract, built):
+            raise PluginError(
+                f"{label}: {type(built).__name__} has a method {mine}, which nobody ever calls, and not "
+                f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore if it is yours"
+            )
+
+
+def misspelt_methods(contract: type, built: Any) -> Iterator[tuple[str, str]]:
+    """Yield public methods of ``built`` that look like ones of a base class of which it overrides none.
+
+    Defaults of a base class hide a misspelt override: it would never run, and nobody would be told.
+    """
+    kind = type(built)
+    if getattr(contract, "_is_protocol", False) or contract not in kind.__mro__:
+        return
+    inherited = {
+        name: member
+        for name, member in vars(contract).items()
+        if callable(member) and not name.startswith("_") and getattr(kind, name) is member
+    }
+    own = {name for each in kind.__mro__[: kind.__mro__.index(contract)] for name in vars(each)}
+    for name in sorted(own):
+        if name.startswith("_") or hasattr(contract, name) or not callable(getattr(kind, name)):
+            continue
+        if near := [other for other in inherited if _alike(name, other)]:
+            yield name, near[0]
+
+
+def _alike(one: str, other: str) -> bool:
+    shorter, longer = sorted((one, other), key=len)
+    return longer == f"{shorter}s" or SequenceMatcher(None, one, other).ratio() > 0.9
