@@ -54,7 +54,7 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
         for mine, meant in misspelt_methods(contract, built):
             raise PluginError(
                 f"{label}: {type(built).__name__} has a method {mine}, which nobody ever calls, and not "
-                f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore if it is yours"
+                f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore"
             )
 
 
