@@ -150,8 +150,8 @@ def compress_second(ratio: torch.Tensor) -> torch.Tensor:
 
 
 def expand_second(code: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`compress_second`."""
-    return (code / 255).square_()
+    """Undo :func:`compress_second`. On CUDA torch multiplies by 1 / a Python number: this divides."""
+    return (code / code.new_full((), 255)).square_()
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):

@@ -68,6 +68,11 @@ def four_bits(x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
     return torch.ldexp(scaled.round() if noise is None else (scaled + noise).floor(), exponent - 4)
 
 
+def quotient(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Return ``x / number``, rounded as a division is: on CUDA torch multiplies by 1 / a Python number."""
+    return x / x.new_full((), number)
+
+
 class NVFP4Blocks:
     """Sixteen weights to a block. See :mod:`nanotrain_fp4_master.nvfp4`."""
 
@@ -82,7 +87,7 @@ class NVFP4Blocks:
 
     def fit(self, largest: torch.Tensor) -> NVFP4Blocks:
         """Choose the scale of the tensor."""
-        return NVFP4Blocks(self.block, power_of_two(largest / nvfp4.LARGEST))
+        return NVFP4Blocks(self.block, power_of_two(quotient(largest, nvfp4.LARGEST)))
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         """Round a sixth of the largest weight to a normal E4M3 number, under the tensor's scale, or to 0.
@@ -90,7 +95,7 @@ class NVFP4Blocks:
         At random it may be rounded up beyond the largest there is; to nearest only where there is none.
         """
         assert self.tensor_scale is not None
-        sixth = blocks.abs().amax(dim=1, keepdim=True) / nvfp4.LARGEST
+        sixth = quotient(blocks.abs().amax(dim=1, keepdim=True), nvfp4.LARGEST)
         low, high = (limit * self.tensor_scale for limit in nvfp4.SCALES)
         rounded = four_bits(sixth, noise)
         rounded = torch.where(rounded < low, 0.0, rounded.clamp(max=high))
@@ -98,7 +103,7 @@ class NVFP4Blocks:
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
         """Return a sixth of the largest weight."""
-        return rounded.abs().amax(dim=1, keepdim=True) / nvfp4.LARGEST
+        return quotient(rounded.abs().amax(dim=1, keepdim=True), nvfp4.LARGEST)
 
     def has(self, scales: torch.Tensor) -> torch.Tensor:
         """Return whether a scale has four significant bits and is normal under the tensor's scale."""
@@ -114,7 +119,7 @@ def power_of_two(largest: torch.Tensor) -> torch.Tensor:
     finite frexp has no exponent that it promises: that is as large as can be.
     """
     finite = largest.nan_to_num(torch.finfo(torch.float32).max)
-    _, exponent = torch.frexp(four_bits(finite, None) / nvfp4.SCALES[1])
+    _, exponent = torch.frexp(quotient(four_bits(finite, None), nvfp4.SCALES[1]))
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(*nvfp4.POWERS))
 
 

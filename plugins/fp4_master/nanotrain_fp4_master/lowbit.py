@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanotrain_core.api.torch import read_range, unquantized, write_range
-from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, to_nearest
+from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, quotient, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
 #: A residual is a multiple of 1/124 of the largest error that rounding to nearest makes, and at most 127 of
@@ -145,7 +145,7 @@ def units(rounded: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Te
 
     So all that is added and multiplied has few bits, and float32 makes no error of its own.
     """
-    return (form.half_gap(rounded / nonzero(scales)) * (scales / PARTS)).bfloat16().float()
+    return (form.half_gap(rounded / nonzero(scales)) * quotient(scales, PARTS)).bfloat16().float()
 
 
 def residual_of(

@@ -228,8 +228,13 @@ _BITS = {
 
 
 def scale_of(amax: torch.Tensor, format_: Format, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scales of tiles with these largest magnitudes, in float32."""
-    scales = (amax / format_.largest).clamp_min_(SMALLEST_SCALE)
+    """Return the scales of tiles with these largest magnitudes, in float32.
+
+    The divisor is a tensor: on CUDA torch multiplies by the rounded reciprocal of a Python number, which
+    moves the last bit of more than half of all scales.
+    """
+    largest = amax.new_full((), format_.largest)
+    scales = (amax / largest).clamp_min_(SMALLEST_SCALE)
     return _next_power_of_two(scales) if power_of_two else scales
 
 
