@@ -8,8 +8,9 @@ lie along what is summed over::
     dx           dy      1 x 128         W  128 x 128
     dW           dy    128 x 1           x  128 x 1, from the 1 x 128 that was kept
 
-Each operand is a code times a scale, rounded once to float32, and products are added up in float32. Tensor
-cores add up 128 products in fewer bits, then promote the sum.
+Each operand is a code times a scale, rounded once to float32, and products are added up in float32, on CUDA
+in float64 (see :mod:`~nanotrain_fp8_deepseek_v3.exact`). Tensor cores add up 128 products in fewer bits, then
+promote the sum.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E.
 
@@ -25,6 +26,7 @@ import attrs
 import torch
 
 from nanotrain_core.api.torch import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_fp8_deepseek_v3 import exact
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
@@ -73,6 +75,12 @@ class Float32GEMM(GEMMBackend):
 
     # --- GEMMs ------------------------------------------------------------------------------------
 
+    def multiply(
+        self, a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``a_MK @ b_KN`` as torch makes it, in TF32 where a person allows that."""
+        return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
+
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and what to keep of x."""
         x, kept = self.of_input(x_MK)
@@ -91,24 +99,24 @@ class Float32GEMM(GEMMBackend):
         """Return the transposed dy times x, in float32."""
         inputs = self.kept_by_group(kept)
         if self.groups is None:
-            return self.of_gradient(d_y_MN, for_weight=True).T @ inputs[0]
+            return self.multiply(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
         shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
         total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
         for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
             if len(d_y):
-                torch.mm(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
+                self.multiply(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
         return total
 
     def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
         if self.groups is None:
-            return rows_MK @ right
+            return self.multiply(rows_MK, right)
         out = rows_MK.new_empty(len(rows_MK), right.shape[-1])
         for rows, own, place in zip(
             torch.split(rows_MK, self.groups), right, torch.split(out, self.groups), strict=True
         ):
             if len(rows):
-                torch.mm(rows, own, out=place)
+                self.multiply(rows, own, out=place)
         return out
 
 
@@ -145,13 +153,19 @@ class FP8GEMM(QuantizedActivations, GEMMBackend):
 
 
 class EmulatedFP8(FP8GEMM, Float32GEMM):
-    """Operands rounded to FP8, multiplied in float32: the reference of every other backend."""
+    """Operands rounded to FP8, multiplied in full: the reference of every other backend."""
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
         self.recipe = recipe
         tile = recipe.tile
         self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+
+    def multiply(
+        self, a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``a_MK @ b_KN``, whatever torch's switches are."""
+        return exact.matmul(a_MK, b_KN, out)
 
     def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return the weight, rounded in square blocks: transposed they are the same."""
