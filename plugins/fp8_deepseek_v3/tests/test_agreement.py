@@ -3,6 +3,12 @@
 The emulation does everywhere, the others on a GPU where there is one. Codes and scales are equal bit for bit.
 Of a product, tensor cores keep about 14 bits of each sum of 128 terms before they add it in float32
 (DeepSeek-V3, section 3.3.2). y and dx are rounded to bfloat16, dW is not.
+
+cuBLAS may split a sum over idle multiprocessors, and add its parts up in the dtype of the result: a part is
+rounded at its own size, not at that of the sum, in which it may cancel. torch lets it
+(``allow_bf16_reduced_precision_reduction``). On an H100 experts with 128, 128, 0, 128 and 256 rows failed
+under ``torch``, in every recipe, and nothing else did. That this is why is inferred, not seen: parts of
+128, 256 or 320 terms, rounded to bfloat16, are beyond the bound of one rounding by 2 to 3 times in each.
 """
 
 import pytest
@@ -46,6 +52,7 @@ def test_gemm(name, recipe):
     assert_near(
         products_of(BACKENDS[name].make(recipe, Scratch()), x, w, d_y),
         by_definition(recipe, x, w, d_y, once=name == "te"),
+        in_parts=by_cublas(name),
     )
 
 
@@ -62,19 +69,59 @@ def test_products_of_experts(name, recipe, counts):
             assert not own_d_w.any()
             continue
         expected = by_definition(recipe, own_x, own_w, own_d_y, once=name == "te")
-        assert_near((own_y, own_d_x, own_d_w), expected)
+        assert_near((own_y, own_d_x, own_d_w), expected, in_parts=by_cublas(name))
 
 
-def assert_near(found, expected):
-    """Compare each product with its definition, element by element, by the sizes of what is added up."""
+def by_cublas(name):
+    return name == "torch" and DEVICE.type == "cuda"
+
+
+def assert_near(found, expected, *, in_parts=False):
+    """Compare each product with its definition, element by element, by the sizes of what is added up.
+
+    ``in_parts``: the sum may have been made of parts of 128 terms or more, rounded to the result's dtype.
+    """
     assert [each.dtype for each in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
-    for ours, (theirs, size) in zip(found, expected, strict=True):
-        bound = size * 2.0**-12 + theirs.abs() * torch.finfo(ours.dtype).eps
-        assert ((ours.double() - theirs).abs() <= bound).all()
+    for name, ours, (theirs, size, parts) in zip(("y", "dx", "dW"), found, expected, strict=True):
+        eps = torch.finfo(ours.dtype).eps
+        bound = size * 2.0**-12 + theirs.abs() * eps + (parts * eps if in_parts else 0.0)
+        share = ((ours.double() - theirs).abs() / bound.clamp_min(1e-300)).max().item()
+        assert share <= 1.0, f"{name} is {share:.2f} of the bound away"
+
+
+def rounded_in_parts(a, b, terms):
+    """Return a product whose sums are split, as cuBLAS may, the parts rounded to bfloat16."""
+    pairs = zip(a.split(terms, 1), b.split(terms), strict=True)
+    return sum((left @ right).bfloat16().double() for left, right in pairs).bfloat16()
+
+
+@pytest.mark.parametrize("terms", [128, 256, 320])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_sums_in_parts_are_beyond_one_rounding_and_within_the_bound_of_parts(recipe, terms):
+    """What an H100 did under ``torch``, done here: the bound of parts is needed, and is no more than that."""
+    x, w, d_y = (each.cpu() for each in operands(M=128))
+    expected = by_definition(recipe, x, w, d_y, once=False)
+    row = (1, TILE) if recipe.tile else (0, 0)
+    a = quantize(x, row, power_of_two=recipe.input_power_of_two).values().double()
+    b = quantize(w, (recipe.tile, recipe.tile)).values().double().T
+    found = (
+        rounded_in_parts(a, b, terms),
+        *(
+            each[0].to(dtype)
+            for each, dtype in zip(expected[1:], (torch.bfloat16, torch.float32), strict=True)
+        ),
+    )
+    with pytest.raises(AssertionError, match=r"y is [1-9].* of the bound away"):
+        assert_near(found, expected)
+    assert_near(found, expected, in_parts=True)
+    with pytest.raises(AssertionError, match="y is"):
+        assert_near((found[0] + 2.0**-4 * expected[0][0].abs().mean(), *found[1:]), expected, in_parts=True)
 
 
 def by_definition(recipe, x, w, d_y, *, once):
-    """Return the three products of operands rounded along what is summed over, and their sizes: float64.
+    """Return the three products of operands rounded along what is summed over, in float64.
+
+    With each come its size, the sum of all magnitudes, and that of the magnitudes of its parts of 128 terms.
 
     ``once``: x along its columns is not rounded from what was rounded along its rows.
     """
@@ -89,7 +136,12 @@ def by_definition(recipe, x, w, d_y, *, once):
         quantize(d_y, tile, recipe.gradients, power_of_two=powers).values() for tile in (row, column)
     )
     pairs = ((rounded_x, block.T), (rows, block), (columns.T, transposed_x))
-    return [(a.double() @ b.double(), a.double().abs() @ b.double().abs()) for a, b in pairs]
+    return [sized(a.double(), b.double()) for a, b in pairs]
+
+
+def sized(a, b):
+    parts = [left @ right for left, right in zip(a.split(TILE, 1), b.split(TILE), strict=True)]
+    return a @ b, a.abs() @ b.abs(), sum(part.abs() for part in parts)
 
 
 needs_triton = pytest.mark.skipif(

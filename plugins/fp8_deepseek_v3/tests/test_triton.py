@@ -26,13 +26,29 @@ needs_compiler = pytest.mark.skipif(
 FOLDER = Path(__file__).with_name("interpreted")
 
 
+def interpreting():
+    """Return the environment of the interpreter: one core, and no GPU, even where there is one."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    return {**os.environ, **hidden, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_interpreter_sees_no_gpu():
+    """Its tests compare kernels with the emulation on a CPU."""
+    words = [
+        sys.executable,
+        "-c",
+        "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())",
+    ]
+    found = subprocess.run(words, env=interpreting(), capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "0"]
+
+
 @needs_triton
 @pytest.mark.parametrize("name", ["test_division.py", "test_rounding.py", "test_layers.py"])
 def test_in_the_interpreter(name):
     """In a process of its own: Triton reads the variable when it is first imported."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    found = subprocess.run(words, env=interpreting(), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
     assert "skipped" not in found.stdout
 
