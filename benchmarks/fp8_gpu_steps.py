@@ -1,9 +1,15 @@
-"""Whole steps on a GPU through the engine, in FP8 and in bfloat16, in turns."""
+"""Whole steps on a GPU through the engine, in FP8 and in bfloat16, in turns.
+
+In each turn a side is built, warmed up, timed and given back before the other begins: both together, weights,
+gradients and moments, do not fit into 80 GB.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +19,9 @@ import torch
 from benchmarks.gpu import Compared
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.recipe import load_recipe
+
+#: Makes one side, from nothing.
+Build = Callable[[], RuntimeEngine]
 
 FOLDER = Path(__file__).parent
 MODELS = {"dense": FOLDER / "gpu_dense.toml", "experts": FOLDER / "gpu_moe.toml"}
@@ -38,11 +47,10 @@ def measure(
     for model, file in MODELS.items():
         for backend, precision in PRECISIONS.items():
             narrow, wide = (
-                engine(file, (*overrides, *more), device) for more in (precision, ('precision.use="bf16"',))
+                partial(engine, file, (*overrides, *more), device)
+                for more in (precision, ('precision.use="bf16"',))
             )
             yield race(f"{model}, {backend}", narrow, wide, rounds=rounds, steps=steps)
-            del narrow, wide
-            torch.cuda.empty_cache()
 
 
 def engine(file: Path, overrides: tuple[str, ...], device: str) -> RuntimeEngine:
@@ -51,20 +59,48 @@ def engine(file: Path, overrides: tuple[str, ...], device: str) -> RuntimeEngine
     return RuntimeEngine.from_recipe(recipe, device=device)
 
 
-def race(name: str, narrow: RuntimeEngine, wide: RuntimeEngine, *, rounds: int, steps: int) -> Steps:
-    """Return tokens/s of both, after a turn to warm up."""
-    sides = narrow, wide
-    rates: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
+@attrs.define(frozen=True)
+class Timed:
+    """One turn of one side."""
+
+    tokens_per_second: float
+    parameters: int
+    flops_per_token: float
+
+
+def race(name: str, narrow: Build, wide: Build, *, rounds: int, steps: int) -> Steps:
+    """Return tokens/s of both sides, each alone in memory; who begins a round alternates."""
+    sides: tuple[list[Timed], list[Timed]] = ([], [])
+    for turn in range(rounds):
         for number in (1, 0) if turn % 2 else (0, 1):
-            taken = seconds(sides[number], steps)
-            if turn:
-                rates[number].append(steps * narrow.run.feed.tokens_per_step / taken)
+            sides[number].append(alone((narrow, wide)[number], steps))
+    rates = [[each.tokens_per_second for each in side] for side in sides]
     ours, theirs = (median(each) for each in rates)
     ratios = tuple(a / b for a, b in zip(*rates, strict=True))
-    parameters = sum(p.numel() for part in wide.run.stages.values() for p in part.parameters())
-    further = (f"{parameters / 1e9:.2f}B", *(mfu(wide.run.flops_per_token * rate) for rate in (ours, theirs)))
+    model = sides[1][0]
+    further = (
+        f"{model.parameters / 1e9:.2f}B",
+        *(mfu(model.flops_per_token * rate) for rate in (ours, theirs)),
+    )
     return Steps(name, ours, theirs, ratios, digits=0, further=further)
+
+
+def alone(build: Build, steps: int) -> Timed:
+    """Build a side, time a turn after one to warm up, and give its memory back."""
+    try:
+        return timed(build(), steps)
+    finally:  # nothing holds the side any more: a list of stages and their hooks do hold each other
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def timed(side: RuntimeEngine, steps: int) -> Timed:
+    """Return the tokens/s of a turn, after one to warm up."""
+    seconds(side, steps)
+    rate = steps * side.run.feed.tokens_per_step / seconds(side, steps)
+    parameters = sum(p.numel() for part in side.run.stages.values() for p in part.parameters())
+    return Timed(rate, parameters, side.run.flops_per_token)
 
 
 def seconds(side: RuntimeEngine, steps: int) -> float:

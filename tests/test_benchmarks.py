@@ -1,6 +1,7 @@
 """The benchmark compares two programs that do the same computation, and reports what it measured."""
 
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import attrs
 import pytest
@@ -247,6 +248,53 @@ def test_a_product_beyond_its_bound_fails(monkeypatch):
     found = list(fp8_gpu.agreement("torch"))
     assert [each.name for each in found if not each.passed] == ["torch, one weight, dx", "torch, experts, dx"]
     assert max(each.share for each in found if each.passed) == 0
+
+
+def test_each_side_of_a_race_is_alone_in_memory(monkeypatch):
+    """Both together did not fit into 80 GB. Each is built, warmed up, timed and gone before the next."""
+    done, alive = [], WeakSet()
+
+    class Side:
+        def __init__(self, name, rate):
+            assert not alive, "the other side is still there"
+            alive.add(self)
+            done.append(f"build {name}")
+            self.name, self.rate, self.step = name, rate, 0
+            self.part = torch.nn.Linear(10, 100)
+            self.part.engine = self  # as hooks do: only the collector of garbage frees it
+            self.run = SimpleNamespace(
+                feed=SimpleNamespace(tokens_per_step=64), stages={0: self.part}, flops_per_token=7.0
+            )
+
+    monkeypatch.setattr(
+        fp8_gpu_steps, "seconds", lambda side, steps: done.append(f"{steps} of {side.name}") or side.rate
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none that is known")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(f"empty, {len(alive)} alive"))
+    found = fp8_gpu_steps.race(
+        "small", lambda: Side("FP8", 2.0), lambda: Side("bf16", 4.0), rounds=3, steps=5
+    )
+    turn = {
+        name: [f"build {name}", f"5 of {name}", f"5 of {name}", "empty, 0 alive"] for name in ("FP8", "bf16")
+    }
+    order = ["FP8", "bf16", "bf16", "FP8", "FP8", "bf16"]
+    assert done == [what for name in order for what in turn[name]]
+    assert (found.ours, found.theirs, found.ratios) == (160.0, 80.0, (2.0, 2.0, 2.0))
+    assert found.further[0] == "0.00B"
+
+
+def test_a_side_that_fails_leaves_no_memory_behind(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+
+    def fails():
+        raise MemoryError("out of memory")
+
+    with pytest.raises(MemoryError):
+        fp8_gpu_steps.race("small", fails, fails, rounds=1, steps=1)
+    assert emptied == [True]
 
 
 def test_steps_in_both_precisions_are_timed_on_models_of_whole_tiles(monkeypatch):
