@@ -71,7 +71,8 @@ class _Experts(torch.autograd.Function):
         g, u = g or (g_NF,), u or (u_NF,)
         ctx.backends, ctx.passes, ctx.cuts = backends, passes, (len(g), len(u), len(x_gate), len(x_up))
         ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *g, *u, *x_gate, *x_up)
-        # Activation checkpointing saves detached copies: who is told of a gradient is the parameter itself.
+        # Activation checkpointing saves detached copies: who is told of a gradient is the parameter itself,
+        # and a backend that makes something of a weight once knows it by that.
         ctx.parameters = None if torch.compiler.is_compiling() else (gate_EFD, up_EFD, down_EDF)
         return y_ND
 
@@ -83,14 +84,14 @@ class _Experts(torch.autograd.Function):
         rest = iter(kept)
         g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
         g_NF, u_NF = (of_down.dequantize(each, ctx.dtype) if ctx.dtype else each[0] for each in (g, u))
+        gate, up, down = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
         silu_NF = F.silu(g_NF)
-        d_h_NF = of_down.dgrad(d_y_ND, down_EDF)
+        d_h_NF = of_down.dgrad(d_y_ND, down)
         d_u_NF = d_h_NF * silu_NF
         d_g_NF = torch.ops.aten.silu_backward(d_h_NF.mul_(u_NF), g_NF)
         h_NF, d_x_ND = silu_NF.mul_(u_NF), None
         if ctx.needs_input_grad[0]:
-            d_x_ND = of_gate.dgrad(d_g_NF, gate_EFD).add_(of_up.dgrad(d_u_NF, up_EFD))
-        gate, up, down = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
+            d_x_ND = of_gate.dgrad(d_g_NF, gate).add_(of_up.dgrad(d_u_NF, up))
         of_weights = (
             (gate, lambda: of_gate.wgrad(d_g_NF, x_gate)),
             (up, lambda: of_up.wgrad(d_u_NF, x_up)),

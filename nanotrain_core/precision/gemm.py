@@ -145,7 +145,8 @@ class _Linear(torch.autograd.Function):
         (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), weight_NK)
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.make = recomputed[1] if recomputed else None
-        # Activation checkpointing saves a detached copy: who is told of a gradient is the parameter itself.
+        # Activation checkpointing saves a detached copy: who is told of a gradient is the parameter itself,
+        # and a backend that makes something of a weight once knows it by that.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)
         ctx.save_for_backward(
@@ -167,10 +168,10 @@ class _Linear(torch.autograd.Function):
             d_weight: torch.Tensor = backend.wgrad(d_y_MN, of_x)
             return d_weight
 
+        parameter = weight_NK if ctx.parameter is None else ctx.parameter
         if ctx.needs_input_grad[0]:
-            d_x = backend.dgrad(d_y_MN, weight_NK).view(ctx.shape)
+            d_x = backend.dgrad(d_y_MN, parameter).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            parameter = weight_NK if ctx.parameter is None else ctx.parameter
             if ctx.place is not None and not ctx.passes.defers(parameter):
                 ctx.place.left.append(wgrad)
             else:

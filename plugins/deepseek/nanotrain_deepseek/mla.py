@@ -40,22 +40,28 @@ class LatentAttention(nn.Module):
         self.o = tag(nn.Linear(H * config.value_size, D, bias=False), Role.ROW, unit=config.value_size)
 
     def forward(self, x_BSD: torch.Tensor, turn: Rotation) -> torch.Tensor:
-        q_BSHK = self._queries(x_BSD, turn)
-        k_BSHK, v_BSHV = self._keys_and_values(x_BSD, turn)
+        # Both layers that read x are called one after the other: a precision may make its form of x once.
+        latent_of_q, latent_of_kv = self.q_a(x_BSD) if self.config.q_rank else x_BSD, self.kv_a(x_BSD)
+        q_BSHK = self._queries(latent_of_q, turn)
+        k_BSHK, v_BSHV = self._keys_and_values(latent_of_kv, turn)
         y_BSHV = self.ops.attention(q_BSHK, k_BSHK, v_BSHV, self.scale)
         y_BSD: torch.Tensor = self.o(y_BSHV.flatten(2))
         return y_BSD
 
-    def _queries(self, x_BSD: torch.Tensor, turn: Rotation) -> torch.Tensor:
+    def _queries(self, latent: torch.Tensor, turn: Rotation) -> torch.Tensor:
+        """Of what q_a returned; of x where there is no q_a."""
         c = self.config
-        q = self.q_b(self.q_a_norm(self.q_a(x_BSD))) if c.q_rank else self.q(x_BSD)
+        q = self.q_b(self.q_a_norm(latent)) if c.q_rank else self.q(latent)
         q_BSHN, q_BSHP = q.unflatten(-1, (-1, c.qk_size)).split((c.nope_size, c.rope_size), dim=-1)
         return torch.cat((q_BSHN, self.ops.rope(q_BSHP, *turn)), dim=-1)
 
-    def _keys_and_values(self, x_BSD: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary key has one head, which meets the others only after it entered their region."""
+    def _keys_and_values(self, latent: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what kv_a returned.
+
+        The rotary key has one head, which meets the others only after it entered their region.
+        """
         c = self.config
-        latent_BSR, rotary_BSP = self.kv_a(x_BSD).split((c.kv_rank, c.rope_size), dim=-1)
+        latent_BSR, rotary_BSP = torch.split(latent, [c.kv_rank, c.rope_size], dim=-1)
         kv = self.kv_b(self.kv_a_norm(latent_BSR)).unflatten(-1, (-1, c.nope_size + c.value_size))
         k_BSHN, v_BSHV = kv.split((c.nope_size, c.value_size), dim=-1)
         k_BS1P = self.ops.rope(self.k_shared(rotary_BSP).unsqueeze(2), *turn)

@@ -28,6 +28,7 @@ class Rounded(FP8GEMM):
     """Rounds operands, and multiplies none. Codes and scales [R, C], [R, c], filled up."""
 
     recipe: Recipe
+    scratch: Scratch
     read_weight: MadeOnce[Blocks]
 
     def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
@@ -43,7 +44,13 @@ class Rounded(FP8GEMM):
         return cropped(quantize_rows(made_of_MK), made_of_MK) if self.recipe.quantize_swiglu else None
 
     def _input(self, x_MK: torch.Tensor) -> Pair:
-        return quantize_rows(x_MK, power_of_two=self.recipe.input_power_of_two)
+        """Return x, rounded once for all layers that read it: rows of experts are rounded as others are."""
+        power_of_two = self.recipe.input_power_of_two
+        how = "rows", power_of_two
+        pair: Pair = self.scratch.inputs.get(
+            x_MK, how, lambda: quantize_rows(x_MK, power_of_two=power_of_two)
+        )
+        return pair
 
     def _gradient(self, d_y_MN: torch.Tensor) -> Pair:
         recipe = self.recipe
@@ -53,17 +60,21 @@ class Rounded(FP8GEMM):
         """Return dy and what was kept of x, for the gradient of the weight: tiles now lie along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         form, power_of_two = recipe.gradients, recipe.gradient_power_of_two
-        return (
-            quantize_transposed(d_y_MN, groups, form, power_of_two=power_of_two),
-            requantize_transposed(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
+        how = "columns", recipe.input_power_of_two, groups
+        right: Pair = self.scratch.transposed.get(
+            codes_MK,
+            how,
+            lambda: requantize_transposed(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
         )
+        return quantize_transposed(d_y_MN, groups, form, power_of_two=power_of_two), right
 
 
 class TritonFP8(Rounded):
     """Products of one weight."""
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        self.recipe, self.read_weight = recipe, (scratch or Scratch()).once(quantize_blocks)
+        self.recipe, self.scratch = recipe, scratch or Scratch()
+        self.read_weight = self.scratch.once(quantize_blocks)
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x."""
@@ -92,7 +103,8 @@ class TritonExperts(Rounded):
     """Products of stacked weights, each with its own rows."""
 
     def __init__(self, of_one: Rounded, counts_E: torch.Tensor) -> None:
-        self.recipe, self.read_weight, self.counts_E = of_one.recipe, of_one.read_weight, counts_E
+        self.recipe, self.scratch, self.read_weight = of_one.recipe, of_one.scratch, of_one.read_weight
+        self.counts_E = counts_E
         self._groups: Groups | None = None
 
     def groups(self, device: torch.device) -> Groups:

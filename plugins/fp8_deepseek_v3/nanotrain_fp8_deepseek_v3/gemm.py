@@ -174,7 +174,8 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
         how = self.recipe, None if self.recipe.tile else self.groups
-        return self.scratch.inputs.get(x_MK, how, lambda: self._round_input(x_MK))
+        made: tuple[torch.Tensor, Kept] = self.scratch.inputs.get(x_MK, how, lambda: self._round_input(x_MK))
+        return made
 
     def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
@@ -192,7 +193,9 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
     def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
         """Return x rounded once more, once for all layers that read it."""
         how = self.recipe, self.groups
-        return self.scratch.transposed.get(kept[0], how, lambda: super(EmulatedFP8, self).kept_by_group(kept))
+        of_groups = super().kept_by_group
+        made: list[torch.Tensor] = self.scratch.transposed.get(kept[0], how, lambda: of_groups(kept))
+        return made
 
     def of_kept(self, kept: Kept) -> torch.Tensor:
         """Return x rounded once more, along its columns."""

@@ -55,8 +55,8 @@ class ScaledFP8(FP8GEMM):
     groups: list[int] | None = None
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        self.recipe = recipe
-        self.read_weight = (scratch or Scratch()).once(self._of_weight)
+        self.recipe, self.scratch = recipe, scratch or Scratch()
+        self.read_weight = self.scratch.once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
         """Return the same for stacked weights. The host waits for the counts."""
@@ -80,6 +80,12 @@ class ScaledFP8(FP8GEMM):
     def _of_input(self, x_RC: torch.Tensor) -> Coded:
         return self._along_rows(x_RC, power_of_two=self.recipe.input_power_of_two)
 
+    def _of_inputs(self, x_MK: torch.Tensor) -> list[Coded]:
+        """Return x, group by group; of one weight once for all layers that read it."""
+        if self.groups is not None:
+            return [self._of_input(x) for x in self._split(x_MK)]
+        return [self.scratch.inputs.get(x_MK, self.recipe, lambda: self._of_input(x_MK))]
+
     def _of_weight(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
         """Return each weight [N, K] for y, along K, and for dx, along N. The codes are the same."""
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
@@ -97,8 +103,7 @@ class ScaledFP8(FP8GEMM):
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x, group by group."""
-        groups = self._split(x_MK)
-        parts = [self._of_input(x) for x in groups]
+        groups, parts = self._split(x_MK), self._of_inputs(x_MK)
         ys = []
         for weight in weights:
             pieces = zip(parts, groups, self.read_weight(weight), strict=True)
@@ -108,8 +113,7 @@ class ScaledFP8(FP8GEMM):
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Return codes and scales of x, group by group."""
-        groups = self._split(x_MK)
-        return kept_of([self._of_input(x) for x in groups], groups)
+        return kept_of(self._of_inputs(x_MK), self._split(x_MK))
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
@@ -130,11 +134,19 @@ class ScaledFP8(FP8GEMM):
         N, K = d_y_MN.shape[1], codes_MK.shape[1]
         if not len(codes_MK):
             return d_y_MN.new_zeros(N, K, dtype=torch.float32)
-        if self.recipe.tile:
-            right = self._of_input(dequantize(codes_MK, scales, E4M3).T)
+        if self.groups is None:  # once for all layers that read x
+            right = self.scratch.transposed.get(
+                codes_MK, self.recipe, lambda: self._of_kept(codes_MK, scales)
+            )
         else:
-            right = Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
+            right = self._of_kept(codes_MK, scales)
         return multiply(self._of_gradient(d_y_MN.T), right, (N, K), torch.float32)
+
+    def _of_kept(self, codes_MK: torch.Tensor, scales: torch.Tensor) -> Coded:
+        """Return x transposed, rounded once more if there are tiles."""
+        if self.recipe.tile:
+            return self._of_input(dequantize(codes_MK, scales, E4M3).T)
+        return Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (rows,) if self.groups is None else torch.split(rows, self.groups)

@@ -10,6 +10,7 @@ from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.scratch import Last, MadeOnce, Scratch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.pipeline.passes import Passes
@@ -257,21 +258,25 @@ def test_a_weight_is_rounded_once_while_it_stands_still_and_again_when_it_was_wr
     weight.data = memory
     with passes.weights_unchanged():
         assert read(weight).sum() == 3
+        assert read(weight.detach()) is not read(weight)  # no parameter: it may be anything
     memory.add_(1)  # as a collective writes: the parameter's version knows nothing of it
     with passes.weights_unchanged():
         assert read(weight).sum() == 6
     assert read(weight) is not read(weight)  # outside, anything may happen between two calls
 
 
-def test_objects_made_anew_for_one_weight_share_what_was_made_and_never_get_that_of_another():
-    """As the objects that torch's checkpointing makes for a backward pass, each where the last one was."""
+def test_a_weight_is_rounded_once_under_activation_checkpointing():
+    """torch makes new objects of weights for the backward pass, each where that of another weight was."""
     passes, made = Passes(), []
-    weights = [nn.Parameter(torch.full((3,), float(number))) for number in range(2)]
-    read = MadeOnce(lambda w: made.append(w.detach().clone()) or made[-1], passes)
+    products = EmulatedFP8(TILED, Scratch(passes))
+    products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w), passes)
+    layers = [layer_of(products, passes=passes) for _ in range(2)]
     with passes.weights_unchanged():
-        for number in (0, 1, 1, 0, 1, 0):
-            assert torch.equal(read(weights[number].detach()), weights[number])
-    assert len(made) == 2
+        for _ in range(2):
+            x = normal(5, 200).requires_grad_()
+            both = lambda x: layers[0](x) + layers[1](x)  # noqa: E731
+            checkpoint(both, x, use_reentrant=False).sum().backward()
+    assert [id(each) for each in made] == [id(layer.weight) for layer in layers]
 
 
 def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatches():
@@ -307,7 +312,7 @@ def test_layers_that_read_one_input_round_it_once_and_not_when_it_has_changed():
 def test_two_runs_in_one_process_share_nothing_of_what_they_made():
     """One run's step does not make another's weights stand still, nor hold the other's last input."""
     one, other = Scratch(Passes()), Scratch(Passes())
-    made, weight, x = [], torch.zeros(3), normal(5, 200)
+    made, weight, x = [], nn.Parameter(torch.zeros(3)), normal(5, 200)
     reads = [scratch.once(lambda w: made.append(w) or w.clone()) for scratch in (one, other)]
     with one.passes.weights_unchanged():
         assert reads[0](weight) is reads[0](weight)
