@@ -29,6 +29,10 @@ class ModuleFormats:
     """Those that stay in bfloat16."""
     fp32: tuple[str, ...] = ()
     """Those whose GEMMs are made in float32, from bfloat16 weights."""
+    min_size: int = attrs.field(default=0, validator=ge(0))
+    """Layers that would be FP8 stay in bfloat16 where N x K, outputs times inputs of the weight, is less: of
+    what a rank holds of it, and of one expert. In small GEMMs rounding takes longer than FP8 saves.
+    0: none do."""
     backend: Backend = "auto"
     """Who makes FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Refused where it cannot run.
     `te`: Transformer Engine, where it is installed."""

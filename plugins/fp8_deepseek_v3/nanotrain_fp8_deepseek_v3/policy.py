@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
+from math import prod
 
 import attrs
 from torch import nn
@@ -26,7 +27,9 @@ class Row:
     role: str
     format: str
     why: str = ""
-    """Of a module whose format no pattern can change."""
+    """Of a module that is not in FP8, whatever the patterns say."""
+    linear: bool = False
+    """Whether patterns are about it."""
 
 
 def format_of(name: str, config: ModuleFormats) -> str:
@@ -35,6 +38,16 @@ def format_of(name: str, config: ModuleFormats) -> str:
         if matches(name, getattr(config, format_)):
             return format_
     return "bf16"
+
+
+def format_and_why(name: str, module: nn.Module, config: ModuleFormats) -> tuple[str, str]:
+    """Return the format that a linear layer, or experts, get, and why it is not that of the patterns."""
+    format_ = format_of(name, config)
+    weights = [module.get_parameter(parameter) for parameter in gemm_parameters(module)]
+    N, K = min((tuple(weight.shape[-2:]) for weight in weights), key=prod)
+    if format_ == "fp8" and config.min_size > N * K:
+        return "bf16", f"{N:,} x {K:,} is less than min_size"
+    return format_, ""
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -47,7 +60,7 @@ def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
     for name, module, tag in tagged(part):
         role = tag.role.name.lower()
         if gemm_parameters(module):
-            yield Row(name, role, format_of(name, config))
+            yield Row(name, role, *format_and_why(name, module, config), linear=True)
         elif tag.role is Role.EXPERTS:
             yield Row(name, role, "bf16", "they make products of their own")
         elif tag.role is not Role.BLOCK and next(module.parameters(), None) is not None:
@@ -64,7 +77,7 @@ def check_patterns(rows: Iterable[Row], patterns: Mapping[str, Sequence[str]]) -
     Raises:
         NanotrainError: names the key, the pattern, and the nearest name.
     """
-    names = sorted({row.name for row in rows if not row.why})
+    names = sorted({row.name for row in rows if row.linear})
     for key, wanted in patterns.items():
         for pattern in wanted:
             if not any(fnmatchcase(name, pattern) for name in names):

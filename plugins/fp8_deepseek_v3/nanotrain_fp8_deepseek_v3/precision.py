@@ -24,7 +24,7 @@ from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import Float32GEMM, Recipe
-from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_of, matches, rows_of, table
+from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Makes a backend of a run.
@@ -78,7 +78,7 @@ class ByModule(Uniform):
     def _backends(self, name: str, module: nn.Module, tag: Tag, make: Make) -> dict[str, GEMMBackend]:
         """Return the backends of a module's parameters; those rounded alike share one object."""
         wanted = gemm_parameters(module)
-        format_ = format_of(name, self.config) if wanted else "bf16"
+        format_, _ = format_and_why(name, module, self.config) if wanted else ("bf16", "")
         if format_ == "fp32":
             return dict.fromkeys(wanted, Float32GEMM(self.scratch))
         if format_ == "bf16":
@@ -104,8 +104,10 @@ class FP8DeepSeekV3(ByModule):
         """Cast, and have the rows of experts in FP8 travel so."""
         part = super().convert(part)
         for name, module, tag in tagged(part) if self.config.dispatch else ():
-            if tag.role is Role.EXPERTS and gemm_parameters(module) and format_of(name, self.config) == "fp8":
-                use_dispatch_codec(module, Codec())
+            if tag.role is Role.EXPERTS and gemm_parameters(module):
+                format_, _ = format_and_why(name, module, self.config)
+                if format_ == "fp8":
+                    use_dispatch_codec(module, Codec())
         return part
 
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:

@@ -12,13 +12,34 @@ from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.policy import format_of
 from nanotrain_fp8_deepseek_v3.precision import Codec
 
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.moe.routing import dispatch_codec
 from nanotrain_core.precision.gemm import gemms_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 ROUTED = {"model": {"use": "routed"}}
+DEEPSEEK = {
+    "use": "deepseek",
+    "layers": 2,
+    "dense_layers": 1,
+    "width": 128,
+    "heads": 4,
+    "vocab": 64,
+    "q_rank": 128,
+    "kv_rank": 64,
+    "nope_size": 64,
+    "rope_size": 16,
+    "value_size": 64,
+    "ffn": 256,
+    "experts": 4,
+    "top_k": 2,
+    "shared_experts": 1,
+    "expert_ffn": 64,
+    "groups": 2,
+    "group_limit": 1,
+}
 
 
 def run_of(*, overrides=None, **config):
@@ -75,6 +96,59 @@ def test_patterns_choose_module_by_module_and_the_table_shows_it():
     assert re.search(r"layers\.\*\.attn\.q +fp8 emulated +1 x column\n", table)
     assert re.search(r"layers\.\*\.ffn\.down +fp32 +2 x row\n", table)
     assert re.search(r"layers\.\*\.ffn_norm +bf16 +2 x norm \(never narrower\)", table)
+
+
+@pytest.mark.parametrize("use", ["fp8_deepseek_v3", "fp8_hybrid"])
+@pytest.mark.parametrize(
+    ("min_size", "wide"),
+    [(0, {"attn", "ffn"}), (32 * 32, {"attn", "ffn"}), (32 * 32 + 1, {"ffn"}), (10**9, set())],
+)
+def test_layers_with_fewer_numbers_than_min_size_stay_in_bf16_and_the_table_says_why(use, min_size, wide):
+    """q, k, v and o have 32 x 32 numbers, gate and up 96 x 32, down 32 x 96."""
+    case = Case("precision", use=use, config={"min_size": min_size}, overrides={"model": {"ffn": 96}})
+    run = make_run(case, {})
+    found = {name: products for name, products in given(run).items() if ".attn." in name or ".ffn." in name}
+    assert len(found) == 2 * 7
+    for name, products in found.items():
+        assert (products is not None) == (name.split(".")[2] in wide), name
+    table = "\n".join(run.described)
+    for name, shape in (("attn.q", "32 x 32"), ("ffn.up", "96 x 32"), ("ffn.down", "32 x 96")):
+        line = next(line for line in run.described if f"layers.*.{name} " in line)
+        assert ("fp8 emulated" in line) == (name[:3] in {each[:3] for each in wide})
+        assert (f"({shape} is less than min_size)" in line) == ("fp8 emulated" not in line)
+    assert ("less than min_size" in table) == (len(wide) < 2)
+
+
+def test_min_size_leaves_what_is_wider_by_a_pattern_and_patterns_still_match():
+    """A pattern of small layers is no mistake: they are linear layers of the model."""
+    found = given(
+        run := run_of(min_size=10**9, fp8=["layers.*"], fp32=["*.ffn.down"], bf16=["layers.0.attn.q"])
+    )
+    assert isinstance(found["layers.0.ffn.down"], Float32GEMM)
+    assert found["layers.1.attn.q"] is None
+    lines = [line for line in run.described if "attn.q" in line]
+    assert len(lines) == 2  # one by the pattern, one by its size
+    assert sum("less than min_size" in line for line in lines) == 1
+
+
+def test_experts_are_as_small_as_one_of_them_and_their_rows_are_sent_as_they_are():
+    deepseek = {"model": {**DEEPSEEK}}
+    for min_size, narrow in ((64 * 128, True), (64 * 128 + 1, False)):
+        run = run_of(overrides=deepseek, min_size=min_size, bf16=["*.attn.*"])
+        (part,) = run.stages.values()
+        (experts,) = (module for _, module, tag in tagged(part) if tag.role is Role.EXPERTS)
+        assert bool(gemms_of(experts)) is narrow
+        assert (dispatch_codec(experts) is not None) is narrow
+        line = next(line for line in run.described if "moe.experts" in line)
+        assert (
+            "64 x 128 is less than min_size" in line or "128 x 64 is less than min_size" in line
+        ) is not narrow
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "many"])
+def test_a_min_size_that_is_no_number_of_numbers_is_refused(wrong):
+    with pytest.raises(RecipeError, match=r"precision\.min_size"):
+        run_of(min_size=wrong)
 
 
 @pytest.mark.parametrize(
