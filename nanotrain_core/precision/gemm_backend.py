@@ -36,7 +36,7 @@ class GEMMBackend(Protocol):
         ...
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [M, K]."""
+        """Return the gradient of x [M, K]. Outside of graphs the weight is the object :meth:`forward` had."""
         ...
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""GEMMs of operands that Triton's kernels round, each in one pass. **Never run on a GPU.**
+"""GEMMs of operands that Triton's kernels round, each in one pass.
 
 One weight is multiplied by torch, as in :mod:`~nanotrain_fp8_deepseek_v3.scaled`; torch has no grouped
 product with these scales, so experts are multiplied by a kernel, all in one launch. Imported only where

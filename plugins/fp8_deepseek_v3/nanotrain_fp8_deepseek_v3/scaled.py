@@ -1,4 +1,4 @@
-"""GEMMs on tensor cores, through ``torch.nn.functional.scaled_mm``. **Not yet run on a GPU.**
+"""GEMMs on tensor cores, through ``torch.nn.functional.scaled_mm``.
 
 What it asks of operands was read off torch's own checks, which the tests run without a device: the left
 one [M, K] lies by rows and the right one [K, N] by columns, so that both are stored along what is summed

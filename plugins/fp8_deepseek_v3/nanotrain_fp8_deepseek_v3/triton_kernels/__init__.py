@@ -1,4 +1,4 @@
-"""Rounding to tiles, and grouped GEMMs of experts, as Triton kernels. **Never run on a GPU**: see the README.
+"""Rounding to tiles, and grouped GEMMs of experts, as Triton kernels.
 
 Codes and scales are those of :mod:`~nanotrain_fp8_deepseek_v3.formats`, bit for bit. Imported only where
 Triton is. Each kernel reads its operand once; what it writes is filled up with zeros, so that no product has
