@@ -22,6 +22,7 @@ section 3.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -154,6 +155,33 @@ def expand_second(code: torch.Tensor) -> torch.Tensor:
     return (code / 255).square_()
 
 
+def fused_adamw(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s."""
+    adamw(
+        list(weights),
+        list(gradients),
+        list(first),
+        list(second),
+        [],
+        list(steps),
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
 class LowPrecisionAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on state whose moments have fewer bits than the weight."""
 
@@ -168,21 +196,6 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         first, second = (load(state, name, weight.dtype) for name in (FIRST, SECOND))
-        adamw(
-            [weight],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        fused_adamw([weight], [gradient], [first], [second], [state["step"]], group)
         store(state, FIRST, first)
         store(state, SECOND, second)

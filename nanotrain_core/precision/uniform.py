@@ -62,11 +62,16 @@ class DynamicLossScale:
         self.good_steps = meta.get("good_steps", 0)
 
 
-class LiveMaster:
+class LiveMaster(MasterWeight):
     """The parameter is its own master: no second copy."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The parameter's own storage is updated, and nothing copied."""
+        return self.weight, self.weight
 
     def load(self) -> torch.Tensor:
         """Return the parameter's own storage."""
@@ -82,12 +87,17 @@ class LiveMaster:
         return {}
 
 
-class Float32Master:
+class Float32Master(MasterWeight):
     """A float32 copy, rounded into the model's parameter at every store."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
         self.master = weight.detach().float()
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The copy is updated, and rounded into the parameter."""
+        return self.master, self.weight
 
     def load(self) -> torch.Tensor:
         """Return the float32 copy."""
