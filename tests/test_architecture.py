@@ -178,7 +178,7 @@ SMALL = {
     "models": 520,
     "moe": 225,
     "monitors": 440,
-    "optim": 395,
+    "optim": 510,
     "pipeline": 570,
     "precision": 520,
     "recipe": 1280,

@@ -14,6 +14,7 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim import moments
+from nanotrain_core.optim.fused_adamw import FusedAdamW
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
 from nanotrain_core.optim.slots import PlainWeights, Slot, only, waves
 
@@ -78,7 +79,7 @@ class MasterOptimizer(Optimizer):
             self.inner.state[slot.weight] = self.state_of(slot)
             if not slot.plain:
                 slot.forget()
-        self.plain = PlainWeights(self.slots, self.inner)
+        self.plain = PlainWeights(self.slots)
         self.encoded = [slot for slot in self.slots if not slot.plain]
         self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
         self._refuse_loss()
@@ -128,13 +129,12 @@ class MasterOptimizer(Optimizer):
 
     def update_plain(self, gradients: Sequence[torch.Tensor]) -> None:
         """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order."""
-        for group in self.plain.groups:
-            for weight, gradient in zip(group.weights, group.of(gradients), strict=True):
-                weight.grad = gradient
+        for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
+            weight.grad = gradients[number]
         with only(self.inner, self.plain.slots) if self.encoded else nullcontext():
             self.inner.step()
-        for slot in self.plain.slots:
-            slot.weight.grad = None
+        for weight in self.plain.weights:
+            weight.grad = None
 
     def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
         """Divide by the loss scale and clip in one pass, without waiting for the device."""
@@ -180,7 +180,7 @@ class AdamW(MasterOptimizer):
         """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
         config = self.config
         if config.moment_dtype == "float32":
-            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+            return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return moments.LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
@@ -188,21 +188,6 @@ class AdamW(MasterOptimizer):
         weight, carries = slot.weight, slot.feedback is not None
         kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
-
-    def update_plain(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Call torch's kernel once for each group: ``torch.optim.AdamW`` first looks at every weight."""
-        if self.config.moment_dtype != "float32":
-            super().update_plain(gradients)
-            return
-        for plain in self.plain.groups:
-            moments.fused_adamw(
-                plain.weights,
-                plain.of(gradients),
-                plain.state(moments.FIRST),
-                plain.state(moments.SECOND),
-                plain.state("step"),
-                plain.group,
-            )
 
     def place(self, name: str, slot: Slot) -> Piece:
         """Scales sit in a tensor of their own shape."""

@@ -22,15 +22,14 @@ section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch.optim.adamw import adamw
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
+from nanotrain_core.optim.fused_adamw import fused_adamw
 from nanotrain_core.optim.moment_groups import GROUP
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -153,33 +152,6 @@ def compress_second(ratio: torch.Tensor) -> torch.Tensor:
 def expand_second(code: torch.Tensor) -> torch.Tensor:
     """Undo :func:`compress_second`."""
     return (code / 255).square_()
-
-
-def fused_adamw(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
-    group: Mapping[str, Any],
-) -> None:
-    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s."""
-    adamw(
-        list(weights),
-        list(gradients),
-        list(first),
-        list(second),
-        [],
-        list(steps),
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,6 @@ from nanotrain_core.layout.placement import Piece
 
 #: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
 WAVE = 2**24
-
-#: What torch keeps for each weight.
-State = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
 
 class Slot:
@@ -55,42 +52,14 @@ class Slot:
         self.weight.data = self.weight.data.new_empty(0)
 
 
-class PlainGroup:
-    """Plain masters of one parameter group, in lists that stay the same from step to step."""
-
-    def __init__(self, group: dict[str, Any], numbered: Sequence[tuple[int, Slot]], state: State) -> None:
-        """``numbered``: slots with their number among all of the optimizer's."""
-        self.group = group
-        self.numbers = [number for number, _ in numbered]
-        self.weights = [slot.weight for _, slot in numbered]
-        self._states = [state[weight] for weight in self.weights]
-        self._tensors: dict[str, list[torch.Tensor]] = {}
-
-    def state(self, name: str) -> list[torch.Tensor]:
-        """Return the live tensors of this name, one for each weight."""
-        if name not in self._tensors:
-            self._tensors[name] = [state[name] for state in self._states]
-        return self._tensors[name]
-
-    def of(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of this group out of all slots' gradients."""
-        return [gradients[number] for number in self.numbers]
-
-
 class PlainWeights:
-    """All slots whose masters torch updates in place."""
+    """All slots whose masters torch updates in place, in lists that stay the same from step to step."""
 
-    def __init__(self, slots: Sequence[Slot], inner: torch.optim.Optimizer) -> None:
-        self.slots = [slot for slot in slots if slot.plain]
-        found = (
-            PlainGroup(
-                group,
-                [(n, slot) for n, slot in enumerate(slots) if slot.plain and slot.group is group],
-                inner.state,
-            )
-            for group in inner.param_groups
-        )
-        self.groups = [group for group in found if group.weights]
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.numbers = [number for number, slot in enumerate(slots) if slot.plain]
+        """Of each among all slots."""
+        self.slots = [slots[number] for number in self.numbers]
+        self.weights = [slot.weight for slot in self.slots]
         pairs = [slot.plain for slot in self.slots if slot.plain]
         copied = [(master.detach(), weight.detach()) for master, weight in pairs if master is not weight]
         self.masters = [master for master, _ in copied]
