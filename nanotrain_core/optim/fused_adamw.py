@@ -35,7 +35,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Look everything up again."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._lists = {}
 
     @torch.no_grad()
