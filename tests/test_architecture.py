@@ -176,7 +176,7 @@ SMALL = {
     "launch": 800,
     "layout": 865,
     "models": 520,
-    "moe": 225,
+    "moe": 250,
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,

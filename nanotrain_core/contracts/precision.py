@@ -66,8 +66,8 @@ class LossScale(Protocol):
     @property
     def value(self) -> float: ...
 
-    def update(self, skipped: bool) -> None:
-        """Learn whether the step was skipped."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Learn whether the step was skipped: a bool, or one on the device, which costs a wait to read."""
         ...
 
     def meta(self) -> dict[str, Any]: ...

@@ -16,7 +16,7 @@ from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim import moments
 from nanotrain_core.optim.fused_adamw import FusedAdamW
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
-from nanotrain_core.optim.slots import PlainWeights, Slot, only, waves
+from nanotrain_core.optim.slots import PlainWeights, Slot, only, step_unless, waves
 
 
 class MasterOptimizer(Optimizer):
@@ -104,17 +104,24 @@ class MasterOptimizer(Optimizer):
         gradient_of = self.gradients.gradient_of
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
-        if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
+        skipped = ~torch.isfinite(norm)
+        late = self.mesh.reads_late and not self.encoded and self.skips_on_device
+        if not late and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
-        self._update(gradients)
-        return StepStats(norm)
+        self._update(gradients, skipped.float() if late else None)
+        return StepStats(norm, skipped if late else False)
 
-    def _update(self, gradients: Sequence[torch.Tensor]) -> None:
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether :meth:`update_plain` heeds ``found_inf``; if not, the host waits for each step's norm."""
+        return False
+
+    def _update(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Update plain masters all at once, and all others wave by wave."""
         if self.plain.slots:
-            self.update_plain(gradients)
-            self.plain.write_back()
+            self.update_plain(gradients, found_inf)
+            self.plain.write_back()  # of a skipped step, what is there already
         gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
             for slot in wave:
@@ -127,12 +134,17 @@ class MasterOptimizer(Optimizer):
                 if lost is not None and slot.group["lr"]:
                     self.carry(slot, lost)
 
-    def update_plain(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order."""
+    def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
+
+        If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay what they are, bit by
+        bit. It is None unless :attr:`skips_on_device`. By default ``inner`` is told, as torch's fused
+        optimizers are by its gradient scaler.
+        """
         for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
             weight.grad = gradients[number]
         with only(self.inner, self.plain.slots) if self.encoded else nullcontext():
-            self.inner.step()
+            step_unless(found_inf, self.inner)
         for weight in self.plain.weights:
             weight.grad = None
 
@@ -189,6 +201,11 @@ class AdamW(MasterOptimizer):
         kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
 
+    @property
+    def skips_on_device(self) -> bool:
+        """So do moments of any dtype."""
+        return True
+
     def place(self, name: str, slot: Slot) -> Piece:
         """Scales sit in a tensor of their own shape."""
         return moments.grouped(slot.piece) if name.endswith(moments.SCALE) else slot.piece
@@ -216,8 +233,14 @@ class SGD(MasterOptimizer):
     config: SGDConfig
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return ``torch.optim.SGD``."""
-        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum)
+        """Return ``torch.optim.SGD``, fused where a step may be skipped on the device."""
+        fused = self.mesh.reads_late
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, fused=fused)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """The fused kernel does."""
+        return bool(self.inner.defaults["fused"])
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the velocity at zero; torch starts it at the first gradient, which is the same."""

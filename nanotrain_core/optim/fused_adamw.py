@@ -29,6 +29,9 @@ class FusedAdamW(torch.optim.AdamW):
     torch's own asks each weight for its gradient's form, and for its state, in every step.
     """
 
+    found_inf: torch.Tensor | None = None
+    """A float32 scalar, 1 on the device where a step is to change nothing: as of torch's own."""
+
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
         self._lists: dict[int, Lists] = {}
@@ -46,7 +49,8 @@ class FusedAdamW(torch.optim.AdamW):
             if known is None or known.weights is not group["params"]:
                 known = self._lists[number] = self._gathered(group["params"])
             gradients = [weight.grad for weight in known.weights]
-            fused_adamw(known.weights, gradients, known.first, known.second, known.steps, group)
+            lists = (known.weights, gradients, known.first, known.second, known.steps)
+            fused_adamw(*lists, group, self.found_inf)
 
     def _gathered(self, weights: Tensors) -> Lists:
         states = [self.state[weight] for weight in weights]
@@ -62,8 +66,12 @@ def fused_adamw(
     second: Tensors,
     steps: Tensors,
     group: Mapping[str, Any],
+    found_inf: torch.Tensor | None,
 ) -> None:
-    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s."""
+    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s.
+
+    Nothing changes if ``found_inf``, a float32 scalar on the device, is 1.
+    """
     adamw(
         weights,
         gradients,  # type: ignore[arg-type]
@@ -79,4 +87,5 @@ def fused_adamw(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
+        found_inf=found_inf,
     )

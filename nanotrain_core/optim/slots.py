@@ -71,6 +71,21 @@ class PlainWeights:
             torch._foreach_copy_(self.copies, self.masters)
 
 
+def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) -> None:
+    """Step, or have ``inner`` skip the step on the device if ``found_inf`` is 1 there.
+
+    ``inner`` must heed its attribute ``found_inf``, as torch's fused optimizers do for a gradient scaler.
+    """
+    if found_inf is None:
+        inner.step()
+        return
+    inner.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        inner.step()
+    finally:
+        del inner.found_inf  # type: ignore[attr-defined]
+
+
 def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
     """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
     wave: list[Slot] = []

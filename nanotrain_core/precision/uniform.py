@@ -19,8 +19,8 @@ class NoLossScale:
 
     value = 1.0
 
-    def update(self, skipped: bool) -> None:
-        """Nothing to learn."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Nothing to learn, and so nothing to read."""
 
     def meta(self) -> dict[str, Any]:
         """No state."""
@@ -43,8 +43,8 @@ class DynamicLossScale:
         self.growth_interval = growth_interval
         self.good_steps = 0
 
-    def update(self, skipped: bool) -> None:
-        """Learn whether the last step overflowed."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Learn whether the last step overflowed: the next loss depends on it, so the host waits to know."""
         if skipped:
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
             return
