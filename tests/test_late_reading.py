@@ -1,4 +1,4 @@
-"""Where the host would wait for the device a step reads nothing from there, and is learnt of one step late."""
+"""Where the host would wait for the device a step reads nothing from there, and is learnt of one late."""
 
 import pytest
 import torch
