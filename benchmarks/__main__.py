@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, gpu, kernels, mesh, moe, narrow, originals, startup
+from benchmarks import bubble, gpu, kernels, mesh, moe, narrow, optimizer, originals, startup
 from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
@@ -16,7 +16,18 @@ from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.launch.environment import loopback
 
 CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *ALONE))
-NAMES = (*CASE_NAMES, *originals.NAMES, "kernels", "moe", "fp8", "fp4", "bubble", "startup", "mesh")
+NAMES = (
+    *CASE_NAMES,
+    *originals.NAMES,
+    "kernels",
+    "moe",
+    "optimizer",
+    "fp8",
+    "fp4",
+    "bubble",
+    "startup",
+    "mesh",
+)
 ON_GPU = "fp8_gpu"
 
 
@@ -74,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     measured += kernels.measure(rounds=args.rounds * args.steps) if "kernels" in names else []
     measured += moe.measure(rounds=args.rounds) if "moe" in names else []
+    measured += optimizer.measure(rounds=args.rounds) if "optimizer" in names else []
     measured += narrow.measure(rounds=args.rounds, steps=args.steps) if "fp8" in names else []
     measured += narrow.measure_packed(rounds=args.rounds, steps=args.steps) if "fp4" in names else []
     measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []

@@ -41,6 +41,7 @@ from nanotrain_core.run.rollback import become, roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
+from nanotrain_core.run.told import Reading, Told
 from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class RuntimeEngine:
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
         self.skipped_in_a_row, self._saved = 0, -1
+        self.reading = Reading(late=self.run.mesh.reads_late)
         self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
@@ -192,6 +194,7 @@ class RuntimeEngine:
                 self._evaluate()
             due = self.saves.due(self.step)
             if last or due:  # a state that somebody wants to leave is not worth saving
+                self._learn(self.reading.rest())
                 agree_now(self.stop, self.run.mesh)
             if self.stop.rollback_agreed:
                 roll_back(self)
@@ -225,20 +228,24 @@ class RuntimeEngine:
         self.events.before_update(UpdateReport(self.step + 1, scale, run.gradients, run.mesh, self._trained))
         self.saves.settle()
         self.note("optimizer")
-        stats = run.optimizer.step(loss_scale=scale)  # here the host waits for the device, for the norm
-        self.stop.agree(stop_flags.tolist())
+        stats = run.optimizer.step(loss_scale=scale)
+        told = self.reading.after(self.step + 1, stop_flags, stats)  # on a CPU, here the host waits for it
         run.gradients.zero()
         self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
-        self._give_up_if_diverged(stats)
+        self._learn(told)
         return losses, counts, stats
 
-    def _give_up_if_diverged(self, stats: StepStats) -> None:
-        """A step with an infinite gradient is skipped; a run of them will not get better."""
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
+    def _learn(self, told: Told | None) -> None:
+        """Act on what a step told the host: this one, or the one before it where numbers are read late."""
+        if told is None:
+            return
+        self.stop.agree(told.requests)
+        # A step with an infinite gradient is skipped; a run of them will not get better.
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if told.skipped else 0
         if self.skipped_in_a_row == MOST_SKIPPED:
             raise Diverged(
-                f"step {self.step + 1}: the gradient norm was {stats.grad_norm.item()} for {MOST_SKIPPED} "
+                f"step {told.step}: the gradient norm was {told.grad_norm} for {MOST_SKIPPED} "
                 "steps in a row, which were skipped: the weights are those from before"
             )
 
@@ -277,7 +284,7 @@ class RuntimeEngine:
                 tokens_per_second=run.feed.tokens_per_step / seconds,
                 seconds=seconds,
                 loss_scale=run.loss_scale.value,
-                skipped=stats.skipped,
+                skipped=bool(stats.skipped),
                 expert_load=expert_load(self.loads.values(), run.mesh) if run.has_routers else None,
                 bubble=bubble(self.executor.idle, run.owners, run.mesh),
             ),

@@ -16,6 +16,8 @@ from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
 class ForgetfulMaster(Float32Master):
     """Keeps the new weight and never shows it to the model."""
 
+    plain = None
+
     def store(self, value):
         self.master.copy_(value)
 
@@ -26,6 +28,22 @@ class ForgetsToWriteThrough(Uniform):
 
     def master(self, weight, piece):
         return ForgetfulMaster(weight)
+
+
+class MisplacedMaster(Float32Master):
+    """Has an optimizer update a copy of the master, which no checkpoint holds."""
+
+    @property
+    def plain(self):
+        return self.master.clone(), self.weight
+
+
+class HasCopiesUpdated(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def master(self, weight, piece):
+        return MisplacedMaster(weight)
 
 
 class ForgetsItsMasters(Uniform):
@@ -103,5 +121,11 @@ class LosesTheLastRow(Uniform):
 
 @hookimpl
 def nanotrain_register_precision(register):
-    for cls in (ForgetsToWriteThrough, ForgetsItsMasters, LosesOneGradient, LosesTheLastRow):
+    for cls in (
+        ForgetsToWriteThrough,
+        HasCopiesUpdated,
+        ForgetsItsMasters,
+        LosesOneGradient,
+        LosesTheLastRow,
+    ):
         register(twin(cls))

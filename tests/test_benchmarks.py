@@ -18,6 +18,7 @@ from benchmarks.fp8_gpu import Layer
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.narrow import CASES as NARROW
 from benchmarks.narrow import Slowdown
+from benchmarks.optimizer import HostTime, milliseconds, ours, torchs
 from benchmarks.ours import batches
 from benchmarks.peers import Llama, Loop
 from benchmarks.race import Result
@@ -199,6 +200,25 @@ def test_both_precisions_train_one_recipe(case):
     assert (narrow.precision.use, wide.precision.use) == ("fp8_deepseek_v3", "bf16")
     assert attrs.evolve(narrow, precision=wide.precision, versions=wide.versions) == wide
     assert wide.run.ranks == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_optimizers_take_the_same_steps(precision):
+    """Of gradients that are clipped."""
+    (mine, step), (other, torchs_step) = ours(precision), torchs()
+    milliseconds(mine, step, 3)
+    milliseconds(other, torchs_step, 3)
+    assert len(mine) == len(other) == 200
+    for found, expected in zip(mine, other, strict=True):
+        assert not torch.equal(expected, torch.ones_like(expected))
+        torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ratios", "passed"), [((0.8, 0.9, 2.0), True), ((0.8, 0.89, 2.0), False)])
+def test_an_optimizer_must_cost_what_torchs_does_in_the_median(ratios, passed):
+    found = HostTime("fp32", 1.0, 1.0, ratios)
+    assert found.passed is passed
+    assert len(found.row()) == len(found.HEADER)
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------

@@ -113,6 +113,10 @@ FAULTS = [
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},
     ),
+    (
+        Case("precision", use="has_copies_updated", plugins=PRECISIONS),
+        {"plain_masters_are_what_they_store", "resume_is_bit_equal"},
+    ),
     (Case("precision", use="forgets_its_masters", plugins=PRECISIONS), {"resume_is_bit_equal"}),
     (
         Case("precision", use="loses_one_gradient", plugins=PRECISIONS),

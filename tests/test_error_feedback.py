@@ -5,19 +5,21 @@ import torch
 from test_optimizers import gradients_of, make_model
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
+from nanotrain_core.contracts import ErrorFeedback
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.optim import adamw as optimizers
-from nanotrain_core.optim.adamw import SGD, AdamW, waves
+from nanotrain_core.optim.adamw import SGD, AdamW
+from nanotrain_core.optim.slots import waves
 from nanotrain_core.precision.uniform import fp32
 
 STEP = 0.25
 
 
-class CoarseMaster:
+class CoarseMaster(ErrorFeedback):
     """Keeps multiples of 1/4, and decodes them anew whenever asked."""
 
     def __init__(self, weight):
@@ -32,9 +34,6 @@ class CoarseMaster:
 
     def error(self, value):
         return value - self.weight
-
-    def state(self):
-        return {}
 
 
 class Coarse:

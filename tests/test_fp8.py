@@ -42,12 +42,12 @@ ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", 
 #: Topology, what stands around it, and how far losses may be from those of one process in FP8. Under tp, pp
 #: and ep gradients in bfloat16 are added up in another order, and in FP8 a different number may be rounded to
 #: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3. On data ranks only float32 sums over
-#: microbatches are: 4e-4 after six steps.
+#: microbatches are: 6e-8 for four steps, then 3e-3, once a number was rounded to another code.
 LAYOUTS = {
     "tp2": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP]}, 0.01),
     "ep2": ({"dp": 2, "ep": 2}, {"parallel": [EP, DDP]}, 0.01),
     "pp2-zb_h1": ({"pp": 2}, {"schedule": {"use": "zb_h1"}, "parallel": [DDP]}, 0.01),
-    "dp2-zero2": ({"dp": 2}, ZERO2, 2e-3),
+    "dp2-zero2": ({"dp": 2}, ZERO2, 5e-3),
     "ep2-etp2": ({"dp": 4, "ep": 2, "etp": 2}, {"parallel": [EP, DDP]}, 0.01),
 }
 
@@ -74,6 +74,8 @@ def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_pr
     alone, wide = (losses_of(p, None, narrow_moments=narrow) for p in ("fp8_deepseek_v3", "bf16"))
     assert found == pytest.approx(alone, rel=LAYOUTS[layout][2])
     assert found == pytest.approx(wide, rel=0.01)
+    if layout == "dp2-zero2":
+        assert found[:3] == pytest.approx(alone[:3], rel=1e-6)
     assert found != wide
     assert found[-1] < found[0] - 1
 

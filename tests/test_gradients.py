@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+from nanotrain_ddp import DataParallelConfig
+from nanotrain_ddp.wrapper import DataParallel
 from torch import nn
 
-from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout import gradients as layer
+from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import train
 
 
 class Times(torch.autograd.Function):
@@ -61,3 +66,40 @@ def test_without_a_wider_dtype_a_gradient_has_its_weights_again():
     Times.apply(module.weight, torch.tensor([[1 + 2.0**-12]])).sum().backward()
     assert gradients.gradient(module.weight).dtype == torch.bfloat16
     assert gradients.gradient(module.weight).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "hooks"),
+    [
+        (LocalGradients, 1),
+        (AllReduceGradients, 0),
+        (lambda: DataParallel(DataParallelConfig(overlap=True)), 1),
+        (lambda: DataParallel(DataParallelConfig(overlap=False)), 0),
+    ],
+    ids=["local", "all_reduce", "ddp", "ddp without overlap"],
+)
+def test_a_parameter_has_a_python_hook_only_where_somebody_listens(make, hooks, monkeypatch):
+    """It is called for each parameter in each microbatch."""
+    watched, watch = [], layer.watch
+    monkeypatch.setattr(layer, "watch", lambda *each: (watched.append(each[0]), watch(*each)))
+    module, gradients = nn.Linear(2, 3), make()
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    gradients.attach(placed_parameters([module], place([module], mesh.layout)), mesh, torch.float32)
+    assert watched == [*module.parameters()] * hooks
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+    gradients.finish()
+    assert gradients.gradient(module.weight).tolist() == [[2.0, 2.0]] * 3
+
+
+def without_overlap(case):
+    return [
+        train(case, {"parallel": [{"use": "ddp", "overlap": overlap}]}).weights for overlap in (True, False)
+    ]
+
+
+def test_without_overlap_gradients_are_summed_to_the_same_bits():
+    for overlapped, after in run_ranks(
+        without_overlap, 2, Case("schedule", use="accumulate", topology={"dp": 2})
+    ):
+        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(overlapped, after, strict=True))

@@ -1,5 +1,6 @@
 """The built-in optimizers against torch's own, stepped plainly on the same gradients."""
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.optim.adamw import SGD, AdamW, MasterOptimizer
-from nanotrain_core.precision.uniform import bf16, fp32, fp64
+from nanotrain_core.precision.uniform import Float32Master, LiveMaster, bf16, fp32, fp64
 from nanotrain_core.recipe.tree import OptimizerConfig
 
 STEPS = 4
@@ -112,6 +113,58 @@ def test_a_bfloat16_model_follows_its_float32_master_rounded_once():
     for slot, other in zip(optimizer.slots, plain.parameters(), strict=True):
         torch.testing.assert_close(slot.master.load(), other.detach(), rtol=0, atol=1e-6)
         assert torch.equal(slot.parameter, slot.master.load().bfloat16())
+
+
+def bits_after(config, make, precision, loss_scale):
+    """Return weights, masters, state and norms after a few steps."""
+    model, optimizer, norms = train_ours(make, config, precision, loss_scale=loss_scale)
+    blocks = {block.name: block.tensor for block in optimizer.blocks()}
+    return {**dict(model.named_parameters()), **blocks}, norms, optimizer
+
+
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [fp32, bf16, fp64])
+@pytest.mark.parametrize("case", CASES)
+def test_masters_updated_in_place_end_with_the_bits_of_loaded_ones(
+    case, precision, moment_dtype, monkeypatch
+):
+    """All in one call, or each loaded and stored."""
+    make, config, _ = CASES[case]
+    if make is AdamW:
+        config = attrs.evolve(config, moment_dtype=moment_dtype)
+    at_once, norms, optimizer = bits_after(config, make, precision, 512.0)
+    assert len(optimizer.plain.slots) == 6
+    for kind in (LiveMaster, Float32Master):
+        monkeypatch.setattr(kind, "plain", None)
+    loaded, expected, optimizer = bits_after(config, make, precision, 512.0)
+    assert len(optimizer.encoded) == 6
+    assert norms == expected
+    assert at_once.keys() == loaded.keys()
+    for name, tensor in at_once.items():
+        assert torch.equal(tensor, loaded[name]), name
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_plain_and_encoded_masters_of_one_model_are_each_updated_once(make, monkeypatch):
+    """As where a precision keeps matrices in a form of its own, and norms as they are."""
+    config = AdamWConfig(lr=0.01) if make is AdamW else SGDConfig(lr=0.1, momentum=0.9)
+    whole, norms, _ = bits_after(config, make, bf16, 1.0)
+
+    def plain(self):
+        return (self.master, self.weight) if self.weight.dim() < 2 else None
+
+    monkeypatch.setattr(Float32Master, "plain", property(plain))
+    mixed, expected, optimizer = bits_after(config, make, bf16, 1.0)
+    assert (len(optimizer.plain.slots), len(optimizer.encoded)) == (4, 2)
+    assert norms == expected
+    assert whole.keys() == mixed.keys()
+    assert all(torch.equal(tensor, mixed[name]) for name, tensor in whole.items())
+
+
+def test_gradients_are_not_kept_after_a_step():
+    for config, make in ((AdamWConfig(), AdamW), (SGDConfig(lr=0.1), SGD)):
+        _, optimizer, _ = train_ours(make, config, bf16)
+        assert all(slot.weight.grad is None for slot in optimizer.slots)
 
 
 def bytes_of_state(precision):

@@ -2,7 +2,8 @@
 
 ``Component.factory`` is called with the component's config and returns one of these. Inherit from
 :class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
-classes, of which a plugin writes only what it has something for. The others are protocols, and structural.
+classes, of which a plugin writes only what it has something for. So are :class:`MasterWeight` and
+:class:`ErrorFeedback`, which a precision makes. The others are protocols, and structural.
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader

@@ -71,7 +71,9 @@ class StepStats:
 
     grad_norm: torch.Tensor
     """Global 2-norm before clipping: a scalar, the same bits on every rank, also on one without a share."""
-    skipped: bool = False
+    skipped: bool | torch.Tensor = False
+    """Or a bool tensor on the device, a scalar: the step was skipped there, and the host did not wait to
+    know. Asking for its truth makes it wait."""
 
 
 class Optimizer:
@@ -97,7 +99,8 @@ class Optimizer:
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
 
-        A step whose global norm is not finite changes nothing, on all ranks alike, and says so.
+        A step whose global norm is not finite changes nothing, on all ranks alike, and says so. Where the
+        mesh ``reads_late``, an optimizer that can skips it on the device and reads nothing from there.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(loss_scale=...)")
 

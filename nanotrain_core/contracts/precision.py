@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,8 +14,19 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend
 
 
-class MasterWeight(Protocol):
-    """The weight an optimizer updates, in whatever form a precision keeps it."""
+class MasterWeight:
+    """A base class: the weight an optimizer updates, in whatever form a precision keeps it."""
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The master's own storage and the weight of the model it is copied into; None: it is encoded.
+
+        Not None only if :meth:`load` always returns that storage, and :meth:`store` of it does nothing but
+        copy it into the weight, in the weight's dtype; the same tensor twice if the weight is its own master.
+        An optimizer then updates the storage in place and copies many into their weights in one call, and
+        :meth:`load` and :meth:`store` are not called. Who overrides these says here what is still true.
+        """
+        return None
 
     def load(self) -> torch.Tensor:
         """Return the weight in the optimizer's dtype, shaped as the parameter.
@@ -23,22 +34,21 @@ class MasterWeight(Protocol):
         May be the live storage. If it is decoded for this call, forget it after ``store``: kept, it would
         cost the memory that the format saves.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no load()")
 
     def store(self, value: torch.Tensor) -> None:
         """Keep ``value`` as the new weight and write it through to the model's parameter."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no store(value)")
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return live tensors beyond the parameter itself that a checkpoint must hold, by name.
 
         Each is shaped as the weight, or is a scalar.
         """
-        ...
+        return {}
 
 
-@runtime_checkable
-class ErrorFeedback(MasterWeight, Protocol):
+class ErrorFeedback(MasterWeight):
     """A master that loses so much of what is stored that the optimizer must carry the loss in its momentum.
 
     After each ``store(value)`` the optimizer adds what ``error`` returns to its momentum, scaled so that the
@@ -47,7 +57,7 @@ class ErrorFeedback(MasterWeight, Protocol):
 
     def error(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value``, just stored, less what was kept of it."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no error(value)")
 
 
 class LossScale(Protocol):
@@ -56,8 +66,8 @@ class LossScale(Protocol):
     @property
     def value(self) -> float: ...
 
-    def update(self, skipped: bool) -> None:
-        """Learn whether the step was skipped."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Learn whether the step was skipped: a bool, or one on the device, which costs a wait to read."""
         ...
 
     def meta(self) -> dict[str, Any]: ...

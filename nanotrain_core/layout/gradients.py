@@ -45,6 +45,10 @@ class LocalGradients:
     return one that was never rounded to the parameter's dtype.
     """
 
+    listens = True
+    """Whether :meth:`accumulated` is told of every parameter's gradient of every microbatch, by a call of
+    Python each. A class that has nothing to do before a stage's last microbatch is over sets it to False."""
+
     def __init__(self) -> None:
         self.placed: Sequence[PlacedParameter] = ()
         self._completing: set[nn.Parameter] = set()
@@ -64,7 +68,8 @@ class LocalGradients:
             if placed.parameter.requires_grad:
                 placed.parameter.grad = None  # it may be of another dtype
                 placed.parameter.grad_dtype = dtype or placed.parameter.dtype
-                watch(placed.parameter, self)
+                if self.listens:
+                    watch(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up.
@@ -135,6 +140,8 @@ class AllReduceGradients(LocalGradients):
     Gradients with the same ranks to sum over are joined into flat tensors, one all-reduce for each. Nothing
     overlaps with backward: components that provide ``gradient_sync`` are there to be faster.
     """
+
+    listens = False
 
     #: Bytes of gradients that one all-reduce sums, at most, unless a single parameter has more: that much
     #: memory is needed on top of the gradients.

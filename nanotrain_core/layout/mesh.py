@@ -46,6 +46,14 @@ class Mesh:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether the host would have to wait to read a number of the device: anywhere but on a CPU.
+
+        A training step then reads none: it is skipped on the device, and learnt of one step late.
+        """
+        return self.device.type != "cpu"
+
     def size(self, *dims: str) -> int:
         return self.layout.size(*dims)
 

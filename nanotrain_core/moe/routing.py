@@ -10,7 +10,8 @@ and chosen expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -101,7 +102,7 @@ class CountingRouter(nn.Module):
         return torch.zeros(self.experts, dtype=torch.int64, device=device)
 
     def balance(self, load: torch.Tensor) -> None:
-        """Learn the global ``load`` [E] of a step."""
+        """Learn the global ``load`` [E] of a step. What is kept of it is a buffer, or a frozen parameter."""
 
 
 def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:
@@ -121,10 +122,13 @@ def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
     return none.scatter_add(0, choices, torch.ones_like(choices))  # bincount would wait for the device
 
 
-def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) -> dict[str, torch.Tensor]:
+def balance(
+    parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool | torch.Tensor = False
+) -> dict[str, torch.Tensor]:
     """Tell every router how many tokens each of its experts got in this step, over the whole batch.
 
-    After a ``skipped`` step routers are not told: it moves nothing.
+    After a ``skipped`` step routers are not told: it moves nothing. If only the device knows, they are told,
+    and their buffers, and parameters that no gradient moves, are put back there if the step was skipped.
 
     All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own
     count [E], int64, of every rank's whole sequences, and forgets it; ``balance(load)`` gets the sum.
@@ -139,9 +143,30 @@ def balance(parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool = False) ->
     total = torch.cat(loads)
     mesh.all_reduce_data(total)
     summed = dict(zip(routers, torch.split(total, [len(load) for load in loads]), strict=True))
-    for name, router in routers.items() if not skipped else ():
-        router.balance(summed[name])
+    undo: AbstractContextManager[None] = nullcontext()
+    if isinstance(skipped, torch.Tensor):
+        undo = unless(skipped, routers.values())
+    elif skipped:
+        return summed
+    with undo:
+        for name, router in routers.items():
+            router.balance(summed[name])
     return summed
+
+
+@contextmanager
+def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what is done to the state of ``modules``, in place, if ``skipped`` is true on the device."""
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
+    for module in modules:
+        for tensor in (*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)):
+            alike.setdefault(tensor.dtype, []).append(tensor.detach())
+    before = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in alike.values()]
+    yield
+    for old, tensors in zip(before, alike.values(), strict=True):
+        new = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        pieces = torch.split(torch.where(skipped, old, new), [tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
 
 
 # --- between ranks ------------------------------------------------------------------------------

@@ -2,93 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from nanotrain_core.builtin.configs import AdamWConfig, SGDConfig
-from nanotrain_core.contracts import (
-    Block,
-    ErrorFeedback,
-    GradientSync,
-    MasterWeight,
-    Optimizer,
-    Precision,
-    StepStats,
-)
+from nanotrain_core.contracts import Block, GradientSync, MasterWeight, Optimizer, Precision, StepStats
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim import moments
-from nanotrain_core.optim.grad_norm import clip_factor, global_norm
-
-#: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
-WAVE = 2**24
-
-
-class Slot:
-    """One piece as an optimizer sees it: its master, and the tensor that torch updates.
-
-    The tensor has the weight from :meth:`load` to :meth:`store` only, since a master may decode it for that.
-    """
-
-    group: dict[str, Any]
-    """Of ``inner.param_groups``, where :attr:`weight` is: its learning rate stands there."""
-
-    def __init__(self, piece: Piece, master: MasterWeight) -> None:
-        self.piece, self.master = piece, master
-        self.feedback = master if isinstance(master, ErrorFeedback) else None
-        self.parameter, self.placement = piece.parameter, piece.placement
-        self.weight = torch.nn.Parameter(master.load().detach(), requires_grad=False)
-        self.size = self.weight.numel()
-
-    def load(self) -> None:
-        """Show torch the weight."""
-        self.weight.data = self.master.load().detach()
-
-    def store(self) -> torch.Tensor | None:
-        """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
-        value = self.weight.detach()
-        self.master.store(value)
-        lost = None if self.feedback is None else self.feedback.error(value)
-        self.forget()
-        return lost
-
-    def forget(self) -> None:
-        """Let go of the weight and its gradient."""
-        self.weight.grad = None
-        self.weight.data = self.weight.data.new_empty(0)
-
-
-def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
-    """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
-    wave: list[Slot] = []
-    size = 0
-    for slot in slots:
-        if wave and size + slot.size > limit:
-            yield wave
-            wave, size = [], 0
-        wave.append(slot)
-        size += slot.size
-    if wave:
-        yield wave
-
-
-@contextmanager
-def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
-    """Have ``inner`` see the weights of these slots alone: all others are not loaded."""
-    groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
-    try:
-        for group in groups:
-            group["params"] = [slot.weight for slot in slots if slot.group is group]
-        inner.param_groups = [group for group in groups if group["params"]]
-        yield
-    finally:
-        inner.param_groups = groups
-        for group, each in zip(groups, weights, strict=True):
-            group["params"] = each
+from nanotrain_core.optim.fused_adamw import FusedAdamW
+from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
+from nanotrain_core.optim.slots import PlainWeights, Slot, only, step_unless, waves
 
 
 class MasterOptimizer(Optimizer):
@@ -149,7 +77,11 @@ class MasterOptimizer(Optimizer):
         for slot in self.slots:
             slot.group = group_of[slot.weight]
             self.inner.state[slot.weight] = self.state_of(slot)
-            slot.forget()
+            if not slot.plain:
+                slot.forget()
+        self.plain = PlainWeights(self.slots)
+        self.encoded = [slot for slot in self.slots if not slot.plain]
+        self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
         self._refuse_loss()
 
     def _refuse_loss(self) -> None:
@@ -169,24 +101,52 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip, update, write the new weights through to the model."""
-        gradients = [self.gradients.gradient_of(slot.piece) for slot in self.slots]
-        placed = zip(gradients, (slot.placement for slot in self.slots), strict=True)
-        norm = global_norm(placed, self.mesh) / loss_scale
-        if not torch.isfinite(norm):  # the one place of a step where the host waits for the device
+        gradient_of = self.gradients.gradient_of
+        gradients = [gradient_of(slot.piece) for slot in self.slots]
+        norm = self.norm.of(gradients) / loss_scale
+        skipped = ~torch.isfinite(norm)
+        late = self.mesh.reads_late and not self.encoded and self.skips_on_device
+        if not late and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
-        found = iter(gradients)
-        for wave in waves(self.slots):
+        self._update(gradients, skipped.float() if late else None)
+        return StepStats(norm, skipped if late else False)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether :meth:`update_plain` heeds ``found_inf``; if not, the host waits for each step's norm."""
+        return False
+
+    def _update(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Update plain masters all at once, and all others wave by wave."""
+        if self.plain.slots:
+            self.update_plain(gradients, found_inf)
+            self.plain.write_back()  # of a skipped step, what is there already
+        gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
+        for wave in waves(self.encoded):
             for slot in wave:
                 slot.load()
-                slot.weight.grad = next(found).to(slot.weight.device)
+                slot.weight.grad = gradient_of[slot].to(slot.weight.device)
             with only(self.inner, wave):
                 self.inner.step()
             for slot in wave:
                 lost = slot.store()
                 if lost is not None and slot.group["lr"]:
                     self.carry(slot, lost)
-        return StepStats(norm)
+
+    def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
+
+        If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay what they are, bit by
+        bit. It is None unless :attr:`skips_on_device`. By default ``inner`` is told, as torch's fused
+        optimizers are by its gradient scaler.
+        """
+        for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
+            weight.grad = gradients[number]
+        with only(self.inner, self.plain.slots) if self.encoded else nullcontext():
+            step_unless(found_inf, self.inner)
+        for weight in self.plain.weights:
+            weight.grad = None
 
     def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
         """Divide by the loss scale and clip in one pass, without waiting for the device."""
@@ -232,7 +192,7 @@ class AdamW(MasterOptimizer):
         """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
         config = self.config
         if config.moment_dtype == "float32":
-            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+            return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return moments.LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
@@ -240,6 +200,11 @@ class AdamW(MasterOptimizer):
         weight, carries = slot.weight, slot.feedback is not None
         kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
+
+    @property
+    def skips_on_device(self) -> bool:
+        """So do moments of any dtype."""
+        return True
 
     def place(self, name: str, slot: Slot) -> Piece:
         """Scales sit in a tensor of their own shape."""
@@ -268,8 +233,14 @@ class SGD(MasterOptimizer):
     config: SGDConfig
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return ``torch.optim.SGD``."""
-        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum)
+        """Return ``torch.optim.SGD``, fused where a step may be skipped on the device."""
+        fused = self.mesh.reads_late
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, fused=fused)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """The fused kernel does."""
+        return bool(self.inner.defaults["fused"])
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the velocity at zero; torch starts it at the first gradient, which is the same."""

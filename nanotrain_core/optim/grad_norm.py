@@ -15,28 +15,54 @@ from nanotrain_core.layout.placement import Placement
 #: Squares that are added up in their own dtype before float64 takes over. A CPU adds one after the other: of
 #: 22 million in float32 it loses 0.2%, of 134 million 2.8%, and gradients are clipped to too large a norm.
 #: A GPU adds in many places at once.
-LONGEST_SUM = {"cpu": 2**16}
+LONGEST_SUM = 2**16
 
 
-def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
-    """All-reduce: the 2-norm of a whole model's gradient from every rank's blocks.
+class GlobalNorm:
+    """The 2-norm of a whole model's gradient, from every rank's blocks of it, step after step.
 
     A block held by n ranks counts 1/n on each, so one sum over the world counts every element once,
     whatever the layout. The result is equal on every rank, bit for bit.
-
-    Returns:
-        A float64 scalar tensor on the mesh's device, whatever the gradients' dtype: a rank may have none to
-        take it from, and would round what others do not.
     """
-    squares: dict[int, list[torch.Tensor]] = {}
-    for gradient, placement in gradients:
-        runs = torch.split(gradient.reshape(-1), LONGEST_SUM.get(gradient.device.type, 2**62))
-        squares.setdefault(placement.replicas(mesh.layout), []).extend(runs)
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for replicas, blocks in squares.items():
-        total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
-    mesh.all_reduce(total)
-    return total.sqrt()
+
+    def __init__(self, placements: Sequence[Placement], mesh: Mesh) -> None:
+        """``placements``: of the blocks that :meth:`of` is given, in that order."""
+        self.mesh = mesh
+        self.held_by: dict[int, list[int]] = {}
+        """Which blocks, by the number of ranks that hold each."""
+        for number, placement in enumerate(placements):
+            self.held_by.setdefault(placement.replicas(mesh.layout), []).append(number)
+
+    def of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All-reduce: return the norm.
+
+        Returns:
+            A float64 scalar tensor on the mesh's device, whatever the gradients' dtype: a rank may have none
+            to take it from, and would round what others do not.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for replicas, numbers in self.held_by.items():
+            blocks = runs(gradients[number] for number in numbers)
+            total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
+        self.mesh.all_reduce(total)
+        return total.sqrt()
+
+
+def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
+    """All-reduce: return what :class:`GlobalNorm` does, once."""
+    pairs = list(gradients)
+    return GlobalNorm([placement for _, placement in pairs], mesh).of([gradient for gradient, _ in pairs])
+
+
+def runs(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all elements of ``gradients`` in tensors as long as their device adds up well."""
+    found: list[torch.Tensor] = []
+    for gradient in gradients:
+        if gradient.is_cpu and gradient.numel() > LONGEST_SUM:
+            found.extend(torch.split(gradient.reshape(-1), LONGEST_SUM))
+        else:  # what is transposed in memory would be added up in that order
+            found.append(gradient if gradient.is_contiguous() else gradient.reshape(-1))
+    return found
 
 
 def named_norms(
@@ -55,8 +81,7 @@ def named_norms(
     totals = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
     for gradient, placement in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        runs = torch.split(gradient.reshape(-1), LONGEST_SUM.get(gradient.device.type, 2**62))
-        norms = torch.stack([torch.linalg.vector_norm(run, dtype=wide) for run in runs])
+        norms = torch.stack([torch.linalg.vector_norm(run, dtype=wide) for run in runs([gradient])])
         totals[position[placement.name]] += norms.double().square().sum() / placement.replicas(mesh.layout)
     mesh.all_reduce(totals)
     found: list[float] = totals.sqrt().tolist()

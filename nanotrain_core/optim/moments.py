@@ -26,10 +26,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch.optim.adamw import adamw
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
+from nanotrain_core.optim.fused_adamw import fused_adamw
 from nanotrain_core.optim.moment_groups import GROUP
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -115,8 +115,8 @@ def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
     return wide.mul_(scale.view(-1, 1)).view(code.shape).to(dtype)
 
 
-def store(state: State, name: str, value: torch.Tensor) -> None:
-    """Keep a moment, rounded to nearest."""
+def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+    """Keep a moment, rounded to nearest; what was there if ``unless``, a scalar on the device, is 1."""
     if name in state:
         state[name].copy_(value)
         return
@@ -125,8 +125,9 @@ def store(state: State, name: str, value: torch.Tensor) -> None:
     largest = rounded_up(blocks.abs().amax(dim=1, keepdim=True))
     ratio = blocks / torch.where(largest == 0, 1.0, largest)
     compressed = compress_first(ratio) if name == FIRST else compress_second(ratio)
-    code.copy_(compressed.view(code.shape))
-    scale.copy_(largest.view(scale.shape))
+    for kept, new in ((code, compressed), (scale, largest)):
+        value = new.view(kept.shape).to(kept.dtype)
+        kept.copy_(value if unless is None else torch.where(unless == 1, kept, value))
 
 
 def rounded_up(positive: torch.Tensor) -> torch.Tensor:
@@ -157,6 +158,9 @@ def expand_second(code: torch.Tensor) -> torch.Tensor:
 class LowPrecisionAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on state whose moments have fewer bits than the weight."""
 
+    found_inf: torch.Tensor | None = None
+    """1 on the device where a step is to change nothing, as of torch's fused optimizers."""
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every weight that has a gradient. No closure is ever called."""
@@ -168,21 +172,6 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         first, second = (load(state, name, weight.dtype) for name in (FIRST, SECOND))
-        adamw(
-            [weight],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        store(state, FIRST, first)
-        store(state, SECOND, second)
+        fused_adamw([weight], [gradient], [first], [second], [state["step"]], group, self.found_inf)
+        store(state, FIRST, first, self.found_inf)
+        store(state, SECOND, second, self.found_inf)

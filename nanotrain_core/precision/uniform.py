@@ -19,8 +19,8 @@ class NoLossScale:
 
     value = 1.0
 
-    def update(self, skipped: bool) -> None:
-        """Nothing to learn."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Nothing to learn, and so nothing to read."""
 
     def meta(self) -> dict[str, Any]:
         """No state."""
@@ -43,8 +43,8 @@ class DynamicLossScale:
         self.growth_interval = growth_interval
         self.good_steps = 0
 
-    def update(self, skipped: bool) -> None:
-        """Learn whether the last step overflowed."""
+    def update(self, skipped: bool | torch.Tensor) -> None:
+        """Learn whether the last step overflowed: the next loss depends on it, so the host waits to know."""
         if skipped:
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
             return
@@ -62,11 +62,16 @@ class DynamicLossScale:
         self.good_steps = meta.get("good_steps", 0)
 
 
-class LiveMaster:
+class LiveMaster(MasterWeight):
     """The parameter is its own master: no second copy."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The parameter's own storage is updated, and nothing copied."""
+        return self.weight, self.weight
 
     def load(self) -> torch.Tensor:
         """Return the parameter's own storage."""
@@ -82,12 +87,17 @@ class LiveMaster:
         return {}
 
 
-class Float32Master:
+class Float32Master(MasterWeight):
     """A float32 copy, rounded into the model's parameter at every store."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
         self.master = weight.detach().float()
+
+    @property
+    def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The copy is updated, and rounded into the parameter."""
+        return self.master, self.weight
 
     def load(self) -> torch.Tensor:
         """Return the float32 copy."""

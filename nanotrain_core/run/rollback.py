@@ -52,6 +52,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.request_rollback(None)
+    engine.reading.forget()
     engine.pace.restart(engine.step)
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)

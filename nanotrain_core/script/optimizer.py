@@ -13,6 +13,7 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
+from nanotrain_core.optim.slots import step_unless
 
 #: Options that say how a step is computed, not what: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}
@@ -89,12 +90,14 @@ class ScriptOptimizer(Optimizer):
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
         gradients = [gradient for gradient, _ in pairs]
         norm = global_norm(pairs, self.mesh) / loss_scale
-        if not torch.isfinite(norm):
+        skipped = ~torch.isfinite(norm)
+        late = self.mesh.reads_late and getattr(self.inner, "_step_supports_amp_scaling", False)
+        if not late and skipped:
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
             torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
-        self.inner.step()
-        return StepStats(norm)
+        step_unless(skipped.float() if late else None, self.inner)
+        return StepStats(norm, skipped if late else False)
 
     # --- state --------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from nanotrain_core.contracts import MasterWeight
+from nanotrain_core.contracts import ErrorFeedback, MasterWeight
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.precision.uniform import NoLossScale, Uniform
 
 
-class CoarseMaster:
+class CoarseMaster(ErrorFeedback):
     """Rounds to multiples of a step, and says what that loses: see ``ErrorFeedback`` of the contracts."""
 
     def __init__(self, weight: torch.Tensor, step: float) -> None:

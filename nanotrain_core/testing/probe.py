@@ -294,5 +294,5 @@ def drive(
         weights=weights(run),
         state=copies(run.optimizer.blocks()),
         norms=[s.grad_norm.item() for s in stats],
-        skipped=[s.skipped for s in stats],
+        skipped=[bool(s.skipped) for s in stats],
     )

@@ -120,6 +120,26 @@ def stored_weights_reach_the_model(case: Case) -> None:
 
 
 @check("precision", since="0.2")
+def plain_masters_are_what_they_store(case: Case) -> None:
+    """Where a master is ``plain``, that is the storage ``load`` returns, and ``store`` copies it as it is."""
+    for found in masters_of(case):
+        plain = found.master.plain
+        if plain is None:
+            continue
+        master, weight = plain
+        loaded = found.master.load()
+        same = [(master, loaded), (weight, found.weight)]
+        assert all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in same), (
+            f"{found.name}: plain is neither what load() returns nor the weight it was made of"
+        )
+        loaded.detach().copy_(torch.randn(loaded.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+        found.master.store(loaded)
+        assert_bitwise(
+            {"parameter": weight}, {"parameter": master.to(weight.dtype)}, f"{found.name} after store"
+        )
+
+
+@check("precision", since="0.2")
 def packed_weights_keep_what_is_written(case: Case) -> None:
     """Numbers of a packed weight's form come back bit by bit, from all rows, one alone, and a part of one."""
     weights = [placed.parameter for placed in make_run(case.alone(), {}).placed]

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nanotrain_core.api.torch import ErrorFeedback, MasterWeight
 from nanotrain_fp4_master.blocks import round_up_or_down
 from nanotrain_fp4_master.noise import Noise, chunks
 
@@ -29,7 +30,7 @@ def upper(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(torch.int16).to(torch.int32) << 16
 
 
-class Remainder:
+class Remainder(MasterWeight):
     """All 16 bits: the master is a float32 number, bit for bit.
 
     The parameter is that number rounded to nearest, but away from zero where it lies in the middle: sixteen
@@ -57,7 +58,7 @@ class Remainder:
         return {"remainder": self.remainder}
 
 
-class Residual8:
+class Residual8(MasterWeight):
     """Eight bits: wrong by at most 1/128 of half the distance between bfloat16 numbers. The parameter is
     the master rounded to nearest."""
 
@@ -82,7 +83,7 @@ class Residual8:
         return {"residual": self.residual}
 
 
-class Naive:
+class Naive(MasterWeight):
     """Nothing: updates below half the distance between bfloat16 numbers are lost."""
 
     bytes_beside = 0.0
@@ -103,7 +104,7 @@ class Naive:
         return {}
 
 
-class Eco(Naive):
+class Eco(Naive, ErrorFeedback):
     """Nothing: rounded up or down at random, and the optimizer carries the error in its momentum."""
 
     def __init__(self, weight: torch.Tensor, noise: Noise) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.nn.functional import pad
 
-from nanotrain_core.api.torch import read_range, unquantized, write_range
+from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, read_range, unquantized, write_range
 from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, quotient, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
@@ -49,7 +49,7 @@ class Blocks:
         return weights, self.noise.blocks(begin, end, self.form.block).unsqueeze(1)
 
 
-class Naive:
+class Naive(MasterWeight):
     """Nothing beside the weight: every update is rounded to nearest, and most are lost. For comparison."""
 
     bytes_beside = 0.0
@@ -78,7 +78,7 @@ class Naive:
         return {}
 
 
-class Eco(Naive):
+class Eco(Naive, ErrorFeedback):
     """Nothing beside the weight: rounded at random, and the optimizer carries the error in its momentum."""
 
     def store(self, value: torch.Tensor) -> None:

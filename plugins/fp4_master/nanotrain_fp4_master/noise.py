@@ -102,7 +102,7 @@ class Clock:
         self.weights = weights
         """Format and blocks: tensors of another one have the same names, dtypes and shapes."""
 
-    def update(self, skipped: bool) -> None:
+    def update(self, skipped: bool | torch.Tensor) -> None:
         """Count a step."""
         self.step += 1
 

@@ -9,7 +9,7 @@ import torch
 from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, Piece, Precision, unquantized
 
 
-class HostMaster:
+class HostMaster(MasterWeight):
     """A precision's master of a copy on the host. See :class:`~nanotrain_core.contracts.MasterWeight`."""
 
     def __init__(self, weight: torch.Tensor, host: torch.Tensor, inner: MasterWeight) -> None:
@@ -45,7 +45,7 @@ class HostMaster:
         return self.inner.state()
 
 
-class LossyHostMaster(HostMaster):
+class LossyHostMaster(HostMaster, ErrorFeedback):
     """The same of a master whose error the optimizer carries."""
 
     inner: ErrorFeedback

@@ -49,10 +49,13 @@ class Zero12(ShardedGradients, AdamW):
         self.wait(list(self.line_of))
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Update this rank's ranges and begin to gather all others'. A skipped step gathers nothing."""
+        """Update this rank's ranges and begin to gather all others'.
+
+        A skipped step gathers nothing, or, where the host would wait to know of it, what is there already.
+        """
         self.wait(list(self.line_of))  # what no module asked for must not arrive on top of newer weights
         stats = super().step(loss_scale=loss_scale)
-        if not stats.skipped:
+        if self.mesh.reads_late or not stats.skipped:  # all ranks alike, also one that read the norm
             self.gather_weights()
         return stats
 

@@ -13,7 +13,7 @@ from nanotrain_core.contracts import ErrorFeedback
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
-from nanotrain_core.precision.uniform import bf16, fp32
+from nanotrain_core.precision.uniform import Float32Master, LiveMaster, bf16, fp32
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import drive, make_run, push
 
@@ -84,13 +84,13 @@ def test_through_sockets_weights_arrive_when_they_are_waited_for():
 def in_flight_at_an_update(case):
     """Return buckets on their way whenever weights are updated, though nobody waited for any."""
     run = make_run(case, {})
-    update, seen = run.optimizer.inner.step, []
+    update, seen = run.optimizer.update_plain, []
 
-    def note():
+    def note(*arguments):
         seen.append(len(run.optimizer.gathering))
-        update()
+        update(*arguments)
 
-    run.optimizer.inner.step = note
+    run.optimizer.update_plain = note
     for step in range(2):
         push(run, step, 1.0)
         run.optimizer.step()
@@ -178,10 +178,41 @@ def test_no_rank_has_a_whole_gradient_to_give():
     assert "pieces()" in text
 
 
+# --- masters updated in place -----------------------------------------------------------------------
+
+
+def bits_after(case, precision, *, in_place):
+    """Return this rank's weights and the tensors of its state, after three steps."""
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in () if in_place else (LiveMaster, Float32Master):
+            patched.setattr(kind, "plain", None)
+        run = make_run(case, {"precision": {"use": precision}})
+    assert (run.optimizer.encoded == []) is in_place
+    for step in range(3):
+        push(run, step, 30.0**step)
+        run.optimizer.step()
+        run.gradients.zero()
+    run.optimizer.wait([placed.parameter for placed in run.placed])
+    weights = [placed.parameter.detach().clone() for placed in run.placed]
+    return weights, [block.tensor.clone() for block in run.optimizer.blocks()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranges_updated_in_place_end_with_the_bits_of_loaded_ones(precision):
+    ranks = zip(
+        run_ranks(bits_after, 2, case(), precision, in_place=True),
+        run_ranks(bits_after, 2, case(), precision, in_place=False),
+        strict=True,
+    )
+    for at_once, loaded in ranks:
+        for found, expected in zip(at_once, loaded, strict=True):
+            assert all(map(torch.equal, found, expected))
+
+
 # --- masters that round -----------------------------------------------------------------------------
 
 
-class Coarse:
+class Coarse(ErrorFeedback):
     """bfloat16 whose masters keep halves, and have the optimizer carry what is lost."""
 
     def __init__(self):
@@ -201,9 +232,6 @@ class Coarse:
 
     def error(self, value):
         return value - self.weight
-
-    def state(self):
-        return {}
 
 
 def rounded_weights(case, steps):

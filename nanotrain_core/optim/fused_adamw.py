@@ -1,0 +1,91 @@
+"""``torch.optim.AdamW`` with its fused kernel, in lists that stay the same from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.adamw import adamw
+
+Tensors = list[torch.Tensor]
+
+
+@attrs.define(frozen=True, eq=False)
+class Lists:
+    """What the kernel is given of one parameter group, besides gradients."""
+
+    weights: Tensors
+    """``group["params"]`` itself."""
+    first: Tensors
+    second: Tensors
+    steps: Tensors
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """Weights all have a gradient, and state tensors that stay what they are: nothing is looked up again.
+
+    torch's own asks each weight for its gradient's form, and for its state, in every step.
+    """
+
+    found_inf: torch.Tensor | None = None
+    """A float32 scalar, 1 on the device where a step is to change nothing: as of torch's own."""
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, fused=True, **options)
+        self._lists: dict[int, Lists] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look everything up again."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._lists = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every weight. No closure is ever called."""
+        for number, group in enumerate(self.param_groups):
+            known = self._lists.get(number)
+            if known is None or known.weights is not group["params"]:
+                known = self._lists[number] = self._gathered(group["params"])
+            gradients = [weight.grad for weight in known.weights]
+            lists = (known.weights, gradients, known.first, known.second, known.steps)
+            fused_adamw(*lists, group, self.found_inf)
+
+    def _gathered(self, weights: Tensors) -> Lists:
+        states = [self.state[weight] for weight in weights]
+        return Lists(
+            weights, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        )
+
+
+def fused_adamw(
+    weights: Tensors,
+    gradients: Sequence[torch.Tensor | None],
+    first: Tensors,
+    second: Tensors,
+    steps: Tensors,
+    group: Mapping[str, Any],
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s.
+
+    Nothing changes if ``found_inf``, a float32 scalar on the device, is 1.
+    """
+    adamw(
+        weights,
+        gradients,  # type: ignore[arg-type]
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        found_inf=found_inf,
+    )
