@@ -232,6 +232,25 @@ class NeverClips(SGD):
         super().__init__(attrs.evolve(config, clip_norm=0.0))
 
 
+class Climbs(SGD):
+    """Moves along the gradient."""
+
+    def make(self, groups):
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, maximize=True)
+
+
+class DecaysEverything(AdamW):
+    """Takes the groups for one."""
+
+    def make(self, groups):
+        return super().make([{**group, "weight_decay": self.config.weight_decay} for group in groups])
+
+
+class DecaysNothing(AdamW):
+    def make(self, groups):
+        return super().make([{**group, "weight_decay": 0.0} for group in groups])
+
+
 class DropsErrors(AdamW):
     """Takes masters that need their error carried, and does not carry it."""
 
@@ -353,6 +372,9 @@ def nanotrain_register_schedule(register):
 @hookimpl
 def nanotrain_register_optimizer(register):
     register(twin(NeverClips, configs.SGDConfig))
+    register(twin(Climbs, configs.SGDConfig))
+    register(twin(DecaysEverything, configs.AdamWConfig))
+    register(twin(DecaysNothing, configs.AdamWConfig))
     register(twin(DropsErrors, configs.AdamWConfig))
     register(twin(SumsInItsStep, configs.SGDConfig, provides={"gradient_sync"}, mesh_dims={"dp"}))
 

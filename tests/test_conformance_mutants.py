@@ -73,6 +73,9 @@ FAULTS = [
     (Case("schedule", use="drops_backward_of_models", plugins=TWINS), {"gradients_equal"}),
     (Case("schedule", use="turns_around", plugins=TWINS), {"every_rank_gets_the_same"}),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
+    (Case("optimizer", use="climbs", plugins=TWINS), {"a_step_goes_downhill"}),
+    (Case("optimizer", use="decays_everything", plugins=TWINS), {"weight_decay_is_for_matrices"}),
+    (Case("optimizer", use="decays_nothing", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
     (
         Case("optimizer", use="sums_in_its_step", topology={"dp": 2}, plugins=TWINS),

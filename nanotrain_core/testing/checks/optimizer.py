@@ -38,8 +38,7 @@ def weights(ranks: list[Drive]) -> dict[str, torch.Tensor]:
 
 def undecayed(case: Case) -> Case:
     """Return the case without weight decay, if its optimizer has it."""
-    fields = [field.name for field in attrs.fields(case.component().config)]
-    decay = {"weight_decay": 0.0} if "weight_decay" in fields else {}
+    decay = {"weight_decay": 0.0} if has_decay(case) else {}
     return attrs.evolve(case, config={**case.config, **decay})
 
 
@@ -102,6 +101,38 @@ def no_gradient_no_change(case: Case) -> None:
     """A gradient of zero, without weight decay, changes no weight on the first step."""
     ranks = driven(undecayed(case), [0.0])
     assert_same(weights(ranks), whole([r.before for r in ranks]), "weights after a zero gradient", atol=0.0)
+
+
+@check("optimizer", since="0.1")
+def a_step_goes_downhill(case: Case) -> None:
+    """Without weight decay the first step moves every tensor along its negative gradient, not against it."""
+    case = undecayed(case)
+    plain = attrs.evolve(case.alone(), use="sgd", config={})  # minus the gradient, times the learning rate
+    moved, downhill = (
+        {name: after - before[name] for name, after in weights(ranks).items()}
+        for ranks in (driven(case, [1.0]), driven(plain, [1.0]))
+        for before in [whole([rank.before for rank in ranks])]
+    )
+    uphill = [name for name, step in moved.items() if (step * downhill[name]).sum() <= 0]
+    assert not uphill, f"moved along the gradient, uphill: {uphill}"
+
+
+def has_decay(case: Case) -> bool:
+    """Return whether the config has a ``weight_decay``."""
+    return "weight_decay" in [field.name for field in attrs.fields(case.component().config)]
+
+
+@check("optimizer", since="0.1", applies=has_decay)
+def weight_decay_is_for_matrices(case: Case) -> None:
+    """At a gradient of zero, weight decay shrinks every tensor of two dimensions or more and no other."""
+    decayed = attrs.evolve(case, config={**case.config, "weight_decay": 0.5})
+    ranks = driven(decayed, [0.0])
+    before, after = whole([rank.before for rank in ranks]), weights(ranks)
+    for name, weight in after.items():
+        if weight.dim() > 1:
+            assert weight.norm() < before[name].norm(), f"{name} did not shrink"
+        else:
+            assert torch.equal(weight, before[name]), f"{name}, which has one dimension, moved"
 
 
 @check("optimizer", since="0.1")
