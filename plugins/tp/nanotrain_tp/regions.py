@@ -200,11 +200,6 @@ class Boundary:
         """Take the input in: the pre-hook of COLUMN."""
         return self.enter_layer(args[0], module), *args[1:]
 
-    def leave_linear(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> None:
-        """Take back a place that the layer has not taken: the hook of COLUMN, also when the module failed."""
-        if (gemms := gemms_of(module)) is not None:
-            gemms.take_place()
-
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Sum the output: the hook of a ROW without bias."""
         return self.leave(output)
