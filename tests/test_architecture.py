@@ -39,7 +39,8 @@ LEVELS = (
     ("recipe and registry", "recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager"),
     (
         "built-ins",
-        "builtin.* checkpoint.* compile.* data.* models.* monitors.* optim.* pipeline.* layout.grid precision.uniform",
+        "builtin.* checkpoint.* compile.* data.* models.* monitors.* optim.* pipeline.* layout.grid "
+        "precision.uniform",
     ),
     ("engine", "compose engine run.* script.*"),
     ("launch", "launch.*"),
@@ -170,7 +171,7 @@ SMALL = {
     "builtin": 420,
     "checkpoint": 670,
     "cli": 980,
-    "compile": 190,
+    "compile": 225,
     "contracts": 500,
     "data": 480,
     "hf": 810,
@@ -182,7 +183,7 @@ SMALL = {
     "optim": 395,
     "pipeline": 570,
     "precision": 520,
-    "recipe": 1280,
+    "recipe": 1300,
     "registry": 530,
     "run": 700,
     "script": 490,
