@@ -183,7 +183,7 @@ def to_compile() -> list[Composition]:
         {"model": "transformer", "tp": 2, "sp": True, "tied": True, "recompute": True},
         {"model": "transformer", "pp": 2, "dp": 2, "schedule": "1f1b", "zero": 2},
         {"model": "deepseek_v3", "dp": 2, "ep": 2},
-        {"model": "deepseek_v2", "tp": 2, "sp": True, "ep": 2, "zero": 1},
+        {"model": "deepseek_v2", "tp": 2, "sp": True, "ep": 2, "zero": 1, "recompute": True},
     ]
     return [Composition(**{**plain, **each}) for each in chosen]
 

@@ -137,6 +137,19 @@ def test_gradients_of_another_dtype_are_there_after_a_layer_was_compiled():
     assert weight.grad.dtype == torch.float32
 
 
+def test_a_graph_that_arguments_do_not_ask_for_is_prepared_for_too():
+    layer = Layer(lambda y: y * layer.factor).bfloat16()
+    layer.factor = 2.0
+    compile_blocks([nn.ModuleList([layer])], "aot_eager", log=False)
+    x, weight = torch.ones(2, 3, dtype=torch.bfloat16), layer.linear.weight
+    before = layer(x)
+    weight.grad_dtype = torch.float32
+    weight.grad = wide = torch.randn(3, 3)
+    layer.factor = 4.0
+    torch.testing.assert_close(layer(x), 2 * before, rtol=0, atol=0)
+    assert weight.grad is wide
+
+
 def test_each_graph_is_told_of_with_its_seconds():
     layers = nn.ModuleList([Layer(), Layer()])
     with capture_logs() as lines:

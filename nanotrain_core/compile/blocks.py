@@ -118,7 +118,10 @@ class CompiledForward:
         grad, train = torch.is_grad_enabled(), module.training
         call = (id(module), grad, train, _signature(args), _signature(kwargs.values()))
         if call in self.known:
-            return self._compiled(module, *args, **kwargs)
+            try:
+                return self._compiled(module, *args, **kwargs)
+            except TorchDynamoException:  # something else than arguments asks for a graph, not prepared for
+                return self._first(module, *args, **kwargs)
         if self.graphs >= self.most:
             return self.forward(module, *args, **kwargs)
         result = self._first(module, *args, **kwargs)
