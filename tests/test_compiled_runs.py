@@ -88,6 +88,15 @@ def test_sizes_that_change_need_few_graphs(precision, tolerance, tmp_path):
     assert graphs <= 4
 
 
+def test_selective_checkpointing_is_part_of_a_graph():
+    wrapper = {"use": "recompute", "granularity": "selective", "every": 2}
+    plain = case(batch=EVEN, parallel=[wrapper])
+    expected = losses(probe.train(plain, {}))
+    found, graphs = train_counting(plain, {"run": {**plain.overrides["run"], **COMPILED}})
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert graphs == 2  # layers with it, and those without
+
+
 def test_two_ranks_layers_share_a_graph():
     """Hooks of tensor parallelism are in the graph of each layer, and alike."""
     split = case(degrees={"tp": 2}, parallel=[{"use": "tp", "sequence_parallel": True}], batch=EVEN)

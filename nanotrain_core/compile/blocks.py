@@ -210,7 +210,7 @@ def _kind(module: nn.Module) -> Any:
 def _function(function: Callable[..., Any]) -> Any:
     if isinstance(function, partial):
         given = tuple(_function(each) if callable(each) else repr(each) for each in function.args)
-        return _function(function.func), given, tuple(sorted(function.keywords))
+        return _function(function.func), given, repr(sorted(function.keywords.items()))
     return function
 
 
