@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
+from nanotrain_core.layout.roles import Role
 
 if TYPE_CHECKING:
     from nanotrain_core.errors import Problem
@@ -57,6 +58,21 @@ class Support(Enum):
 CrossCheck = Callable[["Recipe", Any, "Layout"], Iterable["Problem"]]
 
 
+@attrs.define(frozen=True)
+class StaysEager:
+    """What ``torch.compile`` is kept away from, because a component's code there cannot be traced."""
+
+    role: Role = attrs.field(validator=attrs.validators.instance_of(Role))
+    """Modules of this role. Of a BLOCK that holds some, the modules without any are compiled one by one;
+    ``Role.BLOCK`` itself leaves nothing to compile."""
+    why: str
+    """What cannot be in a graph, as half a sentence: ``the host must learn how many rows travel``."""
+
+
+#: Says what of a run a component keeps eager: none where it has nothing to say.
+EagerRule = Callable[["Recipe", Any, "Layout"], Iterable[StaysEager]]
+
+
 def _words(value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         text = f"the string {value!r}: write {{{value!r}}}" if isinstance(value, str) else repr(value)
@@ -89,6 +105,9 @@ class Component:
     """Optional abilities by name, which ``nanotrain plugins --json`` tells."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
+    stays_eager: EagerRule | None = None
+    """Says what of a run must not be compiled on this component's account, which has the arguments of
+    ``check``. Must not import torch: ``nanotrain check --explain`` tells it."""
 
     hf: str | None = None
     """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: what its parameters

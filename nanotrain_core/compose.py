@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.batch import Shard
+from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.compile.eager import describe_compiled, kept_eager, refused
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,
@@ -27,7 +29,7 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import DataError, PluginError
+from nanotrain_core.errors import DataError, PluginError, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import materialise
@@ -139,6 +141,7 @@ def compose(
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
+    compiled = _compile(stages.values(), recipe, registry, mesh)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -186,6 +189,7 @@ def compose(
             *((describe_stages(parts, costs),) if pp > 1 else ()),
             *((f"kernels: {kernels_used}",) if recipe.kernels.use != kernels_used else ()),
             *precision.describe(),
+            *compiled,
         ),
     )
 
@@ -195,6 +199,25 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     if "pp" not in mesh.layout.dims:
         return 1, 0
     return mesh.size("pp"), mesh.coordinate("pp")
+
+
+def _compile(parts: Iterable[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh) -> Sequence[str]:
+    """Compile the layers of ``parts`` if the recipe has that; return what it says of them.
+
+    Raises:
+        RecipeError: ``run.compile = true``, and nothing would be compiled.
+    """
+    wanted, device = recipe.run.compile, mesh.device.type
+    if wanted is False or (wanted == "auto" and device != "cuda"):
+        return ()
+    kept, backend = kept_eager(recipe, registry, mesh.layout, device), recipe.run.compile_backend
+    problems = list(refused(recipe, kept))
+    if problems:
+        raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
+    eager = {each.role for each in kept}
+    if Role.BLOCK not in eager:
+        compile_blocks(parts, backend, eager=eager, log=mesh.rank == 0)
+    return describe_compiled(backend, kept)
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:

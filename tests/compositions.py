@@ -160,6 +160,39 @@ class Composition:
         return Case("topology", use="grid", topology=degrees, overrides=overrides, name=self.id)
 
 
+def compiled(case: Case) -> Case:
+    """Return the same run with layers compiled, without what a compiler may round otherwise."""
+    changes = {
+        "run": {"compile": True, "compile_backend": "aot_eager"},
+        "kernels": {"use": "torch"},
+        "evaluation": {"sequences": 0},
+    }
+    return attrs.evolve(case, overrides={**case.overrides, **changes})
+
+
+def to_compile() -> list[Composition]:
+    """Return few compositions that cover what stands in graphs, and what stands around them.
+
+    Of 11 sequences a rank has one microbatch or two unequal ones, so that few graphs are made.
+    """
+    plain = {
+        **{"tp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1, "schedule": "accumulate", "sp": False},
+        **{"tied": False, "microbatch": 6, "experts_first": False, "zero": 0},
+    }
+    chosen: list[dict[str, Any]] = [
+        {"model": "transformer", "tp": 2, "sp": True, "tied": True, "recompute": True},
+        {"model": "transformer", "pp": 2, "dp": 2, "schedule": "1f1b", "zero": 2},
+        {"model": "deepseek_v3", "dp": 2, "ep": 2},
+        {"model": "deepseek_v2", "tp": 2, "sp": True, "ep": 2, "zero": 1, "recompute": True},
+    ]
+    return [Composition(**{**plain, **each}) for each in chosen]
+
+
+def splits_backward(composition: Composition) -> bool:
+    """Return whether its schedule has W passes."""
+    return composition.schedule in ("zb_h1", "dualpipe_v")
+
+
 @cache
 def pairwise() -> list[Composition]:
     """Return few compositions in which every two values of two axes meet that meet in any.

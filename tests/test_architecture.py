@@ -16,7 +16,7 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover "
+        "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover compile "
         "checkpoint.info checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles moe moe.grouped_mm models models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
@@ -36,10 +36,11 @@ LEVELS = (
         "pipeline.executor pipeline.p2p pipeline.simulator run.events run.feed run.folder "
         "run.global_metrics",
     ),
-    ("recipe and registry", "recipe.* registry.* hf.* checkpoint.convert checkpoint.listing"),
+    ("recipe and registry", "recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager"),
     (
         "built-ins",
-        "builtin.* checkpoint.* data.* models.* monitors.* optim.* pipeline.* layout.grid precision.uniform",
+        "builtin.* checkpoint.* compile.* data.* models.* monitors.* optim.* pipeline.* layout.grid "
+        "precision.uniform",
     ),
     ("engine", "compose engine run.* script.*"),
     ("launch", "launch.*"),
@@ -170,6 +171,7 @@ SMALL = {
     "builtin": 420,
     "checkpoint": 670,
     "cli": 980,
+    "compile": 225,
     "contracts": 500,
     "data": 480,
     "hf": 810,
@@ -181,7 +183,7 @@ SMALL = {
     "optim": 510,
     "pipeline": 570,
     "precision": 520,
-    "recipe": 1280,
+    "recipe": 1300,
     "registry": 530,
     "run": 700,
     "script": 490,

@@ -11,7 +11,16 @@ from random import Random
 
 import attrs
 import pytest
-from compositions import OPTIMIZERS, Composition, everything, pairwise, train_each
+from compositions import (
+    OPTIMIZERS,
+    Composition,
+    compiled,
+    everything,
+    pairwise,
+    splits_backward,
+    to_compile,
+    train_each,
+)
 
 from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
@@ -53,6 +62,20 @@ def assert_trains_the_same(composition: Composition) -> None:
                 assert_numbers([*norms.values()], [*expected_norms.values()], each, atol=TOLERANCE)
 
 
+def assert_compiled_trains_the_same(composition: Composition) -> None:
+    """Compare a compiled run, with one of its optimizers, with an eager one in one process."""
+    name, table = next(iter(composition.optimizers().items()))
+    want = alone(composition.model, composition.layers, composition.tied)[name]
+    ranks = run_ranks(train_each, composition.ranks, compiled(composition.case()), {name: table}, timeout=300)
+    traces = [each[name] for each in ranks]
+    for what in ("gradients", "weights"):
+        found = whole([getattr(trace, what) for trace in traces], atol=TOLERANCE)
+        assert_same(found, whole([getattr(want, what)]), f"{name}: {what}", atol=TOLERANCE)
+    for rank, trace in enumerate(traces):
+        got, ours = (numbers(attrs.evolve(each, evaluations=[])) for each in (trace, want))
+        assert_numbers(got, ours, f"{name}, rank {rank}: loss terms and norm", atol=TOLERANCE)
+
+
 def numbers(trace: Trace) -> list[float]:
     """Return loss, each of its terms, and the gradient norm of every step, and the validation losses."""
     steps = [(r.loss, r.grad_norm, *(r.losses[name] for name in sorted(r.losses))) for r in trace.reports]
@@ -73,6 +96,20 @@ def others() -> list[Composition]:
 @pytest.mark.parametrize("composition", others(), ids=lambda c: c.id)
 def test_many_more(composition):
     assert_trains_the_same(composition)
+
+
+@pytest.mark.parametrize("composition", to_compile(), ids=lambda c: c.id)
+def test_compiled(composition):
+    """Layers compiled with ``aot_eager`` in some of these compositions, against the same eager process."""
+    assert_compiled_trains_the_same(composition)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "composition", [each for each in pairwise() if not splits_backward(each)], ids=lambda c: c.id
+)
+def test_compiled_pairwise(composition):
+    assert_compiled_trains_the_same(composition)
 
 
 def test_every_two_choices_that_can_meet_do():

@@ -8,7 +8,7 @@ from nanotrain_core.builtin.configs import AdamWConfig, yarn_magnitude
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
 from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.component import Component, Support
+from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import (
     CheckpointError,
@@ -67,6 +67,7 @@ __all__ = [
     "Selection",
     "Shape",
     "Span",
+    "StaysEager",
     "Support",
     "Survey",
     "Tag",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
+from nanotrain_core.compile.eager import explain_compiled
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.layout.layout import View
@@ -15,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
     parser.add_argument(
-        "--explain", action="store_true", help="print the merged recipe with the origin of each value"
+        "--explain",
+        action="store_true",
+        help="print the merged recipe with the origin of each value, and what is compiled",
     )
 
 
@@ -25,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     check_inputs(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
+        for line in explain_compiled(found.recipe, found.registry, found.layout):
+            print(f"# {line}")
         return Exit.DONE
     print(f"{args.recipe}: ok")
     for name, view in found.layout.views.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
+from nanotrain_core.compile.eager import kernels_of
 from nanotrain_core.contracts import Kernels
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
 from nanotrain_core.models.ops import TORCH, Ops
@@ -44,13 +45,10 @@ def kernels_for(selection: Selection, registry: Registry, device: torch.device) 
     Those are of the one installed component that provides ``kernels:<device type>``, with its default
     config; where there is none, or several, ``torch``.
     """
-    built: Kernels = registry.build(selection)
-    if not isinstance(built, AutoKernels):
-        return selection.use, built
-    word = f"kernels:{device.type}"
-    found = [name for name in registry.names("kernels") if word in registry.get("kernels", name).provides]
-    use = found[0] if len(found) == 1 else "torch"
-    return use, registry.build(Selection("kernels", use, registry.get("kernels", use).config()))
+    use = kernels_of(selection, registry, device.type)
+    if use != selection.use:
+        selection = Selection("kernels", use, registry.get("kernels", use).config())
+    return use, registry.build(selection)
 
 
 def installed_kernels(device: torch.device) -> Kernels:

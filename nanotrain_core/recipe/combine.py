@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from nanotrain_core.compile.eager import kept_eager, refused
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.layout.layout import Layout
@@ -82,6 +83,9 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, recipe, registry)]
     problems += mismatches or _stages(recipe, layout, registry)
     problems += _own_checks(members, recipe, layout, registry)
+    if recipe.run.compile is True and not problems:
+        device = None if recipe.run.device == "auto" else recipe.run.device
+        problems += refused(recipe, kept_eager(recipe, registry, layout, device))
     return layout, problems
 
 

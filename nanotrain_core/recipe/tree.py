@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import attrs
 from attrs.validators import ge, gt, optional
 
+from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
 
 
@@ -27,6 +29,19 @@ def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
 #: Marks a field of a model's config that shapes training, but not what given weights compute:
 #: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
 TRAINING = "nanotrain_training"
+
+
+#: Backends of ``torch.compile`` that come with torch. Others are entry points, which is how torch finds them.
+COMPILE_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "eager")
+
+
+def _compile_backend(instance: Any, field: Any, value: str) -> None:
+    """Refuse a name that torch would not know, without importing torch."""
+    others = (point.name for point in entry_points(group="torch_dynamo_backends"))
+    known = sorted({*COMPILE_BACKENDS, *others})
+    if value not in known:
+        near = did_you_mean(value, known)
+        raise ValueError(f"torch.compile has no backend '{value}'{near}; expected one of {', '.join(known)}")
 
 
 @attrs.define(frozen=True)
@@ -74,6 +89,11 @@ class RunConfig:
     """Let an exception inside a monitor stop the run."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compile the forward and backward pass of each layer with `torch.compile`; `auto` does on GPUs. See
+    docs/performance.md for what stays eager."""
+    compile_backend: str = attrs.field(default="inductor", validator=_compile_backend)
+    """Who compiles, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def expected(type_: Any) -> str:
     if type_ in _SCALARS:
         return _SCALARS[type_][1]
     if is_literal(type_):
-        return "one of " + ", ".join(map(repr, get_args(type_)))
+        return "one of " + ", ".join(map(_toml, get_args(type_)))
     if is_tuple(type_):
         return "an array"
     if is_union(type_):

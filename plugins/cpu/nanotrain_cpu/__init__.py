@@ -3,9 +3,17 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import attrs
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Register, Role, StaysEager, hookimpl
+
+if TYPE_CHECKING:
+    from nanotrain_core.api import Layout, Recipe
 
 __version__ = "0.1.0"
 
@@ -18,6 +26,11 @@ class CPUKernelsConfig:
     """Let ranks of one host exchange through memory that they share, in place of gloo's sockets."""
 
 
+def stays_eager(recipe: Recipe, config: CPUKernelsConfig, layout: Layout) -> Iterator[StaysEager]:
+    """Say that layers do: these functions look at memory and at counts of rows while they run."""
+    yield StaysEager(Role.BLOCK, "its functions choose by sizes and memory as they run, which no graph holds")
+
+
 @hookimpl
 def nanotrain_register_kernels(register: Register) -> None:
     """Announce ``cpu``."""
@@ -28,5 +41,6 @@ def nanotrain_register_kernels(register: Register) -> None:
             factory="nanotrain_cpu.kernels:CPUKernels",
             summary="attention, norms, experts and exchanges that are faster on a CPU",
             provides={"kernels:cpu"},
+            stays_eager=stays_eager,
         )
     )

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.api import Component, Problem, Register, Role, divisibility_of, hookimpl, undivided
+from nanotrain_core.api import (
+    Component,
+    Problem,
+    Register,
+    Role,
+    StaysEager,
+    divisibility_of,
+    hookimpl,
+    undivided,
+)
 
 if TYPE_CHECKING:
     from nanotrain_core.api import Layout, Recipe
@@ -35,6 +44,12 @@ def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Itera
         yield from undivided(recipe.model.config, {Role.EXPERTS}, dim, degree, width=dim == "etp")
 
 
+def stays_eager(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[StaysEager]:
+    """Say that experts over ranks do, whose rows the host counts in every layer."""
+    if any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims):
+        yield StaysEager(Role.EXPERTS, "the host must learn how many rows travel before it can send them")
+
+
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
     """Announce ``ep_deepseek``."""
@@ -46,5 +61,6 @@ def nanotrain_register_parallel(register: Register) -> None:
             summary="experts spread over ranks, tokens sent to them by all-to-all, none dropped",
             mesh_dims={"ep", "etp"},
             check=check,
+            stays_eager=stays_eager,
         )
     )

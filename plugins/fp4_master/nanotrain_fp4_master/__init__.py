@@ -8,7 +8,16 @@ from typing import Literal
 
 import attrs
 
-from nanotrain_core.api import Component, Layout, Problem, Recipe, Register, hookimpl
+from nanotrain_core.api import (
+    Component,
+    Layout,
+    Problem,
+    Recipe,
+    Register,
+    Role,
+    StaysEager,
+    hookimpl,
+)
 
 __version__ = "0.1.0"
 
@@ -82,6 +91,12 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
         yield Problem("optimizer.momentum", "'eco' carries errors in the momentum: expected one above 0")
 
 
+def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[StaysEager]:
+    """Say that layers with packed weights do."""
+    if config.packed and config.form != "bf16":
+        yield StaysEager(Role.BLOCK, "packed weights are unpacked for each product, which no graph holds")
+
+
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
     """Announce ``fp4_master``."""
@@ -92,5 +107,6 @@ def nanotrain_register_precision(register: Register) -> None:
             factory="nanotrain_fp4_master.precision:FP4Master",
             summary="weights in NVFP4, NF4 or bfloat16, with 16, 8 or no bits of a master beside them",
             check=check,
+            stays_eager=stays_eager,
         )
     )

@@ -3,12 +3,13 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 from attrs.validators import ge
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Layout, Recipe, Register, Role, StaysEager, hookimpl
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,13 @@ class FP8MonitorConfig:
     """Watch the first step, and each one after as many steps."""
 
 
+def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
+    """Say that layers do: their kernels, and weights that stay quantized for a step, are no operators yet."""
+    yield StaysEager(
+        Role.BLOCK, "FP8 products keep quantized weights from call to call, which no graph holds"
+    )
+
+
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
     """Announce ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
@@ -77,6 +85,7 @@ def nanotrain_register_precision(register: Register) -> None:
             factory=f"{__name__}.precision:FP8DeepSeekV3",
             summary="bf16 with all products of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
             provides={"fp8_products"},
+            stays_eager=stays_eager,
         )
     )
     register(
@@ -86,6 +95,7 @@ def nanotrain_register_precision(register: Register) -> None:
             factory=f"{__name__}.precision:FP8Hybrid",
             summary="bf16 with products in E4M3 and gradients in E5M2, one scale for each tensor",
             provides={"fp8_products"},
+            stays_eager=stays_eager,
         )
     )
 

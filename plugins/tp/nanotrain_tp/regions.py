@@ -90,6 +90,8 @@ class Boundary:
         self.length: int | None = None
         """Tokens of a sequence, S; None: as many as all ranks' shares if they are alike."""
         self._last: Entry | None = None
+        self._last_in_graph: Entry | None = None
+        """As ``_last``, of the graph that is being traced: nothing from outside of it, or from another."""
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read one tensor, by the first of them, as they came in a pass before."""
 
@@ -107,6 +109,10 @@ class Boundary:
         self.length = next((batch.tokens.shape[1] for batch in batches), None)
 
     def _entry(self, x: torch.Tensor) -> Entry:
+        if torch.compiler.is_compiling():
+            if self._last_in_graph is None or not self._last_in_graph.is_of(x):
+                self._last_in_graph = Entry(x)
+            return self._last_in_graph
         if self._last is None or not self._last.is_of(x):
             self._last = Entry(x)
         return self._last
@@ -171,7 +177,10 @@ class Boundary:
 
     def forget(self, *_: Any) -> None:
         """Let go of the last tensor that entered. Also a forward hook."""
-        self._last = None
+        if torch.compiler.is_compiling():
+            self._last_in_graph = None
+        else:
+            self._last = None
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
@@ -199,11 +208,6 @@ class Boundary:
     def enter_linear(self, module: nn.Module, args: Args) -> Args:
         """Take the input in: the pre-hook of COLUMN."""
         return self.enter_layer(args[0], module), *args[1:]
-
-    def leave_linear(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> None:
-        """Take back a place that the layer has not taken: the hook of COLUMN, also when the module failed."""
-        if (gemms := gemms_of(module)) is not None:
-            gemms.take_place()
 
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """Sum the output: the hook of a ROW without bias."""

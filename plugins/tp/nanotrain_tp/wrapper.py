@@ -228,7 +228,6 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
     match tag.role:
         case Role.COLUMN:
             module.register_forward_pre_hook(boundary.enter_linear)
-            module.register_forward_hook(boundary.leave_linear, always_call=True)
         case Role.SHARED:
             module.register_forward_pre_hook(boundary.enter_first)
         case Role.ROW if getattr(module, "bias", None) is not None:

@@ -1,0 +1,1 @@
+"""What of a run becomes graphs of ``torch.compile``, and what stays eager."""

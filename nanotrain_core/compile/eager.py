@@ -1,0 +1,137 @@
+"""What of a recipe's run is compiled, what stays eager, and why: told before anything runs. Torch-free.
+
+A component says what cannot be traced on its account, with :attr:`Component.stays_eager`. That weight
+gradients of W passes wait is the core's own to know: a graph holds a whole backward pass, which makes them
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from nanotrain_core.component import StaysEager
+from nanotrain_core.errors import NanotrainError, PluginError, Problem, describe
+from nanotrain_core.layout.layout import Layout
+from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry.registry import Registry
+
+
+@attrs.define(frozen=True)
+class KeptEager:
+    """What a component of this recipe keeps eager."""
+
+    who: str
+    """``parallel 'ep_deepseek'``."""
+    role: Role
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.who}: {self.why}"
+
+
+def kernels_of(selection: Selection, registry: Registry, device: str) -> str:
+    """Return the name of a recipe's kernels on a device of type ``device``, where ``auto`` says none.
+
+    That is the one installed component that provides ``kernels:<device>``; ``torch`` where there is none, or
+    several.
+    """
+    if selection.use != "auto":
+        return selection.use
+    word = f"kernels:{device}"
+    found = [name for name in registry.names("kernels") if word in registry.get("kernels", name).provides]
+    return found[0] if len(found) == 1 else "torch"
+
+
+def kept_eager(
+    recipe: Recipe, registry: Registry, layout: Layout, device: str | None = None
+) -> list[KeptEager]:
+    """Return what stays eager in a run that is compiled.
+
+    Args:
+        recipe: checked.
+        registry: the plugins.
+        layout: of its ranks.
+        device: type of the run's; None: not known, so that kernels of ``auto`` have no say.
+
+    Raises:
+        PluginError: a component's rule is wrong.
+    """
+    kept = list(_of_w_passes(recipe, registry, layout))
+    for selection in recipe.selections():
+        if selection.kind != "kernels" or selection.use != "auto":
+            kept += _of_component(selection, recipe, registry, layout)
+        elif device is not None:
+            use = kernels_of(selection, registry, device)
+            config = registry.get("kernels", use).config()
+            kept += _of_component(Selection("kernels", use, config), recipe, registry, layout)
+    return kept
+
+
+def _of_component(
+    selection: Selection, recipe: Recipe, registry: Registry, layout: Layout
+) -> Iterator[KeptEager]:
+    rule = registry.get(selection.kind, selection.use).stays_eager
+    if rule is None:
+        return
+    label = f"{selection.kind} '{selection.use}' of {registry.owner(selection.kind, selection.use)}"
+    try:
+        said = list(rule(recipe, selection.config, layout))
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{label}: its stays_eager raised {describe(error)}") from error
+    for each in said:
+        if not isinstance(each, StaysEager):
+            raise PluginError(
+                f"{label}: its stays_eager gave {each!r} where it must yield StaysEager(role, why)"
+            )
+        yield KeptEager(f"{selection.kind} '{selection.use}'", each.role, each.why)
+
+
+def _of_w_passes(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[KeptEager]:
+    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
+    lists = registry.build(recipe.schedule).actions(
+        sizes.get("pp", 1), recipe.batch.microbatches(sizes.get("dp", 1))
+    )
+    if any(action.kind == "W" for actions in lists for action in actions):
+        why = "its W passes make weight gradients later, and a compiled backward pass makes them at once"
+        yield KeptEager(f"schedule '{recipe.schedule.use}'", Role.BLOCK, why)
+
+
+def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
+    """Refuse ``compile = true`` where nothing is left to compile."""
+    against = [each for each in kept if each.role is Role.BLOCK]
+    if recipe.run.compile is True and against:
+        remedy = 'expected "auto" or false'
+        if any(each.who.startswith("kernels") for each in against):
+            remedy += ', or [kernels] use = "torch"'
+        text = f"every layer would stay eager ({'; '.join(map(str, against))}); {remedy}"
+        yield Problem("run.compile", text)
+
+
+def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
+    """Return lines that say what is compiled, and what stays eager on whose account."""
+    kept = list(kept)
+    against = [each for each in kept if each.role is Role.BLOCK]
+    if against:
+        return [f"torch.compile: no layer; eager because of {each}" for each in against]
+    roles = ", ".join(sorted({each.role.name for each in kept}))
+    what = "each layer" + (f", in pieces around {roles}" if roles else "")
+    lines = [f"torch.compile: {what}, with {backend}; embedding, final norm and head stay eager"]
+    return lines + [f"torch.compile: {each.role.name} eager because of {each}" for each in kept]
+
+
+def explain_compiled(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:
+    """Return what ``nanotrain check --explain`` says of it, for the recipe's device as far as it is known."""
+    wanted, device = recipe.run.compile, recipe.run.device
+    if wanted is False:
+        return ["torch.compile: off"]
+    if wanted == "auto" and device == "cpu":
+        return ["torch.compile: off on a CPU"]
+    known = "cuda" if wanted == "auto" else None if device == "auto" else device
+    lines = describe_compiled(recipe.run.compile_backend, kept_eager(recipe, registry, layout, known))
+    either = wanted == "auto" and device == "auto"
+    return ["torch.compile: off on a CPU; on a GPU:", *lines] if either else lines
