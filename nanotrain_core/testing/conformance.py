@@ -91,7 +91,7 @@ def conformance(*cases: Case, expected_failures: Mapping[str, str] | None = None
     import pytest
 
     expected = dict(expected_failures or {})
-    listed = [trial for case in cases for trial in trials(case)]
+    listed = list(_without_repeats(trial for case in cases for trial in trials(case)))
     if all(trial.check is not MAKES_A_RECIPE for trial in listed):
         _check_labels(expected, {trial.label for trial in listed})
 
@@ -105,6 +105,16 @@ def conformance(*cases: Case, expected_failures: Mapping[str, str] | None = None
         trial.run()
 
     return test_conformance
+
+
+def _without_repeats(listed: Iterable[Trial]) -> Iterator[Trial]:
+    """Yield trials but those of a component alone that an earlier case of the same one has."""
+    seen = set()
+    for trial in listed:
+        key = (trial.label, trial.case.kind, trial.case.use, trial.case.plugins)
+        if not trial.check.of_component or key not in seen:
+            yield trial
+        seen.add(key)
 
 
 def _check_labels(expected: Mapping[str, str], labels: set[str]) -> None:

@@ -32,6 +32,8 @@ class Check:
     variants: tuple[str, ...]
     applies: Applies
     function: Function
+    of_component: bool = False
+    """Whether it looks at the component alone: of several cases of one, the first will do."""
 
     @property
     def invariant(self) -> str:
@@ -43,12 +45,17 @@ _CHECKS: list[Check] = []
 
 
 def check(
-    kind: str, *, since: str, variants: tuple[str, ...] = (), applies: Applies = lambda case: True
+    kind: str,
+    *,
+    since: str,
+    variants: tuple[str, ...] = (),
+    applies: Applies = lambda case: True,
+    of_component: bool = False,
 ) -> Callable[[F], F]:
     """Add a function to the checks of ``kind``, under the function's name."""
 
     def add(function: F) -> F:
-        _CHECKS.append(Check(kind, function.__name__, since, variants, applies, function))
+        _CHECKS.append(Check(kind, function.__name__, since, variants, applies, function, of_component))
         return function
 
     return add

@@ -25,7 +25,7 @@ sys.exit("it imports torch" if "torch" in sys.modules else 0)
 """
 
 
-@check("every", since="0.1")
+@check("every", since="0.1", of_component=True)
 def loads_without_torch(case: Case) -> None:
     """The plugin's module announces the component without importing torch."""
     code = _LOAD.format(case=case, build=case.kind in TORCH_FREE_KINDS)
@@ -33,7 +33,7 @@ def loads_without_torch(case: Case) -> None:
     assert done.returncode == 0, f"{case.kind} '{case.use}': {done.stderr.strip()}"
 
 
-@check("every", since="0.1")
+@check("every", since="0.1", of_component=True)
 def describes_itself(case: Case) -> None:
     """The component has a one-line summary and names its factory as ``module:attribute``."""
     component = case.component()
@@ -44,7 +44,7 @@ def describes_itself(case: Case) -> None:
     assert attribute, f"factory {component.factory!r} is not 'module:attribute'"
 
 
-@check("every", since="0.1")
+@check("every", since="0.1", of_component=True)
 def factory_can_be_imported(case: Case) -> None:
     """The factory's module imports and has the attribute, something to call."""
     try:
@@ -53,7 +53,7 @@ def factory_can_be_imported(case: Case) -> None:
         raise AssertionError(str(error)) from None
 
 
-@check("every", since="0.1")
+@check("every", since="0.1", of_component=True)
 def config_is_frozen_and_documented(case: Case) -> None:
     """The config is a frozen attrs class, and under each field stands a string that explains it."""
     config = case.component().config
