@@ -14,32 +14,11 @@ from nanotrain_fp8_deepseek_v3.precision import Codec
 
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.moe.routing import dispatch_codec
 from nanotrain_core.precision.gemm import gemms_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 ROUTED = {"model": {"use": "routed"}}
-DEEPSEEK = {
-    "use": "deepseek",
-    "layers": 2,
-    "dense_layers": 1,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
-    "q_rank": 128,
-    "kv_rank": 64,
-    "nope_size": 64,
-    "rope_size": 16,
-    "value_size": 64,
-    "ffn": 256,
-    "experts": 4,
-    "top_k": 2,
-    "shared_experts": 1,
-    "expert_ffn": 64,
-    "groups": 2,
-    "group_limit": 1,
-}
 
 
 def run_of(*, overrides=None, **config):
@@ -129,20 +108,6 @@ def test_min_size_leaves_what_is_wider_by_a_pattern_and_patterns_still_match():
     lines = [line for line in run.described if "attn.q" in line]
     assert len(lines) == 2  # one by the pattern, one by its size
     assert sum("less than min_size" in line for line in lines) == 1
-
-
-def test_experts_are_as_small_as_one_of_them_and_their_rows_are_sent_as_they_are():
-    deepseek = {"model": {**DEEPSEEK}}
-    for min_size, narrow in ((64 * 128, True), (64 * 128 + 1, False)):
-        run = run_of(overrides=deepseek, min_size=min_size, bf16=["*.attn.*"])
-        (part,) = run.stages.values()
-        (experts,) = (module for _, module, tag in tagged(part) if tag.role is Role.EXPERTS)
-        assert bool(gemms_of(experts)) is narrow
-        assert (dispatch_codec(experts) is not None) is narrow
-        line = next(line for line in run.described if "moe.experts" in line)
-        assert (
-            "64 x 128 is less than min_size" in line or "128 x 64 is less than min_size" in line
-        ) is not narrow
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "many"])
