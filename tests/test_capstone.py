@@ -37,6 +37,7 @@ def test_resumed_from_step_ten_it_arrives_at_the_same_bytes(tmp_path):
     assert again.out.endswith("RESUME VERIFIED\n")
 
 
+@pytest.mark.full  # tests/test_chaos.py flips one of a smaller run
 def test_a_flipped_bit_ends_it_with_code_six_and_the_name_of_the_rank(tmp_path):
     """Resumed, it ends with the weights of a run that nothing happened to: none of it was saved."""
     bench = Bench(Settings(recipe="capstone", ranks=RANKS, steps=6, every=3), tmp_path)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 import nanotrain_core
 from nanotrain_core.testing import Case, conformance
 
@@ -26,7 +28,6 @@ test_conformance = conformance(
     Case("precision", use="fp32"),
     Case("precision", use="bf16"),
     Case("precision", use="fp16"),
-    Case("checkpoint", use="simple"),
     Case("checkpoint", use="simple", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}),
     Case("monitor", use="console"),
     Case("monitor", use="jsonl"),
@@ -37,3 +38,5 @@ test_conformance = conformance(
     Case("data", use="synthetic"),
     Case("data", use="text", overrides=TEXT),
 )
+
+test_exhaustively = pytest.mark.full(conformance(Case("checkpoint", use="simple")))

@@ -46,8 +46,8 @@ def fall_back_and_save(folder, number):
     ("act", "allowed"),
     [
         (save_while_one_is_deleted, ([1, 2], [2], [2, 3])),
-        (resume_and_save, ([1, 2, 3, 4], [1, 2, 4], [1, 2], [1, 2, 3])),
-        (fall_back_and_save, ([1], [1, 2])),
+        pytest.param(resume_and_save, ([1, 2, 3, 4], [1, 2, 4], [1, 2], [1, 2, 3]), marks=pytest.mark.full),
+        pytest.param(fall_back_and_save, ([1], [1, 2]), marks=pytest.mark.full),
     ],
 )
 def test_there_is_always_a_whole_one_and_no_half_one(tmp_path, act, allowed):
