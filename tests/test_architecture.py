@@ -178,7 +178,7 @@ SMALL = {
     "launch": 800,
     "layout": 865,
     "models": 520,
-    "moe": 250,
+    "moe": 265,
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,

@@ -8,10 +8,12 @@ from torch import nn
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.moe.routing import unless
 from nanotrain_core.optim.adamw import SGD, AdamW
 from nanotrain_core.precision.uniform import bf16, fp32, fp64
 from nanotrain_core.script.optimizer import ScriptOptimizer
@@ -165,6 +167,18 @@ def test_a_step_skipped_on_the_device_moves_no_router_bias(broken):
     assert moved == set() if broken else moved >= {*biases}
 
 
+def test_a_router_that_replaces_its_bias_is_told_to_change_it_in_place():
+    """It could not be put back, and would move on skipped steps of a GPU alone."""
+    router = nn.Module()
+    router.register_buffer("bias", torch.zeros(2))
+    with unless(torch.tensor(True), [router]):
+        router.bias.add_(1.0)
+    assert not router.bias.any()
+    undo = unless(torch.tensor(False), [router])
+    with pytest.raises(PluginError, match="replaced its bias; expected a change in place"), undo:
+        router.bias = router.bias + 1.0
+
+
 # --- scripts ----------------------------------------------------------------------------------------
 
 
@@ -187,3 +201,27 @@ def test_a_scripts_optimizer_skips_on_the_device_if_it_is_fused(fused):
     assert all(map(torch.equal, before, made.model.parameters()))
     after = [t for each in inner.state.values() for t in each.values()]
     assert all(map(torch.equal, state, after))
+
+
+def test_fused_momentum_that_begins_with_a_skipped_step_begins_at_zero():
+    """torch makes it of memory that nobody has written to, and the skipped kernel leaves it so."""
+    made = Setup(*KINDS["adamw"], fp32(PrecisionConfig()))
+    inner = torch.optim.SGD(made.model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    made.optimizer = ScriptOptimizer(inner, made.placed, made.gradients, made.mesh, 0.0)
+    for broken in (True, False, False):
+        torch.manual_seed(1)
+        made.model(torch.randn(4, 32)).sum().backward()
+        if broken:
+            made.model[0].weight.grad[0, 0] = float("nan")
+        gradients = [p.grad.clone() for p in made.model.parameters()]
+        stats = made.optimizer.step()
+        made.gradients.zero()
+        assert bool(stats.skipped) is broken
+        momentum = [inner.state[p].get("momentum_buffer") for p in made.model.parameters()]
+        if broken:
+            assert momentum == [None] * 4
+            first = None
+        elif first is None:
+            assert all(map(torch.equal, momentum, gradients))
+            first = momentum
+    assert isinstance(stats.skipped, torch.Tensor)

@@ -121,6 +121,8 @@ class CompiledForward:
             try:
                 return self._compiled(module, *args, **kwargs)
             except TorchDynamoException:  # something else than arguments asks for a graph, not prepared for
+                if self.graphs >= self.most:
+                    return self.forward(module, *args, **kwargs)
                 return self._first(module, *args, **kwargs)
         if self.graphs >= self.most:
             return self.forward(module, *args, **kwargs)

@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tagged, taken_over_by
 from nanotrain_core.models.ops import TORCH, Ops
@@ -102,7 +103,11 @@ class CountingRouter(nn.Module):
         return torch.zeros(self.experts, dtype=torch.int64, device=device)
 
     def balance(self, load: torch.Tensor) -> None:
-        """Learn the global ``load`` [E] of a step. What is kept of it is a buffer, or a frozen parameter."""
+        """Learn the global ``load`` [E] of a step.
+
+        What is kept of it is a buffer, or a frozen parameter, and changed in place: where only the device
+        knows whether the step is skipped, its numbers are put back there.
+        """
 
 
 def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:
@@ -156,17 +161,35 @@ def balance(
 
 @contextmanager
 def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what is done to the state of ``modules``, in place, if ``skipped`` is true on the device."""
+    """Undo what is done to the state of ``modules``, in place, if ``skipped`` is true on the device.
+
+    Raises:
+        PluginError: another tensor has taken the place of one, which cannot be undone.
+    """
+    modules = list(modules)
+    state = [_state_of(module) for module in modules]
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
-    for module in modules:
-        for tensor in (*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)):
-            alike.setdefault(tensor.dtype, []).append(tensor.detach())
+    for tensor in (tensor for tensors in state for tensor in tensors.values()):
+        alike.setdefault(tensor.dtype, []).append(tensor.detach())
     before = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in alike.values()]
     yield
+    for module, tensors in zip(modules, state, strict=True):
+        for name, tensor in _state_of(module).items():
+            if tensors.get(name) is not tensor:
+                raise PluginError(
+                    f"balance of {type(module).__name__} replaced its {name}; expected a change in place "
+                    f"(self.{name}.add_(...)), which can be undone if the step turns out to be skipped"
+                )
     for old, tensors in zip(before, alike.values(), strict=True):
         new = torch.cat([tensor.reshape(-1) for tensor in tensors])
         pieces = torch.split(torch.where(skipped, old, new), [tensor.numel() for tensor in tensors])
         torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
+
+
+def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers, and parameters that no gradient moves, by name."""
+    frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    return {**dict(module.named_buffers()), **frozen}
 
 
 # --- between ranks ------------------------------------------------------------------------------

@@ -19,6 +19,21 @@ from nanotrain_core.optim.slots import step_unless
 FREE = {"foreach", "fused", "capturable", "differentiable"}
 
 
+def has_momentum(inner: torch.optim.Optimizer) -> bool:
+    """Return whether every weight with a gradient has its momentum, if its group has any.
+
+    torch's fused SGD makes momentum of a first step out of memory that a step skipped on the device never
+    writes to.
+    """
+    return all(
+        inner.state.get(weight, {}).get("momentum_buffer") is not None
+        for group in inner.param_groups
+        if group.get("momentum")
+        for weight in group["params"]
+        if weight.grad is not None
+    )
+
+
 class Reached:
     """Which parameters the backward passes of a step have reached, on any rank.
 
@@ -91,7 +106,8 @@ class ScriptOptimizer(Optimizer):
         gradients = [gradient for gradient, _ in pairs]
         norm = global_norm(pairs, self.mesh) / loss_scale
         skipped = ~torch.isfinite(norm)
-        late = self.mesh.reads_late and getattr(self.inner, "_step_supports_amp_scaling", False)
+        on_device = getattr(self.inner, "_step_supports_amp_scaling", False) and has_momentum(self.inner)
+        late = self.mesh.reads_late and on_device
         if not late and skipped:
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
