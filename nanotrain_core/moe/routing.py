@@ -169,13 +169,13 @@ def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None
     modules = list(modules)
     state = [_state_of(module) for module in modules]
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in (tensor for tensors in state for tensor in tensors.values()):
+    for tensor in (each for found in state for each in found.values()):
         alike.setdefault(tensor.dtype, []).append(tensor.detach())
     before = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in alike.values()]
     yield
-    for module, tensors in zip(modules, state, strict=True):
+    for module, found in zip(modules, state, strict=True):
         for name, tensor in _state_of(module).items():
-            if tensors.get(name) is not tensor:
+            if found.get(name) is not tensor:
                 raise PluginError(
                     f"balance of {type(module).__name__} replaced its {name}; expected a change in place "
                     f"(self.{name}.add_(...)), which can be undone if the step turns out to be skipped"
