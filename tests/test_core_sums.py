@@ -6,6 +6,7 @@ Loss terms, gradients, their norm, and the weights after 3 clipped steps of SGD,
 import pytest
 import torch
 import torch.distributed as dist
+from as_one_process import assert_trains_as_one_process
 from compositions import BATCH, MODELS, OPTIMIZERS, VOCAB
 from torch import nn
 
@@ -15,10 +16,6 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
-from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
-from nanotrain_core.testing.probe import train
-
-TOLERANCE = 1e-9
 
 
 def case(topology, *wrappers, model="transformer", schedule="accumulate", **changes):
@@ -58,19 +55,6 @@ def test_every_dimension_at_once_trains_as_one_process():
 @pytest.mark.parametrize("composed", CASES.values(), ids=CASES)
 def test_layouts_without_a_gradient_sync_train_as_one_process(composed):
     assert_trains_as_one_process(composed)
-
-
-def assert_trains_as_one_process(composed):
-    ranks = run_ranks(train, composed.world_size, composed, {})
-    (alone,) = run_ranks(train, 1, composed.alone(), {})
-    for part in ("gradients", "weights"):
-        found = whole([getattr(trace, part) for trace in ranks], atol=TOLERANCE)
-        assert_same(found, whole([getattr(alone, part)]), part, atol=TOLERANCE)
-    for rank, trace in enumerate(ranks):
-        got, want = (
-            [n for r in t.reports for n in (r.loss, r.grad_norm, *r.losses.values())] for t in (trace, alone)
-        )
-        assert_numbers(got, want, f"rank {rank}: loss terms and norm", atol=TOLERANCE)
 
 
 def summed(limit):

@@ -5,35 +5,14 @@ from functools import cache
 
 import pytest
 import torch
+from fp8_models import DEEPSEEK
 
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
 from nanotrain_core.testing.compare import whole
 
 #: Its layers split into whole tiles of 128, so that layouts round the same numbers together.
-MODEL = {
-    "use": "deepseek",
-    "layers": 2,
-    "dense_layers": 1,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
-    "q_rank": 128,
-    "kv_rank": 64,
-    "nope_size": 64,
-    "rope_size": 16,
-    "value_size": 64,
-    "ffn": 256,
-    "experts": 4,
-    "top_k": 2,
-    "shared_experts": 1,
-    "expert_ffn": 256,
-    "groups": 2,
-    "group_limit": 1,
-    "bias_update_rate": 0.01,
-    "mtp": 1,
-    "init_std": 0.05,
-}
+MODEL = DEEPSEEK | {"bias_update_rate": 0.01, "mtp": 1, "init_std": 0.05}
 #: Weights that FP8 multiplies.
 MULTIPLIED = re.compile(r"\.(q_a|q_b|kv_a|kv_b|o|gate|up|down)(\.weight)?$")
 DDP, EP = {"use": "ddp"}, {"use": "ep_deepseek"}

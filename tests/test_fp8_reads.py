@@ -8,6 +8,7 @@ from collections import Counter
 import attrs
 import pytest
 import torch
+from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, scaled
 from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
@@ -16,35 +17,6 @@ from nanotrain_fp8_deepseek_v3.scratch import Last
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import train
 
-LLAMA = {
-    "use": "transformer",
-    "layers": 2,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
-    "ffn": 256,
-    "init_std": 0.1,
-}
-DEEPSEEK = {
-    "use": "deepseek",
-    "layers": 2,
-    "dense_layers": 1,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
-    "q_rank": 128,
-    "kv_rank": 64,
-    "nope_size": 64,
-    "rope_size": 16,
-    "value_size": 64,
-    "ffn": 256,
-    "experts": 4,
-    "top_k": 2,
-    "shared_experts": 1,
-    "expert_ffn": 256,
-    "groups": 2,
-    "group_limit": 1,
-}
 #: Linear layers, without experts, and the different inputs that they have. In Llama q, k, v, o, gate, up and
 #: down have four. In DeepSeek q_a, kv_a, q_b, kv_b and o have four, and the three of SwiGLU two.
 COUNTS = {"llama": (LLAMA, 2 * 7, 2 * 4), "deepseek": (DEEPSEEK, 2 * (5 + 3), 2 * (4 + 2))}

@@ -1,37 +1,23 @@
 """``precision.min_size`` of FP8 and experts: one of them counts; rows of narrow ones are sent unquantized."""
 
+from fp8_models import DEEPSEEK
+
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.moe.routing import dispatch_codec
 from nanotrain_core.precision.gemm import gemms_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
-DEEPSEEK = {
-    "use": "deepseek",
-    "layers": 2,
-    "dense_layers": 1,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
-    "q_rank": 128,
-    "kv_rank": 64,
-    "nope_size": 64,
-    "rope_size": 16,
-    "value_size": 64,
-    "ffn": 256,
-    "experts": 4,
-    "top_k": 2,
-    "shared_experts": 1,
-    "expert_ffn": 64,
-    "groups": 2,
-    "group_limit": 1,
-}
-
 
 def test_experts_are_as_small_as_one_of_them_and_their_rows_are_sent_as_they_are():
     for min_size, narrow in ((64 * 128, True), (64 * 128 + 1, False)):
         config = {"min_size": min_size, "bf16": ["*.attn.*"]}
-        case = Case("precision", use="fp8_deepseek_v3", config=config, overrides={"model": DEEPSEEK})
+        case = Case(
+            "precision",
+            use="fp8_deepseek_v3",
+            config=config,
+            overrides={"model": DEEPSEEK | {"expert_ffn": 64}},
+        )
         run = make_run(case, {})
         (part,) = run.stages.values()
         (experts,) = (module for _, module, tag in tagged(part) if tag.role is Role.EXPERTS)

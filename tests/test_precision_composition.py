@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from fp8_models import DEEPSEEK
 
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
@@ -27,25 +28,10 @@ from nanotrain_core.testing.compare import assert_same, whole
 
 PLUGIN = str(Path(__file__).with_name("exact_fp8.py"))
 #: Halves of all that tp, ep and etp split are multiples of 128.
-ALIGNED = {
-    "use": "deepseek",
+ALIGNED = DEEPSEEK | {
     "layers": 4,
-    "dense_layers": 1,
-    "width": 128,
-    "heads": 4,
-    "vocab": 64,
     "q_rank": 64,
-    "kv_rank": 64,
-    "nope_size": 64,
     "rope_size": 64,
-    "value_size": 64,
-    "ffn": 256,
-    "experts": 4,
-    "top_k": 2,
-    "shared_experts": 1,
-    "expert_ffn": 256,
-    "groups": 2,
-    "group_limit": 1,
     "bias_update_rate": 0.01,
     "init_std": 0.08,
 }

@@ -7,13 +7,11 @@ parameters, or waits for ever. Held to one process in float64, after 3 steps.
 from pathlib import Path
 
 import pytest
+from as_one_process import assert_trains_as_one_process
 from compositions import BATCH, OPTIMIZERS, VOCAB
 
-from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.compare import assert_same, whole
-from nanotrain_core.testing.probe import train
+from nanotrain_core.testing import Case
 
-TOLERANCE = 1e-9
 MODEL = {"use": "twice_tied", "tied": True, "layers": 2, "width": 32, "heads": 4, "vocab": VOCAB}
 SYNCS = {
     "core": {},
@@ -36,8 +34,4 @@ def test_two_tensors_tied_in_different_orders_train_as_in_one_process(topology, 
     }
     model = Path(__file__).with_name("twice_tied_model.py")
     case = Case("topology", use="grid", topology=topology, overrides=overrides, plugins=(model,))
-    ranks = run_ranks(train, case.world_size, case, {})
-    (alone,) = run_ranks(train, 1, case.alone(), {})
-    for part in ("gradients", "weights"):
-        found = whole([getattr(trace, part) for trace in ranks], atol=TOLERANCE)
-        assert_same(found, whole([getattr(alone, part)]), part, atol=TOLERANCE)
+    assert_trains_as_one_process(case)

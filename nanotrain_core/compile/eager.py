@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from nanotrain_core.component import StaysEager
-from nanotrain_core.errors import NanotrainError, PluginError, Problem, describe
+from nanotrain_core.errors import Problem
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.roles import Role
+from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 
@@ -73,21 +74,7 @@ def kept_eager(
 def _of_component(
     selection: Selection, recipe: Recipe, registry: Registry, layout: Layout
 ) -> Iterator[KeptEager]:
-    rule = registry.get(selection.kind, selection.use).stays_eager
-    if rule is None:
-        return
-    label = f"{selection.kind} '{selection.use}' of {registry.owner(selection.kind, selection.use)}"
-    try:
-        said = list(rule(recipe, selection.config, layout))
-    except NanotrainError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{label}: its stays_eager raised {describe(error)}") from error
-    for each in said:
-        if not isinstance(each, StaysEager):
-            raise PluginError(
-                f"{label}: its stays_eager gave {each!r} where it must yield StaysEager(role, why)"
-            )
+    for each in call_declared("stays_eager", selection, recipe, layout, registry, StaysEager):
         yield KeptEager(f"{selection.kind} '{selection.use}'", each.role, each.why)
 
 

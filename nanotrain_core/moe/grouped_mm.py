@@ -60,14 +60,16 @@ def transposed_in_one_kernel(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor
     """Return :func:`multiply_transposed` in one kernel; 0 for a matrix without rows."""
     ends = counts_E.cumsum(0).to(torch.int32)
     found_ENK = F.grouped_mm(left_MN.contiguous().T, right_MK.contiguous(), offs=ends)
+    return _zero_without_rows(found_ENK, counts_E)
+
+
+def _zero_without_rows(found_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return ``found`` with 0 for the matrices without rows, of which ``F.grouped_mm`` defines nothing."""
     return found_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0)
 
 
 class WithoutRows(torch.autograd.Function):
-    """Identity of stacked weights; backward: the gradient of those without rows is 0.
-
-    What ``F.grouped_mm`` leaves there is not defined.
-    """
+    """Identity of stacked weights; backward: the gradient of those without rows is 0."""
 
     @staticmethod
     def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
@@ -77,7 +79,7 @@ class WithoutRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None]:
         (counts_E,) = ctx.saved_tensors
-        return d_weight_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0), None
+        return _zero_without_rows(d_weight_ENK, counts_E), None
 
 
 def grouped_linear_on_gpu(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:

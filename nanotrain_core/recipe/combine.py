@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -13,6 +12,7 @@ from nanotrain_core.compile.eager import kept_eager, refused
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.layout.layout import Layout
+from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.divisibility import either, multiples_near
 from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
@@ -143,38 +143,7 @@ def _own_checks(
     members: list[Member], recipe: Recipe, layout: Layout, registry: Registry
 ) -> Iterator[Problem]:
     for member in members:
-        if member.component.check is not None:
-            yield from _own_check(member, recipe, layout, registry)
-
-
-def _own_check(member: Member, recipe: Recipe, layout: Layout, registry: Registry) -> list[Problem]:
-    """Return what a component's own check finds.
-
-    Raises:
-        PluginError: the check itself is wrong: it raised, or gave something else than problems.
-    """
-    check = member.component.check
-    assert check is not None
-    owner = registry.owner(member.selection.kind, member.selection.use)
-    place = (
-        f"{check.__code__.co_filename}:{check.__code__.co_firstlineno}" if inspect.isfunction(check) else ""
-    )
-    label = f"{member} of {owner}: its check"
-    try:
-        inspect.signature(check).bind(recipe, member.selection.config, layout)
-    except TypeError as error:
-        raise PluginError(f"{label} must take (recipe, config, layout): {error} ({place})") from None
-    try:
-        found: Any = check(recipe, member.selection.config, layout)
-        problems = list(found) if isinstance(found, Iterable) else [found]
-    except NanotrainError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{label} raised {describe(error)}") from error
-    for problem in problems:
-        if not isinstance(problem, Problem):
-            raise PluginError(f"{label} gave {problem!r} where it must yield Problem(key, message) ({place})")
-    return problems
+        yield from call_declared("check", member.selection, recipe, layout, registry, Problem)
 
 
 def _modules(members: list[Member]) -> Iterator[Problem]:

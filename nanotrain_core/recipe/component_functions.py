@@ -1,0 +1,58 @@
+"""Calls a function that a component declares (``check``, ``stays_eager``), and checks what it yields."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from nanotrain_core.errors import NanotrainError, PluginError, describe
+from nanotrain_core.layout.layout import Layout
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry.registry import Registry
+
+T = TypeVar("T")
+
+
+def call_declared(
+    name: str, selection: Selection, recipe: Recipe, layout: Layout, registry: Registry, wanted: type[T]
+) -> list[T]:
+    """Return what the function ``name`` of a selected component yields; nothing if it declares none.
+
+    Args:
+        name: attribute of :class:`~nanotrain_core.component.Component`, a function of
+            ``(recipe, config, layout)``.
+        selection: the component, with its config.
+        recipe: checked.
+        layout: of its ranks.
+        registry: the plugins.
+        wanted: attrs class of what it must yield.
+
+    Raises:
+        PluginError: the function itself is wrong: it takes other arguments, raised, or gave something else.
+    """
+    function = getattr(registry.get(selection.kind, selection.use), name)
+    if function is None:
+        return []
+    owner = registry.owner(selection.kind, selection.use)
+    label = f"{selection.kind} '{selection.use}' of {owner}: its {name}"
+    code = function.__code__ if inspect.isfunction(function) else None
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    try:
+        inspect.signature(function).bind(recipe, selection.config, layout)
+    except TypeError as error:
+        raise PluginError(f"{label} must take (recipe, config, layout): {error}{place}") from None
+    try:
+        found: Any = function(recipe, selection.config, layout)
+        results = list(found) if isinstance(found, Iterable) else [found]
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{label} raised {describe(error)}") from error
+    for result in results:
+        if not isinstance(result, wanted):
+            fields = ", ".join(field.name for field in wanted.__attrs_attrs__)  # type: ignore[attr-defined]
+            raise PluginError(
+                f"{label} gave {result!r} where it must yield {wanted.__name__}({fields}){place}"
+            )
+    return results

@@ -1,0 +1,93 @@
+"""The chunked loss of the head against torch's plain cross-entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drawn import draw
+
+from nanotrain_core.batch import IGNORE
+from nanotrain_core.builtin.configs import TorchKernelsConfig
+from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul
+from nanotrain_core.models.kernels import TorchKernels
+from nanotrain_core.models.ops import TORCH
+
+
+@pytest.mark.parametrize("fewest", [1, 3, 4, 100])
+def test_chunked_loss_and_gradients_equal_plain_cross_entropy(fewest):
+    chunks = Chunks(logits=0, tokens=fewest)
+    hidden = draw("hidden", (10, 6)).requires_grad_()
+    weight = draw("weight", (13, 6)).requires_grad_()
+    target = torch.tensor([3, IGNORE, 0, 12, 7, IGNORE, IGNORE, IGNORE, 1, 3])
+    mine = linear_cross_entropy(hidden, weight, target, chunks=chunks)
+    plain = F.cross_entropy(hidden @ weight.T, target, reduction="sum")
+    torch.testing.assert_close(mine, plain, rtol=1e-13, atol=0)
+    # A gradient of the loss other than 1: the loss weight, loss scale and token count come in there.
+    for a, b in zip(
+        torch.autograd.grad(mine * 0.37, (hidden, weight)),
+        torch.autograd.grad(plain * 0.37, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, target, chunks=chunks), mine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_padded_columns_of_logits_change_neither_loss_nor_gradients(dtype):
+    """A GPU's products have a multiple of 128 columns; the loss and what is saved have the vocabulary's."""
+    hidden, weight = (draw(n, s).to(dtype).requires_grad_() for n, s in (("h", (10, 6)), ("w", (13, 6))))
+    target = torch.tensor([3, IGNORE, 0, 12, 7, IGNORE, IGNORE, IGNORE, 1, 3])
+    seen = []
+
+    def multiply(left, right, total=None):
+        seen.append(left.shape + right.shape)
+        return matmul(left, right, total)
+
+    found = []
+    for multiple in (1, 8, 13, 128):
+        seen.clear()
+        loss = linear_cross_entropy(hidden, weight, target, matmul=multiply, multiple=multiple)
+        with torch.no_grad():
+            without = linear_cross_entropy(hidden, weight, target, multiple=multiple)
+        found.append([loss, without, *torch.autograd.grad(loss * 0.37, (hidden, weight))])
+        columns = -(-13 // multiple) * multiple
+        assert seen == [(10, 6, 6, columns), (10, columns, columns, 6), (columns, 10, 10, 6)]
+    for other in found[1:]:
+        for ours, plain in zip(other, found[0], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13 if dtype == torch.float64 else 0)
+
+
+def test_only_a_gpus_loss_is_padded():
+    kernels = TorchKernels(TorchKernelsConfig())
+    assert kernels.ops(torch.device("cpu")) is TORCH
+    padded = kernels.ops(torch.device("cuda")).linear_cross_entropy
+    assert padded.keywords == {"multiple": 128}
+
+
+def test_chunked_loss_survives_huge_logits():
+    hidden = torch.tensor([[300.0, -300.0]], requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.eye(2), torch.tensor([1]))
+    assert loss.item() == 600.0
+
+
+def test_bfloat16_loss_is_summed_in_float32():
+    hidden, weight = draw("h", (300, 6)).bfloat16(), draw("w", (13, 6)).bfloat16()
+    target = torch.arange(300) % 13
+    exact = F.cross_entropy(F.linear(hidden, weight).double(), target, reduction="sum")
+    loss = linear_cross_entropy(hidden, weight, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_the_heads_weight_gradient_is_not_rounded_on_its_way_to_a_wider_sum():
+    """As in a bfloat16 run, which adds up the gradients of microbatches in float32."""
+    hidden, target = draw("h", (40, 6)).bfloat16(), torch.arange(40) % 13
+    weight = torch.nn.Parameter(draw("w", (13, 6)).bfloat16())
+    weight.grad_dtype = torch.float32
+    (linear_cross_entropy(hidden, weight, target) / 40).backward()
+    wide = weight.detach().double().requires_grad_()
+    logits = F.linear(hidden.double(), wide)
+    (F.cross_entropy(logits, target, reduction="sum") / 40).backward()
+    assert weight.grad.dtype == torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+    assert (weight.grad.double() - wide.grad).norm() < 2.0**-8 * wide.grad.norm()
