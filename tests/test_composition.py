@@ -98,7 +98,13 @@ def test_many_more(composition):
     assert_trains_the_same(composition)
 
 
-@pytest.mark.parametrize("composition", to_compile(), ids=lambda c: c.id)
+@pytest.mark.parametrize(
+    "composition",
+    [
+        pytest.param(each, marks=[pytest.mark.full] * (each.tp * each.ep > 2), id=each.id)
+        for each in to_compile()
+    ],
+)
 def test_compiled(composition):
     """Layers compiled with ``aot_eager`` in some of these compositions, against the same eager process."""
     assert_compiled_trains_the_same(composition)

@@ -15,13 +15,11 @@ test_conformance = conformance(
     Case("topology", use="grid", config={"tp": 2}, world_size=4),
     Case("topology", use="grid", config={"pp": 2, "tp": 2, "ep": 4}, world_size=8),
     Case("kernels", use="torch"),
-    Case("kernels", use="auto"),
     Case("model", use="transformer", config={"kv_heads": 2, "layers": 3}),
     Case("model", use="transformer", config={**LEARNED, "tied": True}),
     Case("model", use="routed"),
     Case("schedule", use="accumulate"),
     Case("optimizer", use="adamw", config={"weight_decay": 0.1}),
-    Case("optimizer", use="adamw", config={"moment_dtype": "bfloat16"}, name="adamw-bfloat16"),
     Case("optimizer", use="adamw", config={"moment_dtype": "int8"}, name="adamw-int8"),
     Case("optimizer", use="sgd", config={"momentum": 0.9}),
     Case("precision", use="fp64"),
@@ -37,6 +35,13 @@ test_conformance = conformance(
     Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
     Case("data", use="synthetic"),
     Case("data", use="text", overrides=TEXT),
+    marks={"killed_rank_leaves_the_last[first]": pytest.mark.full},
 )
 
-test_exhaustively = pytest.mark.full(conformance(Case("checkpoint", use="simple")))
+test_exhaustively = pytest.mark.full(
+    conformance(
+        Case("checkpoint", use="simple"),
+        Case("kernels", use="auto"),
+        Case("optimizer", use="adamw", config={"moment_dtype": "bfloat16"}, name="adamw-bfloat16"),
+    )
+)

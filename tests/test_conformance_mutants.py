@@ -275,6 +275,10 @@ def test_an_expected_failure_that_names_no_check_is_refused():
         conformance(
             Case("parallel", use="summed", plugins=TWINS), expected_failures={"weights_equal": "a reason"}
         )
+    with pytest.raises(ValueError, match=r"^marks: no check is named 'weight_equal\[adamw\]'"):
+        conformance(
+            Case("parallel", use="summed", plugins=TWINS), marks={"weight_equal[adamw]": pytest.mark.full}
+        )
 
 
 def test_an_expected_failure_is_strict(pytester_file):

@@ -89,7 +89,7 @@ def test_two_hosts_meet_at_the_rendezvous(tmp_path):
     assert len(metrics(tmp_path / "here")) == 6
 
 
-@pytest.mark.parametrize("hold", [0, 4])
+@pytest.mark.parametrize("hold", [0, pytest.param(4, marks=pytest.mark.full)])
 def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
     """Rank 0's host, too, which counts no failure of its own when its rank still lives."""
     write_small(tmp_path)

@@ -77,28 +77,38 @@ def failures(listed: Iterable[Trial]) -> dict[str, Exception]:
     return found
 
 
-def conformance(*cases: Case, expected_failures: Mapping[str, str] | None = None) -> Callable[..., None]:
+def conformance(
+    *cases: Case,
+    expected_failures: Mapping[str, str] | None = None,
+    marks: Mapping[str, Any] | None = None,
+) -> Callable[..., None]:
     """Return a pytest test with one parametrised item for every check of every case::
 
         test_conformance = conformance(Case("parallel", use="tp", topology={"tp": 2}))
 
     Args:
         expected_failures: label of a check -> why it fails. A check listed here that passes is a failure.
+        marks: label of a check -> a mark of pytest's that it gets: one that takes long may be left to a
+            second tier, ``marks={"killed_rank_leaves_the_last[last]": pytest.mark.slow}``.
 
     Raises:
-        ValueError: an expected failure names no check of these cases.
+        ValueError: an expected failure or a mark names no check of these cases.
     """
     import pytest
 
-    expected = dict(expected_failures or {})
+    expected, marked = dict(expected_failures or {}), dict(marks or {})
     listed = list(_without_repeats(trial for case in cases for trial in trials(case)))
     if all(trial.check is not MAKES_A_RECIPE for trial in listed):
-        _check_labels(expected, {trial.label for trial in listed})
+        labels = {trial.label for trial in listed}
+        _check_labels("expected_failures", expected, labels)
+        _check_labels("marks", marked, labels)
 
     def parameter(trial: Trial) -> Any:
         reason = expected.get(trial.label)
-        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-        return pytest.param(trial, id=trial.id, marks=marks)
+        given = [marked[trial.label]] if trial.label in marked else []
+        if reason:
+            given.append(pytest.mark.xfail(reason=reason, strict=True))
+        return pytest.param(trial, id=trial.id, marks=given)
 
     @pytest.mark.parametrize("trial", [parameter(trial) for trial in listed])
     def test_conformance(trial: Trial) -> None:
@@ -117,8 +127,8 @@ def _without_repeats(listed: Iterable[Trial]) -> Iterator[Trial]:
         seen.add(key)
 
 
-def _check_labels(expected: Mapping[str, str], labels: set[str]) -> None:
-    for label in expected:
+def _check_labels(argument: str, given: Iterable[str], labels: set[str]) -> None:
+    for label in given:
         if label not in labels:
             near = did_you_mean(label, sorted(labels))
-            raise ValueError(f"expected_failures: no check is named '{label}'{near}")
+            raise ValueError(f"{argument}: no check is named '{label}'{near}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -13,6 +15,7 @@ from nanotrain_core.component import TORCH_FREE_KINDS
 from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
+from nanotrain_core.registry.registry import Registry
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 
@@ -97,12 +100,19 @@ def recipe_survives_writing(case: Case) -> None:
 @check("every", since="0.1")
 def schema_accepts_the_recipe(case: Case) -> None:
     """The JSON Schema made of the installed plugins is valid draft-07, and this recipe is valid under it."""
-    import jsonschema  # type: ignore[import-untyped]
-
-    schema = recipe_schema(case.registry())
-    jsonschema.Draft7Validator.check_schema(schema)
+    validator = _schema_validator(case.registry())
     recipe = case.tables()
-    errors = list(jsonschema.Draft7Validator(schema).iter_errors(recipe))
+    errors = list(validator.iter_errors(recipe))
     assert not errors, f"{errors[0].json_path}: {errors[0].message}"
     case.own_table(recipe)["surely_unknown"] = 1
-    assert list(jsonschema.Draft7Validator(schema).iter_errors(recipe)), "the schema accepts an unknown key"
+    assert list(validator.iter_errors(recipe)), "the schema accepts an unknown key"
+
+
+@cache
+def _schema_validator(registry: Registry) -> Any:
+    """Return the validator of a registry's schema, which itself was checked: that takes most of the time."""
+    import jsonschema  # type: ignore[import-untyped]
+
+    schema = recipe_schema(registry)
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)

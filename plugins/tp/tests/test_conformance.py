@@ -27,8 +27,7 @@ def case(name, model, topology, config=None, **overrides):
 
 test_conformance = conformance(
     case("gpt-tp2", GPT, {"tp": 2}, batch={"length": 15}),  # learned positions, and shares of 7 and 8 tokens
-    case("one-key-head-dp2-tp2", ONE_KEY_HEAD, {"dp": 2, "tp": 2}),
-    case("llama-tp2-again", LLAMA, {"tp": 2}, {"gather_again": True}),
+    case("one-key-head-dp2-tp2-again", ONE_KEY_HEAD, {"dp": 2, "tp": 2}, {"gather_again": True}),
     # Without sequence parallelism every gradient is complete: nothing need be summed.
     Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
 )
@@ -48,6 +47,7 @@ test_exhaustively = pytest.mark.full(
             case(f"{model}-{layout}{suffix}", MODELS[model], LAYOUTS[layout], config)
             for model, layout, (suffix, config) in product(MODELS, LAYOUTS, (("", {}), ("-whole", WHOLE)))
         ),
+        case("llama-tp2-again", LLAMA, {"tp": 2}, {"gather_again": True}),
         Case("optimizer", use="adamw", topology={"tp": 2}, overrides=AROUND_TP),
         Case("checkpoint", use="simple", topology={"tp": 2}, overrides=AROUND_TP),
         *(Case("precision", use=use, topology={"tp": 2}, overrides=AROUND_TP) for use in ("bf16", "fp16")),
