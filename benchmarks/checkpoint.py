@@ -30,7 +30,7 @@ import torch
 from nanotrain_sharded_ckpt_v2 import ShardedConfig
 from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name, write
-from nanotrain_sharded_ckpt_v2.plan import Holding, make_plan
+from nanotrain_sharded_ckpt_v2.save_plan import Holding, make_plan
 
 from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.contracts import Block, TrainState

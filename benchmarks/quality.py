@@ -31,7 +31,7 @@ from benchmarks.report import write_markdown
 from nanotrain_core.contracts import RunInfo, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import DataError
-from nanotrain_core.optim.adamw import MasterOptimizer
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log

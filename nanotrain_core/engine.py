@@ -213,7 +213,12 @@ class RuntimeEngine:
         return lr_scheduler(run.optimizer.inner, run.optimizer_config.lr_schedule, self.steps, done=self.step)
 
     def _train_step(self) -> tuple[Losses, Losses, StepStats]:
-        """One optimizer step. Every gradient is a plain sum: losses are divided by global counts first."""
+        """Take one optimizer step. Every gradient is a plain sum: losses are divided by global counts first.
+
+        ``run.gradients`` is the gradient sync of ``ddp`` or ``zero12``, or the core's ``AllReduceGradients``;
+        ``run.actions`` is this rank's list from the schedule. The loss scale is 1 but for fp16.
+        The learning rate was set by the scheduler of :meth:`_loop`, in the optimizer's parameter groups.
+        """
         run = self.run
         self.note("data")
         microbatches = run.feed.microbatches()

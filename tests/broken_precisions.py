@@ -9,8 +9,9 @@ from nanotrain_core.layout.placement import RANGE
 from nanotrain_core.layout.roles import tagged
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
+from nanotrain_core.precision.loss_scale import NoLossScale
 from nanotrain_core.precision.quantized_storage import PackedWeight
-from nanotrain_core.precision.uniform import Float32Master, NoLossScale, Uniform
+from nanotrain_core.precision.uniform import Float32Master, Uniform
 
 
 class ForgetfulMaster(Float32Master):

@@ -23,7 +23,8 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.transformer import Transformer
-from nanotrain_core.optim.adamw import SGD, AdamW
+from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
 from nanotrain_core.testing.routed import RoutedConfig

@@ -16,7 +16,8 @@ def build(config):
 
     from nanotrain_core.layout.roles import tagged
     from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, use_gemm
-    from nanotrain_core.precision.uniform import NoLossScale, Uniform
+    from nanotrain_core.precision.loss_scale import NoLossScale
+    from nanotrain_core.precision.uniform import Uniform
 
     class Exact(GEMMBackend):
         """Keeps of an input its half, as if in another format."""

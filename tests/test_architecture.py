@@ -40,7 +40,7 @@ LEVELS = (
     (
         "built-ins",
         "builtin.* checkpoint.* compile.* data.* models.* monitors.* optim.* pipeline.* layout.grid "
-        "precision.uniform",
+        "precision.loss_scale precision.uniform",
     ),
     ("engine", "compose engine run.* script.*"),
     ("launch", "launch.*"),
@@ -182,7 +182,7 @@ SMALL = {
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,
-    "precision": 520,
+    "precision": 530,
     "recipe": 1300,
     "registry": 530,
     "run": 700,

@@ -20,7 +20,7 @@ from nanotrain_core.component import StaysEager
 from nanotrain_core.errors import NanotrainError, PluginError, RecipeError
 from nanotrain_core.layout.roles import Role, tag, taken_over_by
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
-from nanotrain_core.recipe.combine import check_combination
+from nanotrain_core.recipe.validate import check_combination
 from nanotrain_core.testing import probe, run_ranks
 from nanotrain_core.testing.case import Case
 

@@ -11,9 +11,10 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
-from nanotrain_core.optim import adamw as optimizers
-from nanotrain_core.optim.adamw import SGD, AdamW
-from nanotrain_core.optim.slots import waves
+from nanotrain_core.optim import master_optimizer as optimizers
+from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.optim.master_optimizer import waves
+from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.precision.uniform import fp32
 
 STEP = 0.25

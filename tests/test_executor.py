@@ -142,7 +142,7 @@ def test_gradients_deferred_by_a_step_that_broke_off_are_not_waited_for(world):
     placed = [parameter for module in modules.values() for parameter in module.parameters()]
     for parameter in placed:
         watch(parameter, gradients)
-    gradients.dtype, gradients.completed = None, complete.append
+    gradients.dtype, gradients.on_final_gradient = None, complete.append
     executor = Executor(modules, gradients, world, owners=[0, 0], passes=passes)
     with pytest.raises(KeyError):
         executor.run(order("F0.0 F1.0 B1.0 B0.1 W1.0 W0.0"), batches(1), {"lm": torch.tensor(0.5)})

@@ -10,7 +10,9 @@ from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
-from nanotrain_core.optim.adamw import SGD, AdamW, MasterOptimizer
+from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.precision.uniform import Float32Master, LiveMaster, bf16, fp32, fp64
 from nanotrain_core.recipe.tree import OptimizerConfig
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from nanotrain_core.builtin.configs import LARGEST_SCALE, FP16Config
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
-from nanotrain_core.precision.uniform import DynamicLossScale
+from nanotrain_core.precision.loss_scale import DynamicLossScale
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_quiet_steps():

@@ -14,7 +14,8 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.moe.routing import unless
-from nanotrain_core.optim.adamw import SGD, AdamW
+from nanotrain_core.optim.adamw import AdamW
+from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.precision.uniform import bf16, fp32, fp64
 from nanotrain_core.script.optimizer import ScriptOptimizer
 from nanotrain_core.testing import Case, run_ranks

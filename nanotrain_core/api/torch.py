@@ -73,8 +73,9 @@ from nanotrain_core.moe.routing import (
     sort_by_expert,
     use_dispatch_codec,
 )
-from nanotrain_core.optim.adamw import AdamW, MasterOptimizer
+from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
@@ -88,6 +89,7 @@ from nanotrain_core.precision.gemm import (
     gemms_of,
     use_gemm,
 )
+from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
 from nanotrain_core.precision.placed_wgrad import Again, Place
 from nanotrain_core.precision.quantized_storage import (
     PackedWeight,
@@ -104,7 +106,7 @@ from nanotrain_core.precision.quantized_storage import (
     write_range,
 )
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
-from nanotrain_core.precision.uniform import DynamicLossScale, Float32Master, LiveMaster, NoLossScale, Uniform
+from nanotrain_core.precision.uniform import Float32Master, LiveMaster, Uniform
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.stop import Rollback
 

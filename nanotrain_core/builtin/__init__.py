@@ -54,7 +54,7 @@ def nanotrain_register_model(register: Register) -> None:
             factory="nanotrain_core.models.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
             check=configs.check_transformer,
-            hf="nanotrain_core.hf.transformer:names",
+            hf="nanotrain_core.hf.llama_gpt2:names",
         )
     )
 
@@ -88,7 +88,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
         Component(
             name="sgd",
             config=configs.SGDConfig,
-            factory="nanotrain_core.optim.adamw:SGD",
+            factory="nanotrain_core.optim.sgd:SGD",
             summary="plain gradient descent with optional momentum",
         )
     )

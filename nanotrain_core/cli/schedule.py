@@ -12,12 +12,12 @@ from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit, NanotrainError, PluginError, RecipeError, describe
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.pipeline.simulator import simulate
-from nanotrain_core.recipe.combine import microbatches_of, pipeline_of
 from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.recipe.passes import expect_one_step
 from nanotrain_core.recipe.source import override_source, shipped_recipes
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.recipe.validate import microbatches_of, pipeline_of
 from nanotrain_core.registry.registry import load_plugins
 
 if TYPE_CHECKING:

@@ -58,15 +58,17 @@ class GradientSync(Protocol):
         """
         ...
 
-    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+    def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Announce that one more microbatch has all its gradients of ``parameters``, one pipeline stage's.
 
         Called for every microbatch, in the same order on all ranks that hold the stage.
         """
         ...
 
-    def complete(self, parameters: Collection[nn.Parameter]) -> None:
-        """Announce that no more gradients of ``parameters`` come, also of those that never got any."""
+    def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
+        """Announce that this step has no more backward passes of ``parameters``: those without a gradient by
+        now get none.
+        """
         ...
 
     def finish(self) -> None:

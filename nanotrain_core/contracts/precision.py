@@ -24,7 +24,8 @@ class MasterWeight:
         Not None only if :meth:`load` always returns that storage, and :meth:`store` of it does nothing but
         copy it into the weight, in the weight's dtype; the same tensor twice if the weight is its own master.
         An optimizer then updates the storage in place and copies many into their weights in one call, and
-        :meth:`load` and :meth:`store` are not called. Who overrides these says here what is still true.
+        :meth:`load` and :meth:`store` are not called. Who overrides :meth:`load` or
+        :meth:`store` overrides this too.
         """
         return None
 

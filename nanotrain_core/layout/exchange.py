@@ -45,7 +45,8 @@ class Exchange:
         self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.summands = 1
-        """How many parts each rank adds up of what :meth:`send_shares` brings."""
+        """How many rows each rank sums of what :meth:`send_shares` brings: 1 of a native reduce-scatter,
+        :attr:`size` of one that is an all-to-all."""
 
     @property
     def in_background(self) -> bool:

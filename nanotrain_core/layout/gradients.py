@@ -32,7 +32,7 @@ def watch(parameter: nn.Parameter, gradients: LocalGradients) -> None:
     def tell(accumulated: torch.Tensor) -> None:
         alive = told()
         if alive is not None:
-            alive.accumulated(accumulated)
+            alive.on_gradient(accumulated)
 
     parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
 
@@ -46,12 +46,12 @@ class LocalGradients:
     """
 
     listens = True
-    """Whether :meth:`accumulated` is told of every parameter's gradient of every microbatch, by a call of
+    """Whether :meth:`on_gradient` is told of every parameter's gradient of every microbatch, by a call of
     Python each. A class that has nothing to do before a stage's last microbatch is over sets it to False."""
 
     def __init__(self) -> None:
         self.placed: Sequence[PlacedParameter] = ()
-        self._completing: set[nn.Parameter] = set()
+        self._in_last_microbatch: set[nn.Parameter] = set()
 
     def attach(
         self,
@@ -86,28 +86,28 @@ class LocalGradients:
                     "nanotrain_core.layout.gradients.AllReduceGradients()"
                 )
 
-    def accumulated(self, parameter: torch.Tensor) -> None:
-        """Take a microbatch's gradient, and say so if it completes the sum."""
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Hear that autograd has added a microbatch's gradient to ``parameter.grad``."""
         assert isinstance(parameter, nn.Parameter)
-        if parameter in self._completing:
-            self.completed(parameter)
+        if parameter in self._in_last_microbatch:
+            self.on_final_gradient(parameter)
 
-    def completed(self, parameter: nn.Parameter) -> None:
-        """React to the last microbatch's gradient of ``parameter``; nothing to do without other ranks."""
+    def on_final_gradient(self, parameter: nn.Parameter) -> None:
+        """Hear that the last microbatch's gradient was added; nothing to do without other ranks."""
 
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
         """Start treating gradients of ``parameters`` as complete when they arrive."""
-        self._completing.update(parameters)
+        self._in_last_microbatch.update(parameters)
 
-    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+    def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Go on adding up."""
 
-    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+    def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Nothing to do without other ranks."""
 
     def finish(self) -> None:
         """Nothing is in flight."""
-        self._completing.clear()
+        self._in_last_microbatch.clear()
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the complete gradient."""
@@ -129,7 +129,7 @@ class LocalGradients:
 
     def zero(self) -> None:
         """Forget all gradients, and a step that was broken off."""
-        self._completing.clear()
+        self._in_last_microbatch.clear()
         for placed in self.placed:
             self.drop(placed.parameter)
 

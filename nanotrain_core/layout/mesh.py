@@ -50,7 +50,8 @@ class Mesh:
     def reads_late(self) -> bool:
         """Whether the host would have to wait to read a number of the device: anywhere but on a CPU.
 
-        A training step then reads none: it is skipped on the device, and learnt of one step late.
+        A training step then makes no host synchronisation: an overflow is skipped on the device, by
+        ``found_inf``, and the host reads the flag one step later.
         """
         return self.device.type != "cpu"
 

@@ -93,6 +93,7 @@ class TransformerPart(nn.Module):
             return PartOutput(x_BSD)
         # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
         table_VD = self.embed.weight if self.config.tied else None
+        # With targets: ops.linear_cross_entropy, which is models/cross_entropy.py.
         output = self.head(self.norm(x_BSD), batch.targets, table_VD)
         return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output})
 

@@ -24,9 +24,9 @@ class Lists:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Weights all have a gradient, and state tensors that stay what they are: nothing is looked up again.
+    """Keeps the lists of tensors that the fused kernel takes, instead of making them in every step.
 
-    torch's own asks each weight for its gradient's form, and for its state, in every step.
+    Needs a gradient of every weight, and state tensors that are never replaced.
     """
 
     found_inf: torch.Tensor | None = None

@@ -70,6 +70,9 @@ class Executor:
     ) -> Losses:
         """Run ``actions`` and return the detached sum of each loss term over the microbatches.
 
+        With one stage they are F0 B0 F1 B1 ..., and sends and receives are none. While they run no weight
+        changes, so copies that a precision has quantized hold.
+
         Args:
             actions: this rank's list.
             microbatches: this rank's share of the global batch, by microbatch number.
@@ -80,14 +83,14 @@ class Executor:
         began, waited = time.perf_counter(), self.p2p.waited
         with self.passes.weights_unchanged():
             for position, action in enumerate(actions):
-                completed = self._completed_by.get(position, ())
-                if completed:
-                    self.gradients.last_microbatch(completed)
+                ending = self._ends_at.get(position, ())
+                if ending:
+                    self.gradients.last_microbatch(ending)
                 self._execute(action)
                 if self._ends_backward(action):
-                    self.gradients.microbatch(self._parameters[action.stage])
-                if completed:
-                    self.gradients.complete(completed)
+                    self.gradients.microbatch_done(self._parameters[action.stage])
+                if ending:
+                    self.gradients.backward_done(ending)
         self.p2p.flush()
         self.idle = (self.p2p.waited - waited) / (time.perf_counter() - began)
         return self._sums
@@ -113,15 +116,15 @@ class Executor:
         self._sums: Losses = {}
         self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
-        self._completed_by = self._find_completed(actions)
+        self._ends_at = self._find_ends(actions)
 
     def _ends_backward(self, action: Action) -> bool:
         """Return whether ``action`` is a microbatch's last of a stage with gradients: B, or its W."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 
-    def _find_completed(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
-        """Return, by position, the actions that complete gradients, and whose: each stage's last one.
+    def _find_ends(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+        """Map an action's position to the parameters whose gradients are final after it: a stage's last one.
 
         A parameter that two stages on this rank share is complete with the later of them.
         """
@@ -131,10 +134,10 @@ class Executor:
             for stage in sorted(self.stages, key=last.__getitem__)
             for parameter in self.stages[stage].parameters()
         }
-        completed: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
+        ends: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
         for parameter, position in owner.items():
-            completed[position].append(parameter)
-        return completed
+            ends[position].append(parameter)
+        return ends
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

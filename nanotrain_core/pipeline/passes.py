@@ -30,7 +30,7 @@ class Passes:
 
     @property
     def weights_version(self) -> int | None:
-        """A number that changes whenever weights may have: what was made of a weight under it still holds.
+        """Version of the weights: what was computed from them is valid while it stays the same.
 
         None between steps, where anybody may write to weights. (Megatron passes ``is_first_microbatch`` for
         the same end.) A tensor's version does not tell: collectives write through other views of the memory.

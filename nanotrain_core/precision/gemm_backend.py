@@ -55,7 +55,7 @@ class GEMMBackend(Protocol):
 
 
 class QuantizedActivations:
-    """What a :class:`GEMMBackend` may be as well: able to hold what x is made of quantized."""
+    """An optional mixin of a :class:`GEMMBackend`: keeps activations that x is computed from quantized."""
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return what to keep for the backward pass in its place; None: it as it is."""

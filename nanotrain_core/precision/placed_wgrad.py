@@ -1,8 +1,8 @@
 """A wgrad that is made at a later place of the same backward pass, while something more urgent goes on.
 
-Autograd runs what is ready in the reverse order of forward. Who makes a place, then begins something, and
-then calls the layer, has in backward the layer's dgrad first, what that beginning's backward does next (an
-all-reduce of the dgrad), and the wgrad after it.
+Autograd runs what is ready in the reverse order of forward. Make a place, then call the operation that is
+urgent in backward (whose backward is the all-reduce of the dgrad), then the layer: backward is the layer's
+dgrad, the launch of the all-reduce, then the wgrad, which overlaps it.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from nanotrain_core.recipe.tree import Recipe as Recipe
 
 if TYPE_CHECKING:
-    from nanotrain_core.recipe.combine import check_combination as check_combination
     from nanotrain_core.recipe.load import load_recipe as load_recipe
     from nanotrain_core.recipe.load import resolve_recipe as resolve_recipe
+    from nanotrain_core.recipe.validate import check_combination as check_combination
     from nanotrain_core.recipe.write import recipe_hash as recipe_hash
     from nanotrain_core.recipe.write import write_resolved as write_resolved
 
 _HOMES = {
-    "check_combination": "combine",
+    "check_combination": "validate",
     "load_recipe": "load",
     "resolve_recipe": "load",
     "recipe_hash": "write",

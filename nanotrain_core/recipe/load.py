@@ -9,7 +9,6 @@ import attrs
 
 from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.combine import find_problems, remarks
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.resolve import Resolver
 from nanotrain_core.recipe.source import (
@@ -20,6 +19,7 @@ from nanotrain_core.recipe.source import (
     override_source,
 )
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.recipe.validate import find_problems, remarks
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 

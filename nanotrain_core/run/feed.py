@@ -99,11 +99,12 @@ class DataFeed:
         return list(self._split(self._take()))
 
     def _split(self, batch: Batch) -> Iterator[Batch]:
-        """Yield microbatches, on every data-parallel rank as many."""
+        """Yield microbatches of ``batch.microbatch`` rows, on every data-parallel rank as many."""
         count = self.batch.microbatches(self.shard.count)
         return batch.to(self.device).split(self.batch.microbatch, count)
 
     def _take(self) -> Batch:
+        """Return this rank's rows of the next global batch: the data read no others."""
         self.taken += self.batch.sequences
         return self._checked("train_batch", self.data.train_batch(self.batch.sequences, self.shard))
 

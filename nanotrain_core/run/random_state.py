@@ -30,7 +30,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
     _, key, place, there, other = np.random.get_state()
     streams = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
     streams["numpy"] = torch.tensor([*map(int, key), place], dtype=torch.int64)
-    # Gaussians are made in pairs: for both, whether the second is still to come, and that.
+    # The cached second Gaussian of Python's and of NumPy's generator: whether there is one, and its value.
     streams["halves"] = torch.tensor([half is not None, half or 0.0, there, other], dtype=torch.float64)
     if device.type == "cuda":
         streams["cuda"] = torch.cuda.get_rng_state(device)

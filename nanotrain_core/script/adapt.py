@@ -26,7 +26,7 @@ from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.uniform import DynamicLossScale, NoLossScale
+from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
 from nanotrain_core.script.checkpoint import ScriptCheckpoint, claim
 from nanotrain_core.script.feed import LoaderFeed

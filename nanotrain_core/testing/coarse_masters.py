@@ -8,7 +8,8 @@ import torch
 
 from nanotrain_core.contracts import ErrorFeedback, MasterWeight
 from nanotrain_core.layout.placement import Piece
-from nanotrain_core.precision.uniform import NoLossScale, Uniform
+from nanotrain_core.precision.loss_scale import NoLossScale
+from nanotrain_core.precision.uniform import Uniform
 
 
 class CoarseMaster(ErrorFeedback):

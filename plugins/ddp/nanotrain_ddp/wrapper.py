@@ -81,7 +81,12 @@ class DataParallel(LocalGradients, Parallel):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Assign every parameter with a partial gradient to a bucket."""
+        """Assign every parameter with a partial gradient to a bucket.
+
+        Its span are the ranks to sum over: those of ``dp`` for a layer that every rank has whole. The
+        all-reduce of a bucket is ``dist.all_reduce(async_op=True)``, or nanotrain-cpu's in shared memory,
+        which is made when it is waited for.
+        """
         super().attach(parameters, mesh, dtype, passes)
         limit = int(self.config.bucket_mb * 2**20)
         # Those that other stages hold too come last: all ranks reach them, whatever they did before.
@@ -92,7 +97,7 @@ class DataParallel(LocalGradients, Parallel):
     def check(self, mesh: Mesh) -> None:
         """Any layout will do."""
 
-    def completed(self, parameter: nn.Parameter) -> None:
+    def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket and start every bucket whose turn has come."""
         bucket = self.bucket_of.get(parameter)
         if bucket is None:
@@ -102,12 +107,12 @@ class DataParallel(LocalGradients, Parallel):
         if self.config.overlap:
             self.start_complete()
 
-    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+    def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave nothing."""
         for parameter in parameters:
             bucket = self.bucket_of.get(parameter)
             if bucket is not None and parameter in bucket.missing:
-                self.completed(parameter)
+                self.on_final_gradient(parameter)
 
     def start_complete(self) -> None:
         """Start the next buckets in line, as far as they are complete."""

@@ -15,7 +15,7 @@ from nanotrain_core.api import DTYPE_NAMES, CheckpointError
 from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.manifest import File, key
-from nanotrain_sharded_ckpt_v2.plan import Holding
+from nanotrain_sharded_ckpt_v2.save_plan import Holding
 from nanotrain_sharded_ckpt_v2.shard import Form
 
 Tensors = dict[str, torch.Tensor]

@@ -36,8 +36,8 @@ from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
-from nanotrain_sharded_ckpt_v2.plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.read import Reading, left_over, misfits
+from nanotrain_sharded_ckpt_v2.resharding import Reading, left_over, misfits
+from nanotrain_sharded_ckpt_v2.save_plan import Holding, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 

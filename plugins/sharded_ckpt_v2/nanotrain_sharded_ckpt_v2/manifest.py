@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
-from nanotrain_sharded_ckpt_v2.plan import Tensor
+from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 NAME = "MANIFEST.json"
 FORMAT, VERSION = "nanotrain-sharded", 2

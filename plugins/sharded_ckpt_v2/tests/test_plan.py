@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nanotrain_sharded_ckpt_v2.plan import make_plan
+from nanotrain_sharded_ckpt_v2.save_plan import make_plan
 
 from nanotrain_core.checkpoint.box_cover import overlap, uncovered
 from nanotrain_core.checkpoint.tensor_boxes import boxes

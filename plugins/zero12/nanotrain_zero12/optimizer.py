@@ -17,7 +17,7 @@ from nanotrain_core.api.torch import (
 )
 from nanotrain_zero12 import Zero12Config
 from nanotrain_zero12.offload import HostMaster
-from nanotrain_zero12.sharded import ShardedGradients
+from nanotrain_zero12.sharded_gradients import ShardedGradients
 
 
 class Zero12(ShardedGradients, AdamW):

@@ -117,8 +117,8 @@ def sum_of_small_gradients(case, microbatches):
         if number == microbatches:
             sync.last_microbatch(others)
         (parameter * (256.0 if number == 0 else 1.0)).sum().backward()
-        sync.microbatch(others)
-    sync.complete(others)
+        sync.microbatch_done(others)
+    sync.backward_done(others)
     sync.finish()
     return max((sync.gradient_of(piece).max().item() for piece in sync.pieces()), default=0.0)
 

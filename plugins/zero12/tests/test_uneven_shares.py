@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_zero12 import flat
 from nanotrain_zero12.flat import Flat
-from nanotrain_zero12.sharded import group
+from nanotrain_zero12.sharded_gradients import group
 from torch import nn
 
 from nanotrain_core.builtin.configs import GridConfig

@@ -128,14 +128,14 @@ class ShardedGradients(LocalGradients):
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def accumulated(self, parameter: torch.Tensor) -> None:
+    def on_gradient(self, parameter: torch.Tensor) -> None:
         """Take a microbatch's gradient; in stage 2 each one goes out at once."""
         if self.config.stage == 2:
             assert isinstance(parameter, nn.Parameter)
-            self._completing.add(parameter)
-        super().accumulated(parameter)
+            self._in_last_microbatch.add(parameter)
+        super().on_gradient(parameter)
 
-    def completed(self, parameter: nn.Parameter) -> None:
+    def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Send every bucket whose turn has come."""
         line = self.line_of[parameter]
         if line is self.late:
@@ -147,12 +147,12 @@ class ShardedGradients(LocalGradients):
             for bucket, transport in line.ready():
                 self._send(bucket, transport)
 
-    def microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+    def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 2, send what is left of one microbatch's gradients."""
         if self.config.stage == 2:
             self._end_round(self._line(parameters))
 
-    def complete(self, parameters: Collection[nn.Parameter]) -> None:
+    def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 1, send what is left of the gradients."""
         if self.config.stage == 1:
             self._end_round(self._line(parameters))

@@ -28,7 +28,7 @@ from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
 from nanotrain_sharded_ckpt_v2.folders import forms_of
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
-from nanotrain_sharded_ckpt_v2.plan import Tensor
+from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 
 class Wanted:

@@ -1,0 +1,291 @@
+"""Steps a ``torch.optim`` optimizer on the master weights of what this rank updates.
+
+That are parameters, or ranges of them. Plain masters (float32 tensors) are updated all at once; others (4-bit
+or offloaded ones) are decoded, updated and encoded wave by wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from nanotrain_core.contracts import (
+    Block,
+    ErrorFeedback,
+    GradientSync,
+    MasterWeight,
+    Optimizer,
+    Precision,
+    StepStats,
+)
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, PlacedParameter
+from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
+
+#: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
+WAVE = 2**24
+
+
+class MasterOptimizer(Optimizer):
+    """Steps a ``torch.optim`` optimizer on the masters; subclasses say which, and its state.
+
+    See :class:`~nanotrain_core.contracts.Optimizer`.
+    """
+
+    inner: torch.optim.Optimizer
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return the torch optimizer for two parameter groups.
+
+        Matrices have the config's ``weight_decay``, if it has that key; all else has 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
+
+    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state torch would create for ``weight`` at the first step."""
+        raise NotImplementedError(f"{type(self).__name__} has no initial_state(weight)")
+
+    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return a slot's initial state, where that depends on more than the weight."""
+        return self.initial_state(slot.weight)
+
+    def place(self, name: str, slot: Slot) -> Piece:
+        """Return where a tensor of a slot's state sits: where its weight does."""
+        return slot.piece
+
+    @property
+    def carries(self) -> bool:
+        """Whether :meth:`carry` works with this config."""
+        return False
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add to a slot's momentum what makes later steps move its weight by ``error``, at a rate above 0."""
+        raise NotImplementedError(f"{type(self).__name__} carries errors and has no carry(slot, error)")
+
+    def setup(
+        self,
+        parameters: Sequence[PlacedParameter],
+        precision: Precision,
+        gradients: GradientSync,
+        mesh: Mesh,
+    ) -> None:
+        """Make masters and allocate state."""
+        self.gradients, self.mesh = gradients, mesh
+        self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
+        decayed = [s.weight for s in self.slots if len(s.placement.global_shape) > 1]
+        others = [s.weight for s in self.slots if len(s.placement.global_shape) <= 1]
+        decay = getattr(self.config, "weight_decay", 0.0)
+        groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        self.inner = self.make([group for group in groups if group["params"]] or groups)
+        group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
+        for slot in self.slots:
+            slot.group = group_of[slot.weight]
+            self.inner.state[slot.weight] = self.state_of(slot)
+            if not slot.plain:
+                slot.forget()
+        self.plain = PlainWeights(self.slots)
+        self.encoded = [slot for slot in self.slots if not slot.plain]
+        self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
+        self._refuse_loss()
+
+    def _refuse_loss(self) -> None:
+        """Refuse masters whose error nobody would carry: their weights would stand still or wander."""
+        lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
+        if lossy and not self.carries:
+            raise NanotrainError(
+                f"the precision has the optimizer carry rounding errors, of {lossy[0]} and {len(lossy) - 1} "
+                f"others, in its momentum; {type(self).__name__} has none as configured: expected adamw "
+                "with betas[0] above 0, or sgd with momentum above 0"
+            )
+
+    def master(self, piece: Piece, precision: Precision) -> MasterWeight:
+        """Return the master of one piece."""
+        return precision.master(piece.weight, piece)
+
+    @torch.no_grad()
+    def step(self, *, loss_scale: float = 1.0) -> StepStats:
+        """Unscale, clip, update, write the new weights through to the model."""
+        gradient_of = self.gradients.gradient_of
+        gradients = [gradient_of(slot.piece) for slot in self.slots]
+        norm = self.norm.of(gradients) / loss_scale
+        skipped = ~torch.isfinite(norm)
+        late = self.mesh.reads_late and not self.encoded and self.skips_on_device
+        if not late and skipped:  # the one place of a step where the host waits for the device
+            return StepStats(norm, skipped=True)
+        self._rescale(gradients, norm, loss_scale)
+        self._update(gradients, skipped.float() if late else None)
+        return StepStats(norm, skipped if late else False)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether :meth:`update_plain` heeds ``found_inf``; if not, the host waits for each step's norm."""
+        return False
+
+    def _update(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Update plain masters all at once, and all others wave by wave."""
+        if self.plain.slots:
+            self.update_plain(gradients, found_inf)
+            self.plain.write_back()  # of a skipped step, what is there already
+        gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
+        for wave in waves(self.encoded):
+            for slot in wave:
+                slot.load()
+                slot.weight.grad = gradient_of[slot].to(slot.weight.device)
+            with only(self.inner, wave):
+                self.inner.step()
+            for slot in wave:
+                lost = slot.store()
+                if lost is not None and slot.group["lr"]:
+                    self.carry(slot, lost)
+
+    def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
+
+        If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay what they are, bit by
+        bit. It is None unless :attr:`skips_on_device`. By default ``inner`` is told, as torch's fused
+        optimizers are by its gradient scaler.
+        """
+        for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
+            weight.grad = gradients[number]
+        with only(self.inner, self.plain.slots) if self.encoded else nullcontext():
+            step_unless(found_inf, self.inner)
+        for weight in self.plain.weights:
+            weight.grad = None
+
+    def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
+        """Divide by the loss scale and clip in one pass, without waiting for the device."""
+        limit = self.config.clip_norm
+        if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no share of a small model
+            return
+        torch._foreach_mul_(gradients, clip_factor(norm, limit, gradients) / loss_scale)
+
+    def blocks(self) -> Iterable[Block]:
+        """Yield masters and state, each named after its parameter. Ranges of one share its scalars."""
+        seen: set[str] = set()
+        for slot in self.slots:
+            for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
+                scalar = f"{name}/{slot.placement.name}"
+                if tensor.shape or scalar not in seen:
+                    yield from Block.of_piece(name, tensor, self.place(name, slot))
+                if not tensor.shape:
+                    seen.add(scalar)
+
+    def meta(self) -> dict[str, Any]:
+        """All state is in :meth:`blocks`."""
+        return {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Give all ranges of a parameter the scalars that were read into the first."""
+        first: dict[str, dict[str, torch.Tensor]] = {}
+        for slot in self.slots:
+            state = {**slot.master.state(), **self.inner.state[slot.weight]}
+            scalars = {name: tensor for name, tensor in state.items() if not tensor.shape}
+            for name, tensor in first.setdefault(slot.placement.name, scalars).items():
+                state[name].copy_(tensor)
+
+
+class Slot:
+    """One piece as an optimizer sees it: its master, and the tensor that torch updates.
+
+    That tensor is the master's own storage if it is plain. Otherwise it has the weight from :meth:`load` to
+    :meth:`store` only, since a master may decode it for that.
+    """
+
+    group: dict[str, Any]
+    """Of ``inner.param_groups``, where :attr:`weight` is: its learning rate stands there."""
+
+    def __init__(self, piece: Piece, master: MasterWeight) -> None:
+        self.piece, self.master = piece, master
+        self.feedback = master if isinstance(master, ErrorFeedback) else None
+        self.plain = master.plain
+        self.parameter, self.placement = piece.parameter, piece.placement
+        held = self.plain[0] if self.plain else master.load()
+        self.weight = torch.nn.Parameter(held.detach(), requires_grad=False)
+        self.size = self.weight.numel()
+
+    def load(self) -> None:
+        """Show torch the weight."""
+        self.weight.data = self.master.load().detach()
+
+    def store(self) -> torch.Tensor | None:
+        """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
+        value = self.weight.detach()
+        self.master.store(value)
+        lost = None if self.feedback is None else self.feedback.error(value)
+        self.forget()
+        return lost
+
+    def forget(self) -> None:
+        """Let go of the weight and its gradient."""
+        self.weight.grad = None
+        self.weight.data = self.weight.data.new_empty(0)
+
+
+class PlainWeights:
+    """All slots whose masters torch updates in place, in lists that stay the same from step to step."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.numbers = [number for number, slot in enumerate(slots) if slot.plain]
+        """Of each among all slots."""
+        self.slots = [slots[number] for number in self.numbers]
+        self.weights = [slot.weight for slot in self.slots]
+        pairs = [slot.plain for slot in self.slots if slot.plain]
+        copied = [(master.detach(), weight.detach()) for master, weight in pairs if master is not weight]
+        self.masters = [master for master, _ in copied]
+        self.copies = [weight for _, weight in copied]
+
+    def write_back(self) -> None:
+        """Round every master into its weight of the model."""
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.masters)
+
+
+def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) -> None:
+    """Step, or have ``inner`` skip the step on the device if ``found_inf`` is 1 there.
+
+    ``inner`` must heed its attribute ``found_inf``, as torch's fused optimizers do for a gradient scaler.
+    """
+    if found_inf is None:
+        inner.step()
+        return
+    inner.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        inner.step()
+    finally:
+        del inner.found_inf  # type: ignore[attr-defined]
+
+
+def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
+    """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
+    wave: list[Slot] = []
+    size = 0
+    for slot in slots:
+        if wave and size + slot.size > limit:
+            yield wave
+            wave, size = [], 0
+        wave.append(slot)
+        size += slot.size
+    if wave:
+        yield wave
+
+
+@contextmanager
+def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
+    """Have ``inner`` see the weights of these slots alone: all others are not loaded."""
+    groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
+    try:
+        for group in groups:
+            group["params"] = [slot.weight for slot in slots if slot.group is group]
+        inner.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        inner.param_groups = groups
+        for group, each in zip(groups, weights, strict=True):
+            group["params"] = each

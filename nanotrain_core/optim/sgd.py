@@ -1,0 +1,40 @@
+"""The component ``sgd``: torch's SGD on masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanotrain_core.builtin.configs import SGDConfig
+from nanotrain_core.optim.master_optimizer import MasterOptimizer, Slot
+
+
+class SGD(MasterOptimizer):
+    """Gradient descent, with heavy-ball momentum if asked."""
+
+    config: SGDConfig
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return ``torch.optim.SGD``, fused where a step may be skipped on the device."""
+        fused = self.mesh.reads_late
+        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, fused=fused)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """The fused kernel does."""
+        return bool(self.inner.defaults["fused"])
+
+    def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the velocity at zero; torch starts it at the first gradient, which is the same."""
+        return {"momentum_buffer": torch.zeros_like(weight)} if self.config.momentum else {}
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is a velocity."""
+        return self.config.momentum > 0
+
+    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+        """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, SGDM's form."""
+        velocity = self.inner.state[slot.weight]["momentum_buffer"]
+        velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / slot.group["lr"])
