@@ -93,14 +93,14 @@ def gradients_between_microbatches(case):
     """Return after each microbatch whether any parameter still has a gradient of its own."""
     engine = make_engine(case, {"run": {"steps": 1}})
     sync, seen = engine.run.gradients, []
-    end = type(sync).microbatch
+    end = type(sync).microbatch_done
 
     def note(parameters):
         end(sync, parameters)
         held = [p for p in sync.line_of if p.grad is not None]
         seen.append(len(held))
 
-    sync.microbatch = note
+    sync.microbatch_done = note
     engine.fit()
     return len(sync.line_of), seen
 
