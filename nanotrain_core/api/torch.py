@@ -54,6 +54,7 @@ from nanotrain_core.layout.placement import (
     share_of,
 )
 from nanotrain_core.layout.transport import Transport
+from nanotrain_core.models.activation_checkpointing import blocks
 from nanotrain_core.models.cross_entropy import Chunks, MatMul, linear_cross_entropy, wide_dtype
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
@@ -196,6 +197,7 @@ __all__ = [
     "WeightReader",
     "Write",
     "attention",
+    "blocks",
     "cast",
     "clip_factor",
     "count_of",

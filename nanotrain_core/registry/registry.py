@@ -21,6 +21,7 @@ from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, disco
 FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
     ("model", "deepseek"): "nanotrain-deepseek",
+    ("parallel", "activation_offload"): "nanotrain-activation-offload",
     ("parallel", "ddp"): "nanotrain-ddp",
     ("parallel", "tp"): "nanotrain-tp",
     ("parallel", "ep_deepseek"): "nanotrain-ep-deepseek",

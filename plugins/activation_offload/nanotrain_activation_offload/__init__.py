@@ -1,0 +1,34 @@
+"""Activation offload: what a layer saves for its backward pass waits in pinned host memory.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+import attrs
+from attrs.validators import ge
+
+from nanotrain_core.api import Component, Register, hookimpl
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class OffloadConfig:
+    """``[[parallel]] use = "activation_offload"``."""
+
+    min_mb: float = attrs.field(default=1.0, validator=ge(0.0))
+    """Smaller tensors stay on the device: a copy of few bytes costs more than it frees."""
+    keep: int = attrs.field(default=1, validator=ge(0))
+    """So many layers at the end of a stage keep their activations: backward wants them at once."""
+
+
+@hookimpl
+def nanotrain_register_parallel(register: Register) -> None:
+    """Announce ``activation_offload``."""
+    register(
+        Component(
+            name="activation_offload",
+            config=OffloadConfig,
+            factory="nanotrain_activation_offload.offload:ActivationOffload",
+            summary="what layers save for backward waits in pinned host memory",
+        )
+    )

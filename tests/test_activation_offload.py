@@ -1,0 +1,36 @@
+"""Activation offload beside other wrappers, precisions and ``torch.compile``: the numbers of one process."""
+
+import pytest
+from as_one_process import assert_trains_as_one_process
+from compositions import BATCH, MODELS, OPTIMIZERS, VOCAB, compiled
+
+from nanotrain_core.testing import Case
+
+OFFLOAD = {"use": "activation_offload", "min_mb": 0.0, "keep": 0}
+HALF = {"use": "recompute", "every": 2}
+LAYOUTS = {
+    "experts": ({"pp": 2, "dp": 2, "ep": 2}, "deepseek_v3", "zb_h1", [{"use": "ep_deepseek"}, OFFLOAD]),
+    "recompute": ({"tp": 2}, "transformer", "accumulate", [{"use": "tp"}, HALF, OFFLOAD]),
+}
+
+
+def case(topology, model, schedule, wrappers):
+    overrides = {
+        "batch": {**BATCH, "microbatch": 2},
+        "model": {**MODELS[model], "layers": 4},
+        "data": {"vocab": VOCAB},
+        "optimizer": OPTIMIZERS["sgd"],
+        "schedule": {"use": schedule},
+        "parallel": wrappers,
+    }
+    return Case("topology", use="grid", topology=topology, overrides=overrides)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_trains_as_one_process(layout):
+    assert_trains_as_one_process(case(*LAYOUTS[layout]))
+
+
+@pytest.mark.full
+def test_it_trains_as_one_process_compiled():
+    assert_trains_as_one_process(compiled(case({"dp": 2}, "transformer", "accumulate", [OFFLOAD])))
