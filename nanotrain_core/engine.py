@@ -24,7 +24,7 @@ from nanotrain_core.contracts import (
     TrainState,
     UpdateReport,
 )
-from nanotrain_core.errors import CheckpointError, Diverged, PluginError
+from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import lr_scheduler
@@ -34,6 +34,7 @@ from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.model_table import model_table
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
+from nanotrain_core.run.divergence import SkippedSteps, expect_finite
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, bubble, expert_load, sum_over_data
 from nanotrain_core.run.random_state import stream_seed
@@ -48,11 +49,6 @@ if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
     from nanotrain_core.script import ScriptConfig
     from nanotrain_core.script.feed import Loader
-
-
-#: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
-#: needs up to 24 to find its floor.
-MOST_SKIPPED = 30
 
 
 class RuntimeEngine:
@@ -154,11 +150,12 @@ class RuntimeEngine:
         self.run.gradients.zero()
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
-        self.skipped_in_a_row, self._saved = 0, -1
+        self._saved, self._owes_save = -1, False
         self.reading = Reading(late=self.run.mesh.reads_late)
         self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
+        self.skipped = SkippedSteps(self.saves)
         self._restore()
         self._first = self.step
         info = run_info(self)
@@ -192,14 +189,16 @@ class RuntimeEngine:
                 self._report(losses, counts, stats, lr, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            due = self.saves.due(self.step)
+            due = self.saves.due(self.step) or self._owes_save
             if last or due:  # a state that somebody wants to leave is not worth saving
                 self._learn(self.reading.rest())
                 agree_now(self.stop, self.run.mesh)
+            # Skipped steps change no weight: saves of them would only rotate older ones out.
+            self._owes_save = due and self.skipped.in_a_row > 0
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
-            elif due and not last and not self.stop.reason:  # the last save must not fail, see below
+            elif due and not (last or self._owes_save or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
         if self._saved != self.step:
@@ -207,6 +206,7 @@ class RuntimeEngine:
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
         self.note("end")
+        self.skipped.expect_few(self.step, stopped=self.stop.reason is not None)
 
     def _lr_scheduler(self) -> LRScheduler:
         run = self.run
@@ -246,13 +246,7 @@ class RuntimeEngine:
         if told is None:
             return
         self.stop.agree(told.requests)
-        # A step with an infinite gradient is skipped; a run of them will not get better.
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if told.skipped else 0
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            raise Diverged(
-                f"step {told.step}: the gradient norm was {told.grad_norm} for {MOST_SKIPPED} "
-                "steps in a row, which were skipped: the weights are those from before"
-            )
+        self.skipped.learn(told)
 
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks.
@@ -322,8 +316,11 @@ class RuntimeEngine:
             return
         self.note("checkpoint")
         self.events.before_save(self.step)
+        self.saves.advance(wait=True)  # what follows may end the run: not without the checkpoint on its way
+        state = self._state()
+        expect_finite(state.blocks[: len(self.run.placed)], self.run.mesh, self.step)
         self._saved = self.step
-        self.saves.begin(self.step, self._state(), last=last)
+        self.saves.begin(self.step, state, last=last)
         self.pace.restart(self.step)
 
     def _restore(self) -> None:

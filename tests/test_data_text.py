@@ -276,6 +276,23 @@ def test_tokens_come_from_the_cache_the_second_time(words, sentences, monkeypatc
     assert second.tokens.tolist() == first.tokens.tolist()
 
 
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "cut within a token", "empty"])
+def test_damaged_tokens_in_the_cache_are_made_anew(words, sentences, tmp_path, capfd, damage):
+    """They were trained on, under the fingerprint of the whole ones."""
+    first = opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()
+    (cached,) = (tmp_path / "cache").rglob("*.tokens")
+    content = bytearray(cached.read_bytes())
+    content[7] ^= 1
+    cached.write_bytes(
+        {"flipped": content, "truncated": content[:-8], "empty": b""}.get(damage, content[:-1])
+    )
+    assert opened(sentences, length=16, tokenizer=str(words)).tokens.tolist() == first
+    assert damage in ("cut within a token", "empty") or str(cached) in "".join(capfd.readouterr())
+    (again,) = (tmp_path / "cache").rglob("*.tokens")
+    assert again == cached
+    assert np.fromfile(again, np.uint16).tolist() == first
+
+
 def test_changed_text_does_not_come_from_the_cache(words, sentences):
     opened(sentences, length=16, tokenizer=str(words))
     (sentences / "a.txt").write_text("w5 " * 100)

@@ -7,10 +7,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.contracts import Monitor, StepStats
-from nanotrain_core.engine import MOST_SKIPPED, RuntimeEngine
+from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.models import ops
+from nanotrain_core.run.divergence import MOST_SKIPPED
 from nanotrain_core.run.stop import Rollback
 from nanotrain_core.run.told import OnItsWay, Reading, Told
 from nanotrain_core.testing import Case, run_ranks

@@ -26,6 +26,7 @@ from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import strange_kinds
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
+from nanotrain_core.checkpoint.simple_names import saved_steps, strange_entries
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
@@ -52,6 +53,9 @@ class SimpleCheckpoint:
         self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
         if mesh.rank == 0 and folder.is_dir():
             remove_leftovers(folder)
+            for entry in strange_entries(folder):
+                log = structlog.get_logger("nanotrain.checkpoint")
+                log.warning("this is no checkpoint, and left out", entry=str(entry))
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps."""
@@ -63,7 +67,7 @@ class SimpleCheckpoint:
 
     def steps(self) -> list[int]:
         """Return the steps saved, oldest first."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.safetensors"))
+        return saved_steps(self.folder)
 
     # --- save ---------------------------------------------------------------------------------
 
@@ -233,9 +237,19 @@ def damage(path: Path) -> list[str]:
             if header.get("format") != FORMAT:
                 return [f"{path} is not a {FORMAT} checkpoint (its format is {header.get('format')!r})"]
             found = digest(((name, file.get_tensor(name)) for name in names_in(file)), header["state"])
+            if found != header["sha256"]:
+                return [f"{path} is damaged: its bytes do not match its SHA-256"]
+            weights = [name for name in names_in(file) if "/" not in name]
+            return [
+                f"{path}: {name} is not finite" for name in weights if not is_finite(file.get_tensor(name))
+            ]
     except (OSError, SafetensorError, KeyError, ValueError) as problem:
         return [f"{path} is damaged: {problem}"]
-    return [] if found == header["sha256"] else [f"{path} is damaged: its bytes do not match its SHA-256"]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether there is neither a NaN nor an infinity; integers and eight-bit floats have none."""
+    return tensor.dtype.itemsize == 1 or not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def read_header(file: Any) -> dict[str, str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.simple_names import own, step_of
 from nanotrain_core.errors import CheckpointError
 
-_NAME = re.compile(r"step-(\d{8,})\.safetensors")
 #: Largest header that is read, as in safetensors itself.
 _LARGEST_HEADER = 100 * 2**20
 
@@ -23,15 +22,12 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    candidates = [path] if path.is_file() else [*path.glob("step-*"), *path.glob("checkpoints/step-*")]
-    return (file for file in candidates if _NAME.fullmatch(file.name) and file.is_file())
+    return own([path] if path.is_file() else [*path.glob("step-*"), *path.glob("checkpoints/step-*")])
 
 
 def _saved(path: Path) -> CheckpointInfo:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
     return CheckpointInfo(
-        step=int(found[1]),
+        step=step_of(path),
         path=path,
         nbytes=path.stat().st_size,
         describe=partial(_describe, path),

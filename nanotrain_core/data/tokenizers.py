@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from nanotrain_core.data.documents import Document, missing_path
+from nanotrain_core.data.token_cache import TokenCache, Tokens
 from nanotrain_core.errors import DataError
-from nanotrain_core.run.files import write_atomically
-
-Tokens = npt.NDArray[Any]
 
 #: What public tokenizers call the token that ends a document, in the order they are looked for.
 END_OF_TEXT = (
@@ -90,16 +86,12 @@ class TokenizerFile:
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
         """
-        cached = _cache_file(f"{fingerprint}/{self.name}")
-        if cached.is_file():
-            return np.load(cached, mmap_mode="r")  # type: ignore[no-any-return]
-        tokens = np.concatenate([np.empty(0, self._dtype), *self._pieces(documents)])
-        try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, lambda temporary: _save(temporary, tokens))
-        except OSError:
-            pass  # No place to cache in: the next run tokenises again.
-        return tokens
+        cache = TokenCache(f"{fingerprint}/{self.name}", self._dtype)
+        known = cache.read()
+        if known is None:
+            known = np.concatenate([np.empty(0, self._dtype), *self._pieces(documents)])
+            cache.write(known)
+        return known
 
     @property
     def _dtype(self) -> np.dtype[Any]:
@@ -159,13 +151,3 @@ def _parse(path: Path, content: bytes) -> Any:
         return HuggingFaceTokenizer.from_buffer(content)
     except Exception as error:  # The package raises bare Exception.
         raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None
-
-
-def _cache_file(key: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "nanotrain" / "tokens" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
-
-
-def _save(path: Path, tokens: Tokens) -> None:
-    with open(path, "wb") as file:  # np.save would add a suffix to a path.
-        np.save(file, tokens)

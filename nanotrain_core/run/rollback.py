@@ -50,7 +50,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     restored = load_newest_before(request.onset, engine)
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
     # Who requested a stop still does: a step more is taken, with which the range is saved.
-    engine.skipped_in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
+    engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.request_rollback(None)
     engine.reading.forget()
     engine.pace.restart(engine.step)

@@ -163,7 +163,7 @@ def test_a_step_after_a_weight_grew_beyond_the_largest_is_not_taken():
     value[0, 0] = 3000.0
     slot.master.store(value)
     engine.fit()
-    assert engine.skipped_in_a_row == 2
+    assert engine.skipped.in_a_row == 2
 
 
 # --- what a recipe may ask for ----------------------------------------------------------------------

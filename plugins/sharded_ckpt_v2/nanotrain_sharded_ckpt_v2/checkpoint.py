@@ -83,6 +83,9 @@ class ShardedCheckpoint:
         self._restored: set[int] = set()
         self._flight = self._agreed = None
         self._on_first(lambda: folders.clear_leftovers(folder))
+        if mesh.rank == 0:
+            for entry in folders.strange_entries(folder):
+                self.log.warning("this is no checkpoint, and left out", entry=str(entry))
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps, and when ``every_minutes`` have gone by on rank 0."""

@@ -7,6 +7,7 @@ scripts: nothing here reads it.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -41,7 +42,17 @@ def steps(folder: Path) -> list[int]:
 
 def once_saved(folder: Path) -> list[int]:
     """Return the steps that have a folder, oldest first: one that has lost its manifest since is damaged."""
-    return sorted(step for path in folder.glob("step-*") if (step := step_of(path)) is not None)
+    found = ((path, step_of(path)) for path in folder.glob("step-*"))
+    return sorted(step for path, step in found if step is not None and _is_folder(path))
+
+
+def strange_entries(folder: Path) -> list[Path]:
+    """Return what looks like a checkpoint and is none: a copy, a plain file, a link."""
+    return sorted(path for path in folder.glob("step-*") if step_of(path) is None or not _is_folder(path))
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 # --- a checkpoint appears -------------------------------------------------------------------------
@@ -73,7 +84,7 @@ def publish(scratch: Path, text: str, step: int) -> Path:
     write_text_atomically(scratch / manifest.NAME, text)
     folder = scratch.parent
     target = step_folder(folder, step)
-    if target.exists():  # of a branch that was left
+    if os.path.lexists(target):  # of a branch that was left, or no checkpoint at all
         set_aside(folder, [step])
     scratch.rename(target)
     flush(folder)
@@ -164,7 +175,16 @@ def damage(path: Path, *, full: bool) -> list[str]:
         return [str(problem)]
     files = (shard.damage(path, name, file, full=full) for name, file in found.files.items())
     problems = [problem for problem in files if problem]
-    return problems or [problem for problem in _misfits(path, found) if problem]
+    problems = problems or [problem for problem in _misfits(path, found) if problem]
+    return problems or (list(_not_finite(path, found)) if full else [])
+
+
+def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
+    """Yield which weights have a NaN or an infinity. State of the optimizer has a slash in its name."""
+    for name, forms in forms_of(found).items():
+        weights = [key for key in forms if "/" not in manifest.name_of(key)]
+        for key in shard.not_finite(path / name, weights):
+            yield f"{path / name}: {key} is not finite"
 
 
 def open_manifest(path: Path) -> manifest.Manifest:

@@ -49,6 +49,11 @@ def key(name: str, offset: Shape) -> str:
     return f"{name}@{','.join(map(str, offset))}"
 
 
+def name_of(key: str) -> str:
+    """Return the name of the tensor that a box of a shard belongs to."""
+    return key.rpartition("@")[0]
+
+
 @attrs.define(frozen=True)
 class File:
     """One file beside the manifest."""

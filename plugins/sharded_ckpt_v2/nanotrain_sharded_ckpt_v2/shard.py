@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import file_digest, sha256
 from math import prod
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape
 from nanotrain_sharded_ckpt_v2.manifest import File
@@ -160,6 +161,28 @@ def misfit(path: Path, expected: Mapping[str, Form]) -> str:
             return f"{path}: {name} is {_said(found.get(name))} there, {_said(form)} in the manifest"
     extra: Sequence[str] = sorted(found.keys() - expected.keys())
     return f"{path} holds {extra[0]}, which is not in the manifest" if extra else ""
+
+
+#: Of a float's bits, those of its exponent: all of them are 1 in a NaN and an infinity.
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+
+
+def not_finite(path: Path, names: Collection[str]) -> Iterator[str]:
+    """Yield which of these tensors of a shard, whose header is right, have a NaN or an infinity."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(length))
+    content = np.memmap(path, np.uint8, mode="r", offset=8 + length) if names else np.empty(0, np.uint8)
+    for name in names:
+        code, mask = EXPONENTS.get(table[name]["dtype"], ("", 0))
+        begin, end = table[name]["data_offsets"]
+        if code and begin < end and bool(((content[begin:end].view(code) & mask) == mask).any()):
+            yield name
 
 
 def _said(form: Form | None) -> str:

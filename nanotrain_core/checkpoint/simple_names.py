@@ -1,0 +1,33 @@
+"""What the ``simple`` checkpoint's files are called, and what lies beside them. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of one of :func:`own`."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps saved in ``folder``, oldest first. Entries that are called otherwise are none."""
+    return sorted(map(step_of, own(folder.glob("step-*"))))
+
+
+def strange_entries(folder: Path) -> list[Path]:
+    """Return what looks like a checkpoint of ``folder`` and is none: a copy, a folder, a dangling link."""
+    there = sorted(folder.glob("step-*"))
+    mine = set(own(there))
+    return [path for path in there if path not in mine]
+
+
+def own(candidates: Iterable[Path]) -> Iterator[Path]:
+    """Yield those that are files, and called like a checkpoint."""
+    return (file for file in candidates if _NAME.fullmatch(file.name) and file.is_file())

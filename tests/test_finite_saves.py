@@ -1,0 +1,130 @@
+"""What is not finite is not saved, what was saved before stays, and odd entries beside it do no harm."""
+
+import pytest
+import torch
+from nanotrain_sharded_ckpt_v2 import listing
+
+from nanotrain_core.checkpoint.simple_listing import list_checkpoints
+from nanotrain_core.checkpoint.simple_names import saved_steps
+from nanotrain_core.contracts import Monitor, StepStats
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import Diverged
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import rank
+
+DDP = {"parallel": [{"use": "ddp"}]}
+
+
+class Poison(Monitor):
+    """Makes a number of a weight NaN before the save of step 4, on the last rank."""
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_before_save(self, step):
+        if step == 4 and self.run.rank == self.run.world_size - 1:
+            with torch.no_grad():
+                self.run.placed[1].parameter.view(-1)[0] = torch.nan
+
+
+def engine(folder, ranks=1, callbacks=(), **checkpoint):
+    checkpoint = {"use": "simple", "every": 2, "keep": 2, **checkpoint}
+    overrides = {"checkpoint": checkpoint, "run": {"steps": 6, "log_every": 1}, **DDP}
+    case = Case("topology", use="grid", topology={"dp": ranks}, overrides=overrides)
+    return RuntimeEngine.from_recipe(
+        case.recipe(),
+        registry=case.registry(),
+        rank=rank() if ranks > 1 else 0,
+        folder=folder,
+        callbacks=callbacks,
+    )
+
+
+def told(folder, ranks, **checkpoint):
+    with pytest.raises(Diverged) as told:
+        engine(folder, ranks, [Poison()], **checkpoint).fit()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(("use", "ranks"), [("simple", 1), ("sharded_v2", 2)])
+def test_a_weight_that_is_not_finite_ends_the_run_and_older_checkpoints_stay(tmp_path, use, ranks):
+    texts = run_ranks(told, ranks, tmp_path, ranks, use=use)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(f"after step 4 layers.0.attn_norm.weight is not finite on rank {ranks - 1}, ")
+    list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
+    assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == [2]
+
+
+def skipping(folder, skipped, steps=6):
+    """Train with these steps skipped; return the steps that were saved, those that retention deleted too."""
+    made, saved = engine(folder, keep=9), []
+    real = made.run.optimizer.step
+
+    def step(**options):
+        if made.step + 1 in skipped:
+            return StepStats(torch.tensor(torch.inf), skipped=True)
+        return real(**options)
+
+    made.run.optimizer.step = step
+    try:
+        made.fit(steps=steps)
+    finally:
+        saved += saved_steps(folder / "checkpoints")
+    return saved
+
+
+def test_steps_that_are_skipped_put_a_save_off_to_the_next_that_is_not(tmp_path):
+    assert skipping(tmp_path / "none", ()) == [2, 4, 6]
+    assert skipping(tmp_path / "some", (4,)) == [2, 5, 6]
+    assert skipping(tmp_path / "at the end", (5, 6)) == [2, 4, 6]
+
+
+def test_a_run_that_ends_in_skipped_steps_is_not_done(tmp_path):
+    with pytest.raises(Diverged, match="the last 3 of 6 steps were skipped"):
+        skipping(tmp_path, (4, 5, 6))
+    assert saved_steps(tmp_path / "checkpoints") == [2, 6]
+
+
+@pytest.mark.parametrize("use", ["simple", "sharded_v2"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_checkpoint_with_what_is_not_finite_is_not_whole(tmp_path, monkeypatch, use, value):
+    """As of a version that did not look before it saved; moments of an optimizer are its own business."""
+    monkeypatch.setattr("nanotrain_core.engine.expect_finite", lambda *_: None)
+    made = engine(tmp_path, use=use)
+    with torch.no_grad():
+        made.run.placed[1].parameter.view(-1)[0] = value
+    made.fit(steps=1)
+    list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
+    (saved,) = list_of(tmp_path / "checkpoints")
+    problems = saved.verify()
+    assert problems
+    assert "layers.0.attn_norm.weight" in problems[0]
+    assert "is not finite" in problems[0]
+    assert not any("exp_avg" in problem for problem in problems)
+
+
+ODD = {
+    "simple": ("step-00000002 (copy).safetensors", "step-00000009.safetensors.bak", "step-x.safetensors"),
+    "sharded_v2": ("step-00000002 (copy)", "step-x"),
+}
+
+
+@pytest.mark.parametrize("use", ODD)
+def test_odd_entries_beside_checkpoints_are_left_out_by_name(tmp_path, use, capfd):
+    engine(tmp_path, use=use).fit(steps=2)
+    folder = tmp_path / "checkpoints"
+    for name in ODD[use]:
+        (folder / name).write_text("")
+    suffix = ".safetensors" if use == "simple" else ""
+    (folder / f"step-00000008{suffix}").symlink_to(tmp_path / "nowhere")
+    (folder / f"step-00000007{suffix}").mkdir() if use == "simple" else (folder / "step-00000007").write_text(
+        ""
+    )
+    again = engine(tmp_path, use=use)
+    again.resume = "latest"
+    assert again.fit(steps=8).step == 8
+    err = capfd.readouterr().err
+    for name in (*ODD[use], f"step-00000008{suffix}", f"step-00000007{suffix}"):
+        assert str(folder / name) in err
+    list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
+    assert [saved.step for saved in list_of(folder)][-1] == 8
