@@ -185,7 +185,7 @@ SMALL = {
     "precision": 530,
     "recipe": 1300,
     "registry": 530,
-    "run": 740,
+    "run": 765,
     "script": 490,
     "watch": 240,
 }

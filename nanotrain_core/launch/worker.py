@@ -29,7 +29,7 @@ from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
-from nanotrain_core.run.folder import RunFolder
+from nanotrain_core.run.folder import RunFolder, hold_as_rank
 from nanotrain_core.run.stop import end_on_sigterm
 from nanotrain_core.watch.hang import is_alive
 from nanotrain_core.watch.progress import Progress
@@ -148,6 +148,7 @@ def train(job: Job, ranks: Ranks) -> str:
     seed_all(recipe.run.seed, ranks.rank)
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
+    held = hold_as_rank(folder)
     scratch = Path(job.scratch) if job.scratch else None
     mark = mark_of(job, folder)
     progress = Progress()
@@ -175,6 +176,8 @@ def train(job: Job, ranks: Ranks) -> str:
     finally:
         if watchdog is not None:
             watchdog.stop()
+        if held is not None:
+            held.close()
         if lock is not None:
             lock.release()
         if dist.is_initialized():

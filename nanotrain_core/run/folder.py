@@ -17,7 +17,12 @@ import structlog
 from nanotrain_core.errors import FolderError, FolderLocked
 from nanotrain_core.run import log
 
+#: Held by the launcher, or by rank 0 of ranks that others started.
 LOCK = ".lock"
+#: Shared by every rank: they may outlive a launcher by a second.
+RANKS_LOCK = ".ranks"
+#: Seconds that a claim waits for ranks to end that have lost their launcher.
+PATIENCE = 5.0
 
 
 class RunFolder:
@@ -57,7 +62,7 @@ class RunFolder:
 
 def holds_run(path: Path) -> bool:
     """Return whether a run has left anything in ``path``."""
-    return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
+    return path.is_dir() and any(entry.name not in (LOCK, RANKS_LOCK) for entry in path.iterdir())
 
 
 def newest(name: str) -> Path:
@@ -98,6 +103,12 @@ def _lock(path: Path) -> IO[str]:
         log.ensure(0)
         text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
         structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
+    patience = time.monotonic() + PATIENCE
+    while _ranks_live(path) and time.monotonic() < patience:
+        time.sleep(0.1)
+    if _ranks_live(path):
+        lock.close()
+        raise FolderLocked(f"{path} is in use: ranks of a run that has lost its launcher are still ending")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
     try:
         os.ftruncate(lock.fileno(), 0)
@@ -120,6 +131,28 @@ def _is_locked(path: Path) -> bool:
     try:
         with open(path / LOCK, encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return _ranks_live(path)
+
+
+def hold_as_rank(path: Path) -> IO[str] | None:
+    """Share the lock of a run's ranks until the file is closed, or this process ends; None without locks."""
+    try:
+        held = open(path / RANKS_LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return held
+
+
+def _ranks_live(path: Path) -> bool:
+    """Return whether some rank shares its lock of ``path``."""
+    try:
+        with open(path / RANKS_LOCK, encoding="utf-8") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:

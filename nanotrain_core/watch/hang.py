@@ -199,9 +199,12 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is a process of that number."""
+    """Return whether a process of that number runs: one that nobody has waited for, a zombie, does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    with contextlib.suppress(OSError):  # a system without /proc cannot tell
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return state not in "ZX"
     return True

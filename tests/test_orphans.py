@@ -1,0 +1,57 @@
+"""Ranks end with their launcher, also where nobody waits for it, and nobody trains beside them meanwhile."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from command import finish, nanotrain, start
+from test_run import SMALL, session
+
+from nanotrain_core.errors import FolderLocked
+from nanotrain_core.run import folder
+from nanotrain_core.run.folder import RunFolder, hold_as_rank
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_of_a_launcher_that_is_a_zombie_end_and_the_folder_is_free(tmp_path):
+    """As in a container whose first process waits for nobody. They trained on, beside whoever came next."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    words = ("run", "small.toml", "--nproc", "2", "--folder", "here", "--set", "run.steps=100000")
+    process = start(*words, cwd=tmp_path, start_new_session=True)
+    next(line for line in process.stdout if line.startswith("step=3/"))
+    ranks = [int(path.read_text()) for path in pid_files(process.pid)]
+    assert len(ranks) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    again = nanotrain(
+        "run", "small.toml", "--folder", "here", "--resume", "--set", "run.steps=6", cwd=tmp_path
+    )
+    assert state_of(process.pid) == "Z"
+    assert not {*ranks} & {*session(process.pid)}
+    assert again.code == 0, again.err
+    finish(process)
+
+
+def pid_files(launcher):
+    """Yield the files in which a launcher's ranks left their numbers."""
+    for path in Path(tempfile.gettempdir()).glob("nanotrain-*/pid-*"):
+        with contextlib.suppress(OSError, ValueError):  # of another run, which is gone
+            if os.getsid(int(path.read_text())) == launcher:
+                yield path
+
+
+def test_a_folder_whose_ranks_still_end_is_waited_for_and_then_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE", 0.3)
+    held = hold_as_rank(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(FolderLocked, match="ranks of a run that has lost its launcher are still ending"):
+        RunFolder.claim("x", folder=str(tmp_path))
+    assert time.monotonic() - began > 0.3
+    held.close()
+    RunFolder.claim("x", folder=str(tmp_path)).release()
