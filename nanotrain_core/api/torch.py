@@ -55,7 +55,13 @@ from nanotrain_core.layout.placement import (
 )
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.activation_checkpointing import blocks
-from nanotrain_core.models.cross_entropy import Chunks, MatMul, linear_cross_entropy, wide_dtype
+from nanotrain_core.models.cross_entropy import (
+    Chunks,
+    MatMul,
+    SplitVocabulary,
+    linear_cross_entropy,
+    wide_dtype,
+)
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
@@ -185,6 +191,7 @@ __all__ = [
     "SavedWeights",
     "Schedule",
     "SequenceData",
+    "SplitVocabulary",
     "StepReport",
     "StepStats",
     "SwiGLU",
