@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.precision.gemm import gemms_of, prepare_weights
 
 #: Graphs of layers that are alike: training and evaluation, each for a first size, for one sequence (which
 #: torch never makes a symbol) and for any, and as many again.
@@ -52,9 +53,16 @@ class CompiledFunction:
         """How many were made."""
         self.known: set[Any] = set()
         """Kinds of calls that have a graph."""
+        self._gemms: dict[nn.Module, list[nn.Module]] = {}
         self._compiled: Callable[..., Any] = torch.compile(
             _own_function(function), fullgraph=True, backend=backend
         )
+
+    def _linear(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules of ``module`` whose GEMMs somebody else makes."""
+        if module not in self._gemms:
+            self._gemms[module] = [each for each in module.modules() if gemms_of(each) is not None]
+        return self._gemms[module]
 
     @property
     def most(self) -> int:
@@ -67,6 +75,9 @@ class CompiledFunction:
         Raises:
             NanotrainError: something in it cannot be traced.
         """
+        for each in args:
+            if isinstance(each, nn.Module):
+                prepare_weights(self._linear(each))
         call = torch.is_grad_enabled(), _signature(args), _signature(kwargs.values())
         if call in self.known:
             try:

@@ -69,10 +69,15 @@ class FP8MonitorConfig:
 
 
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
-    """Say that layers do: their kernels, and weights that stay quantized for a step, are no operators yet."""
-    yield StaysEager(
-        Role.BLOCK, "FP8 products keep quantized weights from call to call, which no graph holds"
-    )
+    """Say which products are no operators of torch's: all of Transformer Engine's, the ``torch`` backend's of experts.
+
+    With one scale for each tensor, ``auto`` is ``torch`` on a GPU.
+    """
+    by_torch = {"torch", "auto"} if isinstance(config, FP8HybridConfig) else {"torch"}
+    if config.backend == "te":
+        yield StaysEager(Role.BLOCK, "Transformer Engine's tensors are no operands of a graph")
+    elif config.backend in by_torch and "experts" in attrs.asdict(recipe.model.config):
+        yield StaysEager(Role.EXPERTS, "'torch' multiplies expert by expert, and the host must learn their rows")
 
 
 @hookimpl

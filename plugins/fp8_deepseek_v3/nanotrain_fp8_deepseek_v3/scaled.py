@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import attrs
 import torch
 import torch.nn.functional as F
 
@@ -29,7 +29,7 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 ALIGNED = 16
 
 
-@attrs.define(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Coded:
     """An operand [R, C], C being summed over, both filled up."""
 
