@@ -142,7 +142,7 @@ def compose(
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
-    compiled = _compile(stages.values(), recipe, registry, mesh)
+    compiled = _compile(stages.values(), recipe, registry, mesh, passes)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -202,7 +202,9 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     return mesh.size("pp"), mesh.coordinate("pp")
 
 
-def _compile(parts: Collection[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh) -> Sequence[str]:
+def _compile(
+    parts: Collection[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh, passes: Passes
+) -> Sequence[str]:
     """Compile layers and losses of ``parts`` if the recipe has that; return what it says of them.
 
     Raises:
@@ -217,7 +219,7 @@ def _compile(parts: Collection[nn.Module], recipe: Recipe, registry: Registry, m
         raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
     eager = {each.role for each in kept}
     if Role.BLOCK not in eager:
-        compile_blocks(parts, backend, eager=eager, log=mesh.rank == 0)
+        compile_blocks(parts, backend, eager=eager, passes=passes, log=mesh.rank == 0)
     if Role.HEAD not in eager:
         compile_losses(parts, backend, log=mesh.rank == 0)
     return describe_compiled(backend, kept)

@@ -205,9 +205,9 @@ def count_deferred(plain, changes, gpu):
     """Return how many weight gradients waited for W passes, and which modules were compiled."""
     added, real, compiled = [], composing._compile, []
 
-    def on_a_gpu(parts, recipe, registry, mesh):
+    def on_a_gpu(parts, recipe, registry, mesh, passes):
         stands = SimpleNamespace(device=torch.device("cuda"), layout=mesh.layout, rank=mesh.rank)
-        lines = real(parts, recipe, registry, stands if gpu else mesh)
+        lines = real(parts, recipe, registry, stands if gpu else mesh, passes)
         found = (taken_over_by(each) for part in parts for each in part.modules())
         compiled.extend(each for each in found if isinstance(each, CompiledFunction))
         return lines

@@ -19,10 +19,16 @@ from torch import nn
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.layout.roles import Role, tag_of, tagged, take_over, taken_over_by
 from nanotrain_core.models.activation_checkpointing import blocks
+from nanotrain_core.pipeline.passes import Passes
 
 
 def compile_blocks(
-    parts: Iterable[nn.Module], backend: str, *, eager: Collection[Role] = (), log: bool = True
+    parts: Iterable[nn.Module],
+    backend: str,
+    *,
+    eager: Collection[Role] = (),
+    passes: Passes | None = None,
+    log: bool = True,
 ) -> list[str]:
     """Have the layers of ``parts`` run compiled; parameters and modules stay as they are.
 
@@ -30,6 +36,7 @@ def compile_blocks(
         parts: of the model, wrapped and converted; they may be on ``meta`` still.
         backend: a name that torch knows.
         eager: modules of these roles stay eager, and what they are in is compiled in pieces around them.
+        passes: of the run; they may ask for eager calls.
         log: say on standard error what is compiled and how long it took.
 
     Returns:
@@ -44,7 +51,7 @@ def compile_blocks(
                 kind = _kind(module)
                 if kind not in shared:
                     forward = taken_over_by(module) or type(module).forward
-                    shared[kind] = CompiledFunction(forward, backend, known[module], log=log)
+                    shared[kind] = CompiledFunction(forward, backend, known[module], log=log, passes=passes)
                 shared[kind].modules += 1
                 take_over(module, shared[kind])
                 names.append(known[module])

@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights
 
 #: Graphs of layers that are alike: training and evaluation, each for a first size, for one sequence (which
@@ -35,7 +36,14 @@ class CompiledFunction:
     """Runs in the place of a function, such as the ``forward`` of modules that are alike."""
 
     def __init__(
-        self, function: Callable[..., Any], backend: str, name: str, *, log: bool, modules: int = 0
+        self,
+        function: Callable[..., Any],
+        backend: str,
+        name: str,
+        *,
+        log: bool,
+        modules: int = 0,
+        passes: Passes | None = None,
     ) -> None:
         """Compile nothing yet: that is done by calls.
 
@@ -45,9 +53,10 @@ class CompiledFunction:
             name: of the first of the modules.
             log: whether to tell of graphs.
             modules: how many share it so far.
+            passes: of the run; they may ask for eager calls.
         """
         self.function, self.backend, self.name, self.log = function, backend, name, log
-        self.modules = modules
+        self.modules, self.passes = modules, passes or Passes()
         """How many share this."""
         self.graphs = 0
         """How many were made."""
@@ -75,6 +84,8 @@ class CompiledFunction:
         Raises:
             NanotrainError: something in it cannot be traced.
         """
+        if self.passes.eager:
+            return self.function(*args, **kwargs)
         for each in args:
             if isinstance(each, nn.Module):
                 prepare_weights(self._linear(each))

@@ -129,8 +129,7 @@ def _prepared(
     """Return each weight with its share of what was prepared."""
     rest = iter(forms)
     return [
-        as_prepared(weight, tuple(islice(rest, count)))
-        for weight, count in zip(weights, counts, strict=True)
+        as_prepared(weight, tuple(islice(rest, count))) for weight, count in zip(weights, counts, strict=True)
     ]
 
 

@@ -68,14 +68,14 @@ class QuantizedActivations:
 
 
 class PreparesWeights:
-    """What a :class:`GEMMBackend` may be as well: one that multiplies what it makes of each weight once a step.
+    """What a :class:`GEMMBackend` may be as well: one that makes something of each weight once a step.
 
     A compiled graph can hold nothing from call to call. What was made of a weight is therefore asked for
     before the graph runs, handed to it, and ``forward`` and ``dgrad`` get a :class:`Prepared` for the weight.
     """
 
     def prepare(self, weight_NK: torch.Tensor) -> Kept:
-        """Return what is multiplied in the weight's place: made once while ``Passes.weights_version`` holds."""
+        """Return what is multiplied in its place, made once while ``Passes.weights_version`` holds."""
         raise NotImplementedError
 
 

@@ -82,7 +82,9 @@ class _Inputs:
     def product(self, *kept: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up."""
         gate_MF, up_MF = found = self._dequantized(kept)
-        if not torch.compiler.is_compiling():  # a compiler finds by itself what two of its graph have in common
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiler finds by itself what two of its graph have in common
             self._last = None if self.passes.splits_backward else found
         return F.silu(gate_MF).mul_(up_MF)
 

@@ -69,7 +69,7 @@ class FP8MonitorConfig:
 
 
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
-    """Say which products are no operators of torch's: all of Transformer Engine's, the ``torch`` backend's of experts.
+    """Say which products no graph holds: all of Transformer Engine's, those of experts by ``torch``.
 
     With one scale for each tensor, ``auto`` is ``torch`` on a GPU.
     """
@@ -77,7 +77,9 @@ def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterat
     if config.backend == "te":
         yield StaysEager(Role.BLOCK, "Transformer Engine's tensors are no operands of a graph")
     elif config.backend in by_torch and "experts" in attrs.asdict(recipe.model.config):
-        yield StaysEager(Role.EXPERTS, "'torch' multiplies expert by expert, and the host must learn their rows")
+        yield StaysEager(
+            Role.EXPERTS, "'torch' multiplies expert by expert, and the host must learn their rows"
+        )
 
 
 @hookimpl

@@ -108,7 +108,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the transposed dy times x, of which ``inputs`` are each weight's rows as they are multiplied."""
+        """Return the transposed dy times x, of which ``inputs`` are each weight's rows, as multiplied."""
         if self.groups is None:
             return self.multiply(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
         shape = len(self.groups), d_y_MN.shape[1], inputs[0].shape[1]

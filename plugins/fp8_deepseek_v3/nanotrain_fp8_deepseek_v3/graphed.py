@@ -1,8 +1,8 @@
 """The emulation, and products in float32, as operators of torch's: what a compiled graph has of them.
 
 Each operator runs the eager code of :mod:`~nanotrain_fp8_deepseek_v3.gemm`: numbers are the same bit by bit,
-whoever compiles, and how many rows an expert has is asked for when it runs. That layers read one input is seen
-by the compiler, which merges equal calls of one graph; what is made of a weight enters the graph from outside.
+whoever compiles, and how many rows an expert has is asked for when it runs. That layers read one input the
+compiler sees, which merges equal calls of one graph; what is made of a weight enters the graph from outside.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E; k tiles along K.
 """
@@ -78,7 +78,7 @@ def emulated_wgrad(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> T
 
 @emulated_input.register_fake
 def _(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    tile = int(key.split()[0])
+    tile = int(key.split(maxsplit=1)[0])
     tiles = -(-x.shape[1] // tile) if tile else 1
     values, scales = (x.new_empty(len(x), n, dtype=torch.float32) for n in (x.shape[1], tiles))
     return values, x.new_empty(x.shape, dtype=E4M3.dtype), scales
@@ -109,7 +109,7 @@ def _(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
 
 
 class Products(QuantizedActivations, GEMMBackend):
-    """The products of a backend in a graph. See :class:`~nanotrain_core.precision.gemm_backend.GEMMBackend`."""
+    """The products of a backend in a graph: see :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     def __init__(self, key: str, of_one: QuantizedActivations | None, counts_E: Tensor | None) -> None:
         """``of_one``: what quantizes activations; ``counts_E``: the rows of each weight, None for one."""
