@@ -284,8 +284,8 @@ def check(capsys, tmp_path, run, rest="", *words):
         ),
         (
             "compile = true",
-            '[precision]\nuse = "fp8_deepseek_v3"',
-            "run.compile: every layer would stay eager (precision 'fp8_deepseek_v3': ",
+            '[precision]\nuse = "fp8_deepseek_v3"\nbackend = "te"',
+            "run.compile: every layer would stay eager (precision 'fp8_deepseek_v3': Transformer Engine's",
         ),
         ('compile = "yes"', "", "run.compile: expected one of 'auto', true, false"),
         (

@@ -114,7 +114,7 @@ class TritonExperts(Rounded):
         self.recipe, self.scratch, self.read_weight = of_one.recipe, of_one.scratch, of_one.read_weight
         self.counts_E = counts_E
         self._groups: Groups | None = None
-        if torch.compiler.is_compiling():  # outside of the functions that use them, which leave nothing behind
+        if torch.compiler.is_compiling():  # its functions may leave nothing behind
             self._groups = Groups.of(counts_E, counts_E.device)
 
     def groups(self, device: torch.device) -> Groups:
