@@ -178,7 +178,7 @@ SMALL = {
     "launch": 800,
     "layout": 865,
     "models": 560,
-    "moe": 265,
+    "moe": 290,
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,
