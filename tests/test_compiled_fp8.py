@@ -25,7 +25,7 @@ from nanotrain_core.models.ops import TORCH
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
-from nanotrain_core.testing import Case
+from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 
 MICROBATCHES = 2
@@ -59,6 +59,21 @@ def on_cpu(monkeypatch):
     anywhere = attrs.evolve(backends.BACKENDS["torch"], refusal=lambda device, recipe: "")
     monkeypatch.setitem(backends.BACKENDS, "torch", anywhere)
     monkeypatch.setattr(scaled.F, "scaled_mm", product)
+
+
+def train_split(model, degrees, wrappers, backend):
+    """Train a rank's part."""
+    run = {"compile": True, "compile_backend": backend} if backend else {}
+    overrides = {
+        "model": model,
+        "kernels": {"use": "torch"},
+        "parallel": wrappers,
+        "data": {"vocab": 64},
+        "precision": {"use": "fp8_deepseek_v3", "backend": "emulated"},
+        "run": {"steps": 2, **run},
+        "batch": {"sequences": 4, "microbatch": 2, "length": 32},
+    }
+    return train(Case("topology", use="grid", topology=degrees, overrides=overrides), {})
 
 
 def trained(model, use, config, backend, wrappers=(), monitors=()):
@@ -129,6 +144,37 @@ def test_layers_run_eager_in_steps_that_a_monitor_counts_in(seen, capsys):
     assert "step=1 fp8: most underflow" in told
     assert_same(trained(LLAMA, "fp8_deepseek_v3", emulated, "eager", monitors=monitors), eager)
     assert capsys.readouterr().out == told
+
+
+@pytest.mark.full
+def test_inductor_trains_the_same_but_for_bfloat16():
+    """It rounds in other places between FP8 products, whose own code it calls."""
+    eager = trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, None)
+    found = trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, "inductor")
+    losses = [[report.loss for report in trace.reports] for trace in (found, eager)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+TP = [{"use": "tp", "sequence_parallel": True}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "degrees", "wrappers"),
+    [
+        (LLAMA, {"tp": 2}, TP),
+        (DEEPSEEK, {"tp": 2}, TP),
+        (DEEPSEEK, {"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}, {"use": "ddp"}]),
+    ],
+    ids=["llama-sp", "deepseek-sp", "deepseek-ep"],
+)
+def test_two_ranks_have_the_eager_ones_bits(model, degrees, wrappers):
+    eager, compiled = (
+        run_ranks(train_split, 2, model, degrees, wrappers, backend, timeout=300)
+        for backend in (None, "eager")
+    )
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert_same(ours, theirs)
 
 
 # --- layers of linear layers alone, merged by a compiler --------------------------------------------

@@ -374,12 +374,15 @@ def test_what_stays_eager_is_named_by_a_role():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "deepseek"])
-def test_inductor_trains_the_same(model):
+@pytest.mark.parametrize(("model", "kinds"), [(LLAMA, 1), (EXPERTS, 2)], ids=["llama", "deepseek"])
+def test_inductor_trains_the_same(model, kinds):
+    """A graph for each kind of layer, of DeepSeek's with experts and without, and one of the loss."""
     plain = case(model, batch=EVEN)
     expected = probe.train(plain, {})
     torch._dynamo.reset()
+    counters.clear()
     found = probe.train(plain, {"run": {**plain.overrides["run"], "compile": True}})
+    assert counters["stats"]["unique_graphs"] == kinds + 1
     assert losses(found) == pytest.approx(losses(expected), rel=1e-9)
     for ours, theirs in zip(found.weights, expected.weights, strict=True):
         torch.testing.assert_close(ours.tensor, theirs.tensor, rtol=0, atol=1e-9)
