@@ -20,6 +20,7 @@ from scaled_products import product
 from torch import nn
 
 from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.compile.eager import kept_eager
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.pipeline.passes import Passes
@@ -101,6 +102,25 @@ def assert_same(ours, theirs):
 RECOMPUTE = [{"use": "recompute"}]
 MIXED = {"backend": "emulated", "fp32": ["*.attn.o", "*.experts"]}
 full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "backend", "roles"),
+    [
+        (DEEPSEEK, "fp8_deepseek_v3", "auto", set()),
+        (DEEPSEEK, "fp8_deepseek_v3", "triton", set()),
+        (DEEPSEEK, "fp8_deepseek_v3", "torch", {Role.EXPERTS}),
+        (DEEPSEEK, "fp8_hybrid", "auto", {Role.EXPERTS}),
+        (DEEPSEEK, "fp8_hybrid", "emulated", set()),
+        (LLAMA, "fp8_hybrid", "auto", set()),
+        (LLAMA, "fp8_deepseek_v3", "te", {Role.BLOCK}),
+    ],
+)
+def test_what_stays_eager_is_said(model, use, backend, roles):
+    case = Case("precision", use=use, config={"backend": backend}, overrides={"model": model})
+    registry, recipe = case.registry(), case.recipe()
+    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    assert {kept.role for kept in kept_eager(recipe, registry, layout) if "precision" in kept.who} == roles
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_around_experts_over_ranks_the_rest_of_their_layer_is_compiled():
     spread = case(EXPERTS, {"dp": 2, "ep": 2}, parallel=[{"use": "ep_deepseek"}, {"use": "ddp"}])
     for compiled, lines in run_ranks(modules_compiled, 2, spread):
         assert compiled == ["layers.0", "layers.1.attn", "layers.1.moe.shared"]
-        assert "in pieces around EXPERTS and the loss of a chunk" in lines[0]
+        assert "in pieces around EXPERTS, and the loss of a chunk" in lines[0]
         assert lines[2].startswith("torch.compile: EXPERTS eager because of parallel 'ep_deepseek': the host")
 
 
@@ -320,7 +320,7 @@ def test_kernels_that_no_graph_holds_are_refused_by_name(capsys, tmp_path):
             "",
             [
                 "off on a CPU; on a GPU:",
-                "each layer and the loss of a chunk of logits with its gradient, with inductor",
+                "each layer, and the loss of a chunk of logits with its gradient, with inductor",
                 "embedding, final norm and the head's products stay eager",
             ],
         ),

@@ -109,7 +109,7 @@ def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
     what += [] if Role.HEAD in roles else ["the loss of a chunk of logits with its gradient"]
     lines = ["torch.compile: no layer"] if against else []
     if what:
-        lines.append(f"torch.compile: {' and '.join(what)}, with {backend}")
+        lines.append(f"torch.compile: {', and '.join(what)}, with {backend}")
     lines.append("torch.compile: embedding, final norm and the head's products stay eager")
     shown = against + [each for each in kept if each.role is Role.HEAD] if against else kept
     return lines + [f"torch.compile: {each.role.name} eager because of {each}" for each in shown]

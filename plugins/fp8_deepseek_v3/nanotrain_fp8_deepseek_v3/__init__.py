@@ -9,7 +9,16 @@ from typing import Literal
 import attrs
 from attrs.validators import ge
 
-from nanotrain_core.api import Component, Layout, Recipe, Register, Role, StaysEager, hookimpl
+from nanotrain_core.api import (
+    Component,
+    Layout,
+    Recipe,
+    Register,
+    Role,
+    StaysEager,
+    divisibility_of,
+    hookimpl,
+)
 
 __version__ = "0.1.0"
 
@@ -76,10 +85,15 @@ def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterat
     by_torch = {"torch", "auto"} if isinstance(config, FP8HybridConfig) else {"torch"}
     if config.backend == "te":
         yield StaysEager(Role.BLOCK, "Transformer Engine's tensors are no operands of a graph")
-    elif config.backend in by_torch and "experts" in attrs.asdict(recipe.model.config):
+    elif config.backend in by_torch and _may_have_experts(recipe):
         yield StaysEager(
             Role.EXPERTS, "'torch' multiplies expert by expert, and the host must learn their rows"
         )
+
+
+def _may_have_experts(recipe: Recipe) -> bool:
+    divisibility = divisibility_of(recipe.model.config)
+    return divisibility is None or any(Role.EXPERTS in extent.roles for extent in divisibility)
 
 
 @hookimpl
