@@ -167,7 +167,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 920,
-    "api": 350,
+    "api": 345,
     "builtin": 420,
     "checkpoint": 670,
     "cli": 980,
@@ -182,7 +182,7 @@ SMALL = {
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,
-    "precision": 590,
+    "precision": 580,
     "recipe": 1300,
     "registry": 530,
     "run": 700,
