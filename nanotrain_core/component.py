@@ -64,7 +64,7 @@ class StaysEager:
 
     role: Role = attrs.field(validator=attrs.validators.instance_of(Role))
     """Modules of this role. Of a BLOCK that holds some, the modules without any are compiled one by one;
-    ``Role.BLOCK`` itself leaves nothing to compile."""
+    ``Role.BLOCK`` itself leaves no layer to compile. ``Role.HEAD``: the loss of a chunk of logits."""
     why: str
     """What cannot be in a graph, as half a sentence: ``the host must learn how many rows travel``."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from nanotrain_core.batch import Shard
 from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.compile.eager import describe_compiled, kept_eager, refused
+from nanotrain_core.compile.loss import compile_losses
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,
@@ -141,7 +142,7 @@ def compose(
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
-    compiled = _compile(stages.values(), recipe, registry, mesh)
+    compiled = _compile(stages.values(), recipe, registry, mesh, passes)
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -201,8 +202,10 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     return mesh.size("pp"), mesh.coordinate("pp")
 
 
-def _compile(parts: Iterable[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh) -> Sequence[str]:
-    """Compile the layers of ``parts`` if the recipe has that; return what it says of them.
+def _compile(
+    parts: Collection[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh, passes: Passes
+) -> Sequence[str]:
+    """Compile layers and losses of ``parts`` if the recipe has that; return what it says of them.
 
     Raises:
         RecipeError: ``run.compile = true``, and nothing would be compiled.
@@ -216,7 +219,9 @@ def _compile(parts: Iterable[nn.Module], recipe: Recipe, registry: Registry, mes
         raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
     eager = {each.role for each in kept}
     if Role.BLOCK not in eager:
-        compile_blocks(parts, backend, eager=eager, log=mesh.rank == 0)
+        compile_blocks(parts, backend, eager=eager, passes=passes, log=mesh.rank == 0)
+    if Role.HEAD not in eager:
+        compile_losses(parts, backend, log=mesh.rank == 0)
     return describe_compiled(backend, kept)
 
 

@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 
 from nanotrain_core import compose as composing
 from nanotrain_core.cli import main
-from nanotrain_core.compile import blocks
+from nanotrain_core.compile import function
 from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.component import StaysEager
 from nanotrain_core.errors import NanotrainError, PluginError, RecipeError
 from nanotrain_core.layout.roles import Role, tag, taken_over_by
@@ -81,11 +82,12 @@ def test_sizes_that_change_need_few_graphs(precision, tolerance, tmp_path):
     changes = {"run": {**plain.overrides["run"], **COMPILED}}
     found, graphs = train_counting(plain, changes, folder=tmp_path, save_at=2)
     assert found == pytest.approx(expected, rel=tolerance)
-    # Training: 2 sequences and 1. Without gradients: 2 and 1. All three layers share them.
-    assert graphs == 4
+    # Training: 2 sequences and 1. Without gradients: 2 and 1. All three layers share them. The loss of
+    # a chunk is one with its gradient, of any number of tokens, and one without.
+    assert graphs == 4 + 2
     again, graphs = train_counting(plain, changes, folder=tmp_path, resume="2")
     assert again[0] == pytest.approx(expected[2], rel=tolerance)
-    assert graphs <= 4
+    assert graphs <= 4 + 2
 
 
 def test_selective_checkpointing_is_part_of_a_graph():
@@ -94,7 +96,7 @@ def test_selective_checkpointing_is_part_of_a_graph():
     expected = losses(probe.train(plain, {}))
     found, graphs = train_counting(plain, {"run": {**plain.overrides["run"], **COMPILED}})
     assert found == pytest.approx(expected, rel=1e-12)
-    assert graphs == 2  # layers with it, and those without
+    assert graphs == 2 + 1  # layers with it, and those without; the loss
 
 
 def test_two_ranks_layers_share_a_graph():
@@ -103,7 +105,7 @@ def test_two_ranks_layers_share_a_graph():
     changes = {"run": {**split.overrides["run"], **COMPILED}}
     for found, graphs in run_ranks(train_counting, 2, split, changes, timeout=300):
         assert found == pytest.approx(losses(probe.train(split.alone(), {})), rel=1e-12)
-        assert graphs == 1
+        assert graphs == 1 + 2  # the loss before and after ranks have talked
 
 
 EVEN = {"sequences": 4, "microbatch": 2, "length": 8}
@@ -127,7 +129,7 @@ def test_what_would_need_too_many_graphs_runs_eager():
     expected = [layer(x) for x in inputs]
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(blocks, "MOST_GRAPHS", 2):
+    with mock.patch.object(function, "MOST_GRAPHS", 2):
         assert compile_blocks([nn.ModuleList([layer])], "aot_eager") == ["0"]
         for x, y in zip(inputs, expected, strict=True):
             torch.testing.assert_close(layer(x), y, rtol=0, atol=0)
@@ -187,7 +189,7 @@ def test_what_cannot_be_traced_names_the_layer_and_the_way_out():
 def modules_compiled(plain):
     run = probe.make_run(plain, {"run": {**plain.overrides["run"], **COMPILED}})
     named = (each for part in run.stages.values() for each in part.named_modules())
-    compiled = [name for name, each in named if isinstance(taken_over_by(each), blocks.CompiledForward)]
+    compiled = [name for name, each in named if isinstance(taken_over_by(each), CompiledFunction)]
     return compiled, [line for line in run.described if line.startswith("torch.compile")]
 
 
@@ -195,19 +197,19 @@ def test_around_experts_over_ranks_the_rest_of_their_layer_is_compiled():
     spread = case(EXPERTS, {"dp": 2, "ep": 2}, parallel=[{"use": "ep_deepseek"}, {"use": "ddp"}])
     for compiled, lines in run_ranks(modules_compiled, 2, spread):
         assert compiled == ["layers.0", "layers.1.attn", "layers.1.moe.shared"]
-        assert "in pieces around EXPERTS, with aot_eager" in lines[0]
-        assert lines[1].startswith("torch.compile: EXPERTS eager because of parallel 'ep_deepseek': the host")
+        assert "in pieces around EXPERTS, and the loss of a chunk" in lines[0]
+        assert lines[2].startswith("torch.compile: EXPERTS eager because of parallel 'ep_deepseek': the host")
 
 
 def count_deferred(plain, changes, gpu):
     """Return how many weight gradients waited for W passes, and which modules were compiled."""
     added, real, compiled = [], composing._compile, []
 
-    def on_a_gpu(parts, recipe, registry, mesh):
+    def on_a_gpu(parts, recipe, registry, mesh, passes):
         stands = SimpleNamespace(device=torch.device("cuda"), layout=mesh.layout, rank=mesh.rank)
-        lines = real(parts, recipe, registry, stands if gpu else mesh)
+        lines = real(parts, recipe, registry, stands if gpu else mesh, passes)
         found = (taken_over_by(each) for part in parts for each in part.modules())
-        compiled.extend(each for each in found if isinstance(each, blocks.CompiledForward))
+        compiled.extend(each for each in found if isinstance(each, CompiledFunction))
         return lines
 
     def add(self, weight, wgrad):
@@ -238,7 +240,7 @@ def test_w_passes_get_as_many_weight_gradients_as_in_an_eager_run():
 
 def test_on_a_cpu_auto_compiles_nothing():
     run = probe.make_run(case(), {})
-    assert not any(isinstance(taken_over_by(m), blocks.CompiledForward) for m in run.stages[0].modules())
+    assert not any(isinstance(taken_over_by(m), CompiledFunction) for m in run.stages[0].modules())
     assert not [line for line in run.described if "torch.compile" in line]
 
 
@@ -282,8 +284,8 @@ def check(capsys, tmp_path, run, rest="", *words):
         ),
         (
             "compile = true",
-            '[precision]\nuse = "fp8_deepseek_v3"',
-            "run.compile: every layer would stay eager (precision 'fp8_deepseek_v3': ",
+            '[precision]\nuse = "fp8_deepseek_v3"\nbackend = "te"',
+            "run.compile: every layer would stay eager (precision 'fp8_deepseek_v3': Transformer Engine's",
         ),
         ('compile = "yes"', "", "run.compile: expected one of 'auto', true, false"),
         (
@@ -316,14 +318,24 @@ def test_kernels_that_no_graph_holds_are_refused_by_name(capsys, tmp_path):
         (
             "",
             "",
-            ["off on a CPU; on a GPU:", "each layer, with inductor; embedding, final norm "],
+            [
+                "off on a CPU; on a GPU:",
+                "each layer, and the loss of a chunk of logits with its gradient, with inductor",
+                "embedding, final norm and the head's products stay eager",
+            ],
         ),
         ('device = "cpu"', "", ["off on a CPU"]),
         ("compile = false", "", ["off"]),
         (
             "ranks = 2",
             ZERO_BUBBLE,
-            ["off on a CPU; on a GPU:", "no layer; eager because of schedule "],
+            [
+                "off on a CPU; on a GPU:",
+                "no layer",
+                "the loss of a chunk of logits with its gradient, with inductor",
+                "embedding, ",
+                "BLOCK eager because of schedule ",
+            ],
         ),
     ],
 )
@@ -362,12 +374,15 @@ def test_what_stays_eager_is_named_by_a_role():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "deepseek"])
-def test_inductor_trains_the_same(model):
+@pytest.mark.parametrize(("model", "kinds"), [(LLAMA, 1), (EXPERTS, 2)], ids=["llama", "deepseek"])
+def test_inductor_trains_the_same(model, kinds):
+    """A graph for each kind of layer, of DeepSeek's with experts and without, and one of the loss."""
     plain = case(model, batch=EVEN)
     expected = probe.train(plain, {})
     torch._dynamo.reset()
+    counters.clear()
     found = probe.train(plain, {"run": {**plain.overrides["run"], "compile": True}})
+    assert counters["stats"]["unique_graphs"] == kinds + 1
     assert losses(found) == pytest.approx(losses(expected), rel=1e-9)
     for ours, theirs in zip(found.weights, expected.weights, strict=True):
         torch.testing.assert_close(ours.tensor, theirs.tensor, rtol=0, atol=1e-9)

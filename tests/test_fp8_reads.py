@@ -10,9 +10,9 @@ import pytest
 import torch
 from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, scaled
-from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.scratch import Last
+from scaled_products import product
 
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import train
@@ -21,22 +21,6 @@ from nanotrain_core.testing.probe import train
 #: down have four. In DeepSeek q_a, kv_a, q_b, kv_b and o have four, and the three of SwiGLU two.
 COUNTS = {"llama": (LLAMA, 2 * 7, 2 * 4), "deepseek": (DEEPSEEK, 2 * (5 + 3), 2 * (4 + 2))}
 MICROBATCHES = 2
-
-
-def product(left, right, of_left, recipe_left, of_right, recipe_right, output_dtype):
-    """Multiply as tensor cores do."""
-
-    def spread(codes, scales, recipe):
-        values = codes.float()
-        if recipe is torch.nn.functional.ScalingType.BlockWise1x128:
-            return values * scales.repeat_interleave(TILE, 1)
-        if recipe is torch.nn.functional.ScalingType.TensorWise:
-            return values * scales
-        blocks = scales.T[:, : codes.shape[1] // TILE]
-        return values * blocks.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
-
-    a, b = spread(left, of_left, recipe_left), spread(right.T, of_right, recipe_right)
-    return (a @ b.T).to(output_dtype)
 
 
 @pytest.fixture

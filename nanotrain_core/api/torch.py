@@ -55,7 +55,13 @@ from nanotrain_core.layout.placement import (
 )
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.activation_checkpointing import blocks
-from nanotrain_core.models.cross_entropy import Chunks, MatMul, linear_cross_entropy, wide_dtype
+from nanotrain_core.models.cross_entropy import (
+    Chunks,
+    MatMul,
+    SplitVocabulary,
+    linear_cross_entropy,
+    wide_dtype,
+)
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
@@ -84,6 +90,8 @@ from nanotrain_core.precision.gemm import (
     LINEAR,
     GEMMBackend,
     Kept,
+    Prepared,
+    PreparesWeights,
     QuantizedActivations,
     TorchGEMM,
     gemm_parameters,
@@ -174,6 +182,8 @@ __all__ = [
     "Placement",
     "Placements",
     "Precision",
+    "Prepared",
+    "PreparesWeights",
     "QuantizedActivations",
     "RMSNorm",
     "Request",
@@ -185,6 +195,7 @@ __all__ = [
     "SavedWeights",
     "Schedule",
     "SequenceData",
+    "SplitVocabulary",
     "StepReport",
     "StepStats",
     "SwiGLU",

@@ -103,12 +103,16 @@ def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
     """Return lines that say what is compiled, and what stays eager on whose account."""
     kept = list(kept)
     against = [each for each in kept if each.role is Role.BLOCK]
-    if against:
-        return [f"torch.compile: no layer; eager because of {each}" for each in against]
-    roles = ", ".join(sorted({each.role.name for each in kept}))
-    what = "each layer" + (f", in pieces around {roles}" if roles else "")
-    lines = [f"torch.compile: {what}, with {backend}; embedding, final norm and head stay eager"]
-    return lines + [f"torch.compile: {each.role.name} eager because of {each}" for each in kept]
+    roles = {each.role for each in kept}
+    inside = ", ".join(sorted(role.name for role in roles - {Role.BLOCK, Role.HEAD}))
+    what = [] if against else ["each layer" + (f", in pieces around {inside}" if inside else "")]
+    what += [] if Role.HEAD in roles else ["the loss of a chunk of logits with its gradient"]
+    lines = ["torch.compile: no layer"] if against else []
+    if what:
+        lines.append(f"torch.compile: {', and '.join(what)}, with {backend}")
+    lines.append("torch.compile: embedding, final norm and the head's products stay eager")
+    shown = against + [each for each in kept if each.role is Role.HEAD] if against else kept
+    return lines + [f"torch.compile: {each.role.name} eager because of {each}" for each in shown]
 
 
 def explain_compiled(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:

@@ -4,7 +4,8 @@ The logits of a batch are the largest tensor of a training step: 8192 tokens and
 make 4 GB. Here the projection, the loss and both gradients of a chunk are computed while its logits
 are at hand, so that only one chunk of them ever exists.
 
-Shapes: T tokens, D width, V vocabulary, C tokens of one chunk, P columns of logits that are stored.
+Shapes: T tokens, D width, V vocabulary, or this rank's part of it, C tokens of one chunk, P columns of logits
+that are stored, R ranks that share the vocabulary.
 
 Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 """
@@ -12,7 +13,7 @@ Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import attrs
@@ -22,9 +23,41 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.batch import IGNORE
 
-#: Takes logits [C, V], which it may use up, and targets [C]. Returns the summed loss, and what then makes the
-#: gradient of the logits.
-ChunkLoss = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Callable[[], torch.Tensor]]]
+
+@dataclass(frozen=True)
+class SplitVocabulary:
+    """What a rank with only some rows of the output projection must know for the loss over all of them."""
+
+    first: int
+    """The token of its first row."""
+    most: int
+    """How many rows the rank with the most has: by it all ranks cut the same chunks."""
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    """All-gather: takes this rank's [1, C, 3], returns those of all ranks [R, C, 3]."""
+
+
+class ChunkLoss(Protocol):
+    """Computes the loss of one chunk of logits."""
+
+    def __call__(
+        self,
+        logits_CP: torch.Tensor,
+        target_C: torch.Tensor,
+        columns: int,
+        split: SplitVocabulary | None,
+        *,
+        gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the summed loss, and with ``gradient`` that of the logits [C, P] in their dtype.
+
+        Args:
+            logits_CP: it may use them up.
+            target_C: the next tokens.
+            columns: how many columns are logits, V; in the others the gradient is 0.
+            split: None: the rows of all tokens are here. Else the loss is that of all ranks.
+            gradient: whether that is wanted.
+        """
+        ...
 
 
 class MatMul(Protocol):
@@ -74,44 +107,78 @@ LARGE = Chunks()
 
 
 def cross_entropy(
-    logits_CV: torch.Tensor, target_C: torch.Tensor
-) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return the summed loss of a chunk, and what makes the gradient of its logits: a :data:`ChunkLoss`.
+    logits_CP: torch.Tensor,
+    target_C: torch.Tensor,
+    columns: int,
+    split: SplitVocabulary | None = None,
+    *,
+    gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the loss of a chunk and the gradient of its logits: a :class:`ChunkLoss`.
 
     Numerators of the softmax take the place of logits that are wide enough: torch's log_softmax says the
     same in fewer words but fills new storage for every chunk.
     """
-    wide_CV = logits_CV.to(wide_dtype(logits_CV))
+    wide_CV = logits_CP[:, :columns].to(wide_dtype(logits_CP))
+    at_C1, mine_C1 = locate(target_C, columns, split.first if split else None)
     largest_C1 = wide_CV.amax(dim=1, keepdim=True)
-    at_target_C1 = wide_CV.gather(1, _index(target_C))
+    at_target_C1 = wide_CV.gather(1, at_C1).masked_fill_(~mine_C1, 0.0)
     exp_CV = wide_CV.sub_(largest_C1).exp_()
-    total_C1 = exp_CV.sum(dim=1, keepdim=True)
-    nll_C1 = total_C1.log() + largest_C1 - at_target_C1
-    loss = nll_C1.squeeze(1).masked_fill(target_C == IGNORE, 0.0).sum()
-    return loss, partial(_d_logits_, exp_CV, total_C1, target_C)
+    own_C3 = torch.cat((largest_C1, exp_CV.sum(dim=1, keepdim=True), at_target_C1), dim=1)
+    all_C3 = combine(split.gather(own_C3.unsqueeze(0))) if split else own_C3
+    loss = loss_of(all_C3, target_C)
+    if not gradient:
+        return loss, None
+    exp_CV.mul_(softmax_scale(own_C3, all_C3, target_C))
+    exp_CV.scatter_add_(1, at_C1, -mine_C1.to(exp_CV.dtype))
+    return loss, _cast_and_pad(exp_CV, logits_CP.dtype, logits_CP.shape[1] - columns)
 
 
-def _d_logits_(exp_CV: torch.Tensor, total_C1: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-    """Turn numerators in place into the gradient of the logits: softmax - onehot, 0 in ignored rows."""
-    counted_C1 = (target_C != IGNORE).unsqueeze(1).to(exp_CV.dtype)
-    exp_CV.mul_(counted_C1 / total_C1)
-    return exp_CV.scatter_add_(1, _index(target_C), -counted_C1)
+def locate(target_C: torch.Tensor, columns: int, first: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column of each target [C, 1], and whether it is one of this rank's [C, 1].
+
+    Of a target that is not, or is ignored, column 0. Where nobody shares the vocabulary, ``first`` is None,
+    and a wrong target stays one, for whoever indexes with it to fail.
+    """
+    if first is None:
+        mine_C = target_C != IGNORE
+        return torch.where(mine_C, target_C, 0).unsqueeze(1), mine_C.unsqueeze(1)
+    mine_C = (target_C >= first) & (target_C < first + columns)
+    return torch.where(mine_C, target_C - first, 0).unsqueeze(1), mine_C.unsqueeze(1)
 
 
-def _index(target_C: torch.Tensor) -> torch.Tensor:
-    """Return targets [C, 1] to index with: a valid one where ignored, so that any other wrong one fails."""
-    return torch.where(target_C == IGNORE, 0, target_C).unsqueeze(1)
+def combine(each_RC3: torch.Tensor) -> torch.Tensor:
+    """Return each row's largest logit, the sum of exponentials relative to it, and the target's logit [C, 3].
+
+    Each rank tells these of its own logits. Source: Milakov and Gimelshein, arXiv 1805.02867, equation 4.
+    """
+    largest_RC, sums_RC, at_target_RC = each_RC3.unbind(-1)
+    top_C = largest_RC.amax(dim=0)
+    total_C = (sums_RC * (largest_RC - top_C).exp()).sum(dim=0)
+    return torch.stack((top_C, total_C, at_target_RC.sum(dim=0)), dim=-1)
+
+
+def loss_of(all_C3: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+    """Return the sum over rows that are not ignored, of what :func:`combine` returned."""
+    top_C, total_C, at_target_C = all_C3.unbind(-1)
+    return (total_C.log() + top_C - at_target_C).masked_fill(target_C == IGNORE, 0.0).sum()
+
+
+def softmax_scale(own_C3: torch.Tensor, all_C3: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
+    """Return what makes this rank's exponentials, relative to its largest, a softmax [C, 1]; 0 if ignored."""
+    scale_C = (own_C3[:, 0] - all_C3[:, 0]).exp() / all_C3[:, 1]
+    return (scale_C * (target_C != IGNORE)).unsqueeze(1)
 
 
 def linear_cross_entropy(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     target_T: torch.Tensor,
-    loss: ChunkLoss = cross_entropy,
-    columns: int | None = None,
+    split: SplitVocabulary | None = None,
     chunks: Chunks = LARGE,
     matmul: MatMul = matmul,
     multiple: int = 1,
+    loss: ChunkLoss = cross_entropy,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``hidden_TD @ weight_VD.T`` against ``target_T``, in nats.
 
@@ -122,26 +189,26 @@ def linear_cross_entropy(
         hidden_TD: what the last norm returned.
         weight_VD: of the output projection.
         target_T: the next tokens.
-        loss: in place of cross-entropy over these V logits, as where ranks share the vocabulary.
-        columns: of logits that a chunk is sized for, V by default: ranks whose ``loss`` talks must name the
-            same number.
+        split: where ranks share the vocabulary: the loss is that of all, each gradient this rank's part.
         chunks: how large they are.
         matmul: makes the three matrix products of each chunk.
         multiple: matrix products are made of so many columns of logits, or twice as many, and so on: a GPU's
-            kernels for 50,257 columns take several times as long as those for 50,304. ``loss`` sees V.
+            kernels for 50,257 columns take several times as long as those for 50,304.
+        loss: computes each chunk's: a run that is compiled has it in one graph.
     """
-    slices = chunks.of(len(target_T), columns or len(weight_VD))
+    slices = chunks.of(len(target_T), split.most if split else len(weight_VD))
     missing = -len(weight_VD) % multiple
     if torch.is_grad_enabled():
         total: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_TD, weight_VD, target_T, loss, slices, matmul, missing
+            hidden_TD, weight_VD, target_T, loss, split, slices, matmul, missing
         )
         return total
-    weight_PD = _pad_rows(weight_VD, missing)
-    logits = (matmul(hidden_TD[rows], weight_PD.T)[:, : len(weight_VD)] for rows in slices)
-    return torch.stack(
-        [loss(each, target_T[rows])[0] for each, rows in zip(logits, slices, strict=True)]
-    ).sum()
+    weight_PD, V = _pad_rows(weight_VD, missing), len(weight_VD)
+    losses = [
+        loss(matmul(hidden_TD[rows], weight_PD.T), target_T[rows], V, split, gradient=False)[0]
+        for rows in slices
+    ]
+    return torch.stack(losses).sum()
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -154,6 +221,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VD: torch.Tensor,
         target_T: torch.Tensor,
         loss: ChunkLoss,
+        split: SplitVocabulary | None,
         slices: list[slice],
         matmul: MatMul,
         missing: int,
@@ -166,9 +234,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in slices:
             hidden_CD = hidden_TD[rows]
             logits_CP = matmul(hidden_CD, weight_PD.T)
-            chunk, gradient = loss(logits_CP[:, :size], target_T[rows])
+            chunk, d_logits_CP = loss(logits_CP, target_T[rows], size, split, gradient=True)
+            assert d_logits_CP is not None
             losses.append(chunk)
-            d_logits_CP = _cast_and_pad(gradient(), hidden_CD.dtype, missing)
             d_hidden_TD[rows] = matmul(d_logits_CP, weight_PD)
             matmul(d_logits_CP.T, hidden_CD, d_weight_PD)
         ctx.save_for_backward(d_hidden_TD, d_weight_PD[:size])
@@ -180,7 +248,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it. The
         # gradient of the weight is added to others as wide as it is; where none is wide, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, None, None, None, None, None
+        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, *(None,) * 6
 
 
 def _pad_rows(weight_VD: torch.Tensor, missing: int) -> torch.Tensor:

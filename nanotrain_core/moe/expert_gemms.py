@@ -5,9 +5,9 @@ Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -18,15 +18,21 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.layout.roles import tag_of
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations, as_prepared
 
 
-def use_expert_gemms(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
+def use_expert_gemms(
+    module: nn.Module,
+    backends: Mapping[str, GEMMBackend],
+    prepared: Mapping[str, Kept],
+    passes: Passes,
+) -> None:
     """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
 
     Args:
         module: of that role, with ``gemm_weights`` in its tag: the parameters handed to ``ops.experts``.
         backends: for each of them; it is read in every call.
+        prepared: of each parameter, what a compiled graph multiplies in its place.
         passes: of the run.
     """
     found = tag_of(module)
@@ -34,9 +40,16 @@ def use_expert_gemms(module: nn.Module, backends: Mapping[str, GEMMBackend], pas
     names = found.gemm_weights
 
     def experts(rows_ND: torch.Tensor, counts_E: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        grouped = {backend: backend.grouped(counts_E) for backend in set(backends.values())}
-        three = tuple(grouped[backends[name]] for name in names)
-        y_ND: torch.Tensor = _Experts.apply(rows_ND, *weights, three, passes)  # type: ignore[no-untyped-call]
+        of_gate, of_up, of_down = (backends[name] for name in names)
+        gate = of_gate.grouped(counts_E)
+        up = gate if of_up is of_gate else of_up.grouped(counts_E)
+        down = gate if of_down is of_gate else up if of_down is of_up else of_down.grouped(counts_E)
+        compiling = torch.compiler.is_compiling()
+        forms = [prepared.get(name, ()) if compiling else () for name in names]
+        flat = tuple(chain.from_iterable(forms))
+        y_ND: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+            rows_ND, *weights, (gate, up, down), passes, tuple(map(len, forms)), *flat
+        )
         return y_ND
 
     cast(Any, module).ops = replace(ops_of(module), experts=experts)
@@ -57,23 +70,28 @@ class _Experts(torch.autograd.Function):
         down_EDF: torch.Tensor,
         backends: tuple[GEMMBackend, GEMMBackend, GEMMBackend],
         passes: Passes,
+        counts: tuple[int, int, int],
+        *forms: torch.Tensor,
     ) -> torch.Tensor:
         of_gate, of_up, of_down = backends
+        weights = gate_EFD, up_EFD, down_EDF
+        gate, up, down = _prepared(weights, forms, counts)
         if of_gate is of_up:  # then they read one form of x
-            (g_NF, u_NF), x_gate = of_gate.forward(rows_ND, gate_EFD, up_EFD)
+            (g_NF, u_NF), x_gate = of_gate.forward(rows_ND, gate, up)
             x_up = x_gate
         else:
-            (g_NF,), x_gate = of_gate.forward(rows_ND, gate_EFD)
-            (u_NF,), x_up = of_up.forward(rows_ND, up_EFD)
-        (y_ND,), _ = of_down.forward(F.silu(g_NF).mul_(u_NF), down_EDF)
+            (g_NF,), x_gate = of_gate.forward(rows_ND, gate)
+            (u_NF,), x_up = of_up.forward(rows_ND, up)
+        (y_ND,), _ = of_down.forward(F.silu(g_NF).mul_(u_NF), down)
         g, u = (_quantize(of_down, x_NF) for x_NF in (g_NF, u_NF))
         ctx.dtype = g_NF.dtype if g and u else None
         g, u = g or (g_NF,), u or (u_NF,)
-        ctx.backends, ctx.passes, ctx.cuts = backends, passes, (len(g), len(u), len(x_gate), len(x_up))
-        ctx.save_for_backward(gate_EFD, up_EFD, down_EDF, *g, *u, *x_gate, *x_up)
+        ctx.backends, ctx.passes, ctx.counts = backends, passes, counts
+        ctx.cuts = (len(forms), len(g), len(u), len(x_gate), len(x_up))
+        ctx.save_for_backward(*weights, *forms, *g, *u, *x_gate, *x_up)
         # Activation checkpointing saves detached copies: who is told of a gradient is the parameter itself,
         # and a backend that makes something of a weight once knows it by that.
-        ctx.parameters = None if torch.compiler.is_compiling() else (gate_EFD, up_EFD, down_EDF)
+        ctx.parameters = None if torch.compiler.is_compiling() else weights
         return y_ND
 
     @staticmethod
@@ -82,9 +100,10 @@ class _Experts(torch.autograd.Function):
         gate_EFD, up_EFD, down_EDF, *kept = ctx.saved_tensors
         of_gate, of_up, of_down = ctx.backends
         rest = iter(kept)
-        g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
+        forms, g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
         g_NF, u_NF = (of_down.dequantize(each, ctx.dtype) if ctx.dtype else each[0] for each in (g, u))
-        gate, up, down = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
+        weights = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
+        gate, up, down = _prepared(weights, forms, ctx.counts)
         silu_NF = F.silu(g_NF)
         d_h_NF = of_down.dgrad(d_y_ND, down)
         d_u_NF = d_h_NF * silu_NF
@@ -93,13 +112,25 @@ class _Experts(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x_ND = of_gate.dgrad(d_g_NF, gate).add_(of_up.dgrad(d_u_NF, up))
         of_weights = (
-            (gate, lambda: of_gate.wgrad(d_g_NF, x_gate)),
-            (up, lambda: of_up.wgrad(d_u_NF, x_up)),
-            (down, lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF))),
+            lambda: of_gate.wgrad(d_g_NF, x_gate),
+            lambda: of_up.wgrad(d_u_NF, x_up),
+            lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF)),
         )
-        wanted = zip(of_weights, ctx.needs_input_grad[1:4], strict=True)
-        gradients = [ctx.passes.weight_gradient(*each) if needed else None for each, needed in wanted]
-        return d_x_ND, *gradients, None, None
+        wanted = zip(weights, of_weights, ctx.needs_input_grad[1:4], strict=True)
+        gradients = [
+            ctx.passes.weight_gradient(weight, wgrad) if needed else None for weight, wgrad, needed in wanted
+        ]
+        return d_x_ND, *gradients, *(None,) * (3 + len(forms))
+
+
+def _prepared(
+    weights: Sequence[torch.Tensor], forms: Sequence[torch.Tensor], counts: Sequence[int]
+) -> list[torch.Tensor]:
+    """Return each weight with its share of what was prepared."""
+    rest = iter(forms)
+    return [
+        as_prepared(weight, tuple(islice(rest, count))) for weight, count in zip(weights, counts, strict=True)
+    ]
 
 
 def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:

@@ -26,6 +26,8 @@ class Passes:
         self.in_backward = False
         """Whether a backward pass is under way: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
+        self.eager = False
+        """Whether compiled layers run eager meanwhile: a monitor sets it to look inside of them."""
         self._number, self._open = 0, False
 
     @property

@@ -10,7 +10,7 @@ Shapes: M rows, K inputs, N outputs; of stacked weights E.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nanotrain_core.layout.roles import Role, tag_of, take_over, taken_over_by
 from nanotrain_core.moe.expert_gemms import use_expert_gemms
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations, TorchGEMM
+from nanotrain_core.precision.gemm_backend import (
+    GEMMBackend,
+    Kept,
+    Prepared,
+    PreparesWeights,
+    QuantizedActivations,
+    TorchGEMM,
+    as_prepared,
+)
 from nanotrain_core.precision.placed_wgrad import Place
 
 __all__ = [
     "GEMMBackend",
     "Kept",
     "LinearGEMMs",
+    "Prepared",
+    "PreparesWeights",
     "QuantizedActivations",
     "Recomputed",
     "TorchGEMM",
     "gemm_parameters",
     "gemms_of",
+    "prepare_weights",
     "use_gemm",
 ]
 
@@ -53,13 +64,21 @@ class Recomputed:
 
     def __init__(self) -> None:
         self._offers = WeakTensorKeyDictionary()
+        self._traced: tuple[torch.Tensor, Recipe] | None = None
+        """The offer in a graph, which knows no weak references and nothing of a tensor's changes."""
 
     def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor]) -> None:
         """Announce that ``x``, as it is now, is ``make(*of)``."""
-        self._offers[x] = x._version, (of, make)
+        if torch.compiler.is_compiling():
+            self._traced = x, (of, make)
+        else:
+            self._offers[x] = x._version, (of, make)
 
     def take(self, x: torch.Tensor) -> Recipe | None:
         """Return what was offered for ``x``, if it is unchanged, and forget it."""
+        if torch.compiler.is_compiling():
+            traced, self._traced = self._traced, None
+            return traced[1] if traced is not None and traced[0] is x else None
         version, recipe = self._offers.pop(x, (None, None))  # type: ignore[no-untyped-call]
         return recipe if version == x._version else None
 
@@ -75,6 +94,14 @@ class LinearGEMMs:
         self.place: Place | None = None
         """Where the next call leaves its wgrad: tensor parallelism sets it, the call takes it."""
         self.recomputed = Recomputed()
+        self.prepared: dict[str, Kept] = {}
+        """By parameter, what a compiled graph multiplies in its place: see :func:`prepare_weights`."""
+
+    def prepare(self, module: nn.Module) -> None:
+        """Have at hand what the next call of a graph multiplies."""
+        for name, backend in self.backends.items():
+            if isinstance(backend, PreparesWeights):
+                self.prepared[name] = backend.prepare(module.get_parameter(name))
 
     def take_place(self) -> Place | None:
         """Return the place for this call."""
@@ -108,7 +135,7 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
         if found.role in LINEAR:
             take_over(module, _forward)
         else:
-            use_expert_gemms(module, gemms.backends, passes)
+            use_expert_gemms(module, gemms.backends, gemms.prepared, passes)
 
 
 def gemms_of(module: nn.Module) -> LinearGEMMs | None:
@@ -116,15 +143,28 @@ def gemms_of(module: nn.Module) -> LinearGEMMs | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
+def prepare_weights(modules: Iterable[nn.Module]) -> None:
+    """Have what compiled layers multiply in the place of their weights made, where it does not hold any more.
+
+    Call it before each call of their graph, outside of it.
+    """
+    for module in modules:
+        gemms = gemms_of(module)
+        if gemms is not None:
+            gemms.prepare(module)
+
+
 def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Run in a linear layer's place; a hook may have taken its bias out."""
     gemms = gemms_of(module)
     assert gemms is not None
     place = gemms.take_place()
-    # Offers go by weak references, which a compiled graph cannot hold: there it keeps the input.
-    recomputed = None if torch.compiler.is_compiling() else gemms.recomputed.take(x)
-    handle = None if place is None else place.handle
-    y: torch.Tensor = _Linear.apply(x, module.weight, gemms, recomputed, place, handle)  # type: ignore[no-untyped-call]
+    recomputed, handle = gemms.recomputed.take(x), None if place is None else place.handle
+    forms = gemms.prepared.get("weight", ()) if torch.compiler.is_compiling() else ()
+    of, make = recomputed or ((), None)
+    y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x, module.weight, gemms, make, len(of), place, handle, *of, *forms
+    )
     return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
 
@@ -137,27 +177,30 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight_NK: torch.Tensor,
         gemms: LinearGEMMs,
-        recomputed: Recipe | None,
+        make: Callable[..., torch.Tensor] | None,
+        made_of: int,
         place: Place | None,
         handle: torch.Tensor | None,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        backend = gemms.backends["weight"]
-        (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), weight_NK)
+        backend, of, forms = gemms.backends["weight"], tensors[:made_of], tensors[made_of:]
+        (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), as_prepared(weight_NK, forms))
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
-        ctx.make = recomputed[1] if recomputed else None
+        ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
         # Activation checkpointing saves a detached copy: who is told of a gradient is the parameter itself,
         # and a backend that makes something of a weight once knows it by that.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)
         ctx.save_for_backward(
-            weight_NK, *((share,) if share is not None else recomputed[0] if recomputed else kept)
+            weight_NK, *forms, *((share,) if share is not None else of if make is not None else kept)
         )
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight_NK, *kept = ctx.saved_tensors
+        weight_NK, *saved = ctx.saved_tensors
+        forms, kept = tuple(saved[: ctx.forms]), saved[ctx.forms :]
         backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
         make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
         if ctx.needs_input_grad[1] and ctx.again:  # begins now, while dgrad is made
@@ -170,10 +213,10 @@ class _Linear(torch.autograd.Function):
 
         parameter = weight_NK if ctx.parameter is None else ctx.parameter
         if ctx.needs_input_grad[0]:
-            d_x = backend.dgrad(d_y_MN, parameter).view(ctx.shape)
+            d_x = backend.dgrad(d_y_MN, as_prepared(parameter, forms)).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if ctx.place is not None and not ctx.passes.defers(parameter):
                 ctx.place.left.append(wgrad)
             else:
                 d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad)
-        return d_x, d_weight_NK, None, None, None, None
+        return d_x, d_weight_NK, *(None,) * (5 + ctx.tensors)

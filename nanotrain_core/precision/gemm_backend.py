@@ -5,8 +5,9 @@ Shapes: M rows, K inputs, N outputs; of stacked weights E.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -64,6 +65,36 @@ class QuantizedActivations:
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """Return about what was kept."""
         raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
+
+
+class PreparesWeights:
+    """What a :class:`GEMMBackend` may be as well: one that makes something of each weight once a step.
+
+    A compiled graph can hold nothing from call to call. What was made of a weight is therefore asked for
+    before the graph runs, handed to it, and ``forward`` and ``dgrad`` get a :class:`Prepared` for the weight.
+    """
+
+    def prepare(self, weight_NK: torch.Tensor) -> Kept:
+        """Return what is multiplied in its place, made once while ``Passes.weights_version`` holds."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight [N, K] or [E, N, K] in a compiled graph, of a backend that :class:`PreparesWeights`."""
+
+    weight: torch.Tensor
+    forms: Kept
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return that of the weight."""
+        return self.weight.shape
+
+
+def as_prepared(weight: torch.Tensor, forms: Kept) -> torch.Tensor:
+    """Return ``weight`` as a backend is given it: with what was prepared in its place, if anything was."""
+    return cast(torch.Tensor, Prepared(weight, forms)) if forms else weight
 
 
 class TorchGEMM:

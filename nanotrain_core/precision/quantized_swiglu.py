@@ -59,9 +59,9 @@ class QuantizedSwiGLU:
         if backend is None or gemms is None or not (torch.is_grad_enabled() and gate.requires_grad):
             return self.plain(gate, up)
         kept = [backend.quantize(each.detach().reshape(-1, each.shape[-1])) for each in (gate, up)]
-        if None in kept:
+        if any(each is None for each in kept):
             return self.plain(gate, up)
-        of_gate, of_up = cast(list[Kept], kept)
+        of_gate, of_up = cast("list[Kept]", kept)
         inputs = _Inputs(backend, gemms.passes, gate.dtype)
         h: torch.Tensor = _SwiGLU.apply(gate, up, self.plain, inputs, *of_gate, *of_up)  # type: ignore[no-untyped-call]
         gemms.recomputed.offer(h, (*of_gate, *of_up), inputs.product)
@@ -82,11 +82,16 @@ class _Inputs:
     def product(self, *kept: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up."""
         gate_MF, up_MF = found = self._dequantized(kept)
-        self._last = None if self.passes.splits_backward else found
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiler finds by itself what two of its graph have in common
+            self._last = None if self.passes.splits_backward else found
         return F.silu(gate_MF).mul_(up_MF)
 
     def take(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both, and hold them no longer."""
+        if torch.compiler.is_compiling():
+            return self._dequantized(kept)
         found, self._last = self._last, None
         return found or self._dequantized(kept)
 

@@ -90,8 +90,8 @@ class RunConfig:
     deterministic: bool = False
     """Ask torch for deterministic kernels only."""
     compile: Literal["auto", True, False] = "auto"
-    """Compile the forward and backward pass of each layer with `torch.compile`; `auto` does on GPUs. See
-    docs/performance.md for what stays eager."""
+    """Compile the forward and backward pass of each layer, and the loss, with `torch.compile`; `auto` does on
+    GPUs. See docs/performance.md for what stays eager."""
     compile_backend: str = attrs.field(default="inductor", validator=_compile_backend)
     """Who compiles, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.models.cross_entropy import Chunks, cross_entropy
+from nanotrain_core.models.cross_entropy import Chunks, SplitVocabulary
 from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.moe.routing import inverted, sort_by_expert
 
@@ -163,7 +163,8 @@ def _linear_cross_entropy() -> Iterator[Sample]:
     yield Sample("a vocabulary of one", leaves(3, 4, 1))
     turned = {"hidden": _normal(6, 9), "weight": _normal(6, 11), "target": torch.randint(11, (18,))}
     yield Sample("transposed", turned, views)
-    chunks: dict[str, Any] = {"loss": cross_entropy, "columns": 40, "chunks": Chunks(logits=100, tokens=3)}
+    split = SplitVocabulary(0, 40, lambda own_1C3: own_1C3)
+    chunks: dict[str, Any] = {"split": split, "chunks": Chunks(logits=100, tokens=3)}
     yield Sample("in chunks, as ranks ask for it", leaves(20, 8, 16, 3), partial(_in_order, **chunks))
 
 

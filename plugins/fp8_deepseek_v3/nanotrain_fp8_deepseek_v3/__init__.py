@@ -9,7 +9,16 @@ from typing import Literal
 import attrs
 from attrs.validators import ge
 
-from nanotrain_core.api import Component, Layout, Recipe, Register, Role, StaysEager, hookimpl
+from nanotrain_core.api import (
+    Component,
+    Layout,
+    Recipe,
+    Register,
+    Role,
+    StaysEager,
+    divisibility_of,
+    hookimpl,
+)
 
 __version__ = "0.1.0"
 
@@ -69,10 +78,22 @@ class FP8MonitorConfig:
 
 
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
-    """Say that layers do: their kernels, and weights that stay quantized for a step, are no operators yet."""
-    yield StaysEager(
-        Role.BLOCK, "FP8 products keep quantized weights from call to call, which no graph holds"
-    )
+    """Say which products no graph holds: all of Transformer Engine's, those of experts by ``torch``.
+
+    With one scale for each tensor, ``auto`` is ``torch`` on a GPU.
+    """
+    by_torch = {"torch", "auto"} if isinstance(config, FP8HybridConfig) else {"torch"}
+    if config.backend == "te":
+        yield StaysEager(Role.BLOCK, "Transformer Engine's tensors are no operands of a graph")
+    elif config.backend in by_torch and _may_have_experts(recipe):
+        yield StaysEager(
+            Role.EXPERTS, "'torch' multiplies expert by expert, and the host must learn their rows"
+        )
+
+
+def _may_have_experts(recipe: Recipe) -> bool:
+    divisibility = divisibility_of(recipe.model.config)
+    return divisibility is None or any(Role.EXPERTS in extent.roles for extent in divisibility)
 
 
 @hookimpl

@@ -11,7 +11,8 @@ import torch
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import GEMMBackend
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
@@ -117,7 +118,7 @@ def _te(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("emulated", EmulatedFP8, _anywhere),
+        Backend("emulated", GraphedEmulation, _anywhere),
         Backend("torch", _torch, _needs_torch),
         Backend("triton", _triton, _needs_triton),
         Backend("te", _te, _needs_te),

@@ -19,6 +19,7 @@ Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Micikevicius et al., arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import gcd
 
 import attrs
@@ -89,7 +90,7 @@ TILE = 128
 SHORTEST = 16
 
 
-@attrs.define(eq=False)
+@dataclass(eq=False)
 class Tiled:
     """A tensor [..., R, C] divided by the scales of its tiles, to be rounded.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.api.torch import Kept
+from nanotrain_core.api.torch import Kept, Prepared
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
 from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch
@@ -34,6 +34,14 @@ class Rounded(FP8GEMM):
     def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
         """Return the same for stacked weights. The host does not wait for the counts."""
         return TritonExperts(self, counts_E)
+
+    def prepare(self, weight: torch.Tensor) -> Kept:
+        """Return codes and scales of a weight, and of it transposed."""
+        blocks = self.read_weight(weight)
+        return blocks.codes_ENK, blocks.scales_Enk, blocks.codes_EKN, blocks.scales_Ekn
+
+    def _blocks(self, weight: torch.Tensor) -> Blocks:
+        return Blocks(*weight.forms) if isinstance(weight, Prepared) else self.read_weight(weight)
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Return codes and scales of x."""
@@ -80,13 +88,13 @@ class TritonFP8(Rounded):
         """Return x times each transposed weight, and codes and scales of x."""
         x, ys = self._input(x_MK), []
         for weight in weights:
-            blocks, shape = self.read_weight(weight), (len(x_MK), len(weight))
+            blocks, shape = self._blocks(weight), (len(x_MK), weight.shape[0])
             ys.append(multiply(tiles(x), block(blocks.codes_ENK, blocks.scales_Enk), shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
-        blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[1])
+        blocks, shape = self._blocks(weight), (len(d_y_MN), weight.shape[1])
         right = block(blocks.codes_EKN, blocks.scales_Ekn)
         return multiply(tiles(self._gradient(d_y_MN)), right, shape, d_y_MN.dtype)
 
@@ -106,6 +114,8 @@ class TritonExperts(Rounded):
         self.recipe, self.scratch, self.read_weight = of_one.recipe, of_one.scratch, of_one.read_weight
         self.counts_E = counts_E
         self._groups: Groups | None = None
+        if torch.compiler.is_compiling():  # its functions may leave nothing behind
+            self._groups = Groups.of(counts_E, counts_E.device)
 
     def groups(self, device: torch.device) -> Groups:
         """Return whose rows are whose, made once."""
@@ -117,13 +127,13 @@ class TritonExperts(Rounded):
         """Return x times each transposed weight, and codes and scales of x."""
         x, groups, ys = self._input(x_MK), self.groups(x_MK.device), []
         for weight in weights:
-            blocks, shape = self.read_weight(weight), (len(x_MK), weight.shape[1])
+            blocks, shape = self._blocks(weight), (len(x_MK), weight.shape[1])
             ys.append(multiply_rows(x, (blocks.codes_ENK, blocks.scales_Enk), groups, shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
-        blocks, shape = self.read_weight(weight), (len(d_y_MN), weight.shape[2])
+        blocks, shape = self._blocks(weight), (len(d_y_MN), weight.shape[2])
         right = blocks.codes_EKN, blocks.scales_Ekn
         return multiply_rows(self._gradient(d_y_MN), right, self.groups(d_y_MN.device), shape, d_y_MN.dtype)
 

@@ -20,12 +20,13 @@ Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 import attrs
 import torch
 
-from nanotrain_core.api.torch import GEMMBackend, Kept, QuantizedActivations
+from nanotrain_core.api.torch import GEMMBackend, Kept, PreparesWeights, QuantizedActivations
 from nanotrain_fp8_deepseek_v3 import exact
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
@@ -33,7 +34,7 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 P = TypeVar("P", bound="Float32GEMM")
 
 
-class Float32GEMM(GEMMBackend):
+class Float32GEMM(PreparesWeights, GEMMBackend):
     """Products in float32 of operands in any dtype."""
 
     groups: list[int] | None = None
@@ -55,6 +56,10 @@ class Float32GEMM(GEMMBackend):
     def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return what is multiplied for a weight [N, K] or [E, N, K]."""
         return weight_NK.detach().float()
+
+    def prepare(self, weight_NK: torch.Tensor) -> Kept:
+        """Return that."""
+        return (self.read_weight(weight_NK),)
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x for the product with the weight, and what to keep of it."""
@@ -84,7 +89,7 @@ class Float32GEMM(GEMMBackend):
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and what to keep of x."""
         x, kept = self.of_input(x_MK)
-        return [self._rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
+        return [self.rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Return what to keep of x."""
@@ -92,22 +97,28 @@ class Float32GEMM(GEMMBackend):
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
-        d_y = self.of_gradient(d_y_MN, for_weight=False)
-        return self._rows_times(d_y, self.read_weight(weight_NK)).to(d_y_MN.dtype)
+        return self.input_gradient(d_y_MN, self.read_weight(weight_NK)).to(d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        inputs = self.kept_by_group(kept)
+        return self.weight_gradient(d_y_MN, self.kept_by_group(kept))
+
+    def input_gradient(self, d_y_MN: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return dy times what is multiplied for the weight."""
+        return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
+
+    def weight_gradient(self, d_y_MN: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the transposed dy times x, of which ``inputs`` are each weight's rows, as multiplied."""
         if self.groups is None:
             return self.multiply(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
-        shape = len(self.groups), d_y_MN.shape[1], kept[0].shape[1]
+        shape = len(self.groups), d_y_MN.shape[1], inputs[0].shape[1]
         total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
         for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
             if len(d_y):
                 self.multiply(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
         return total
 
-    def _rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
         if self.groups is None:
             return self.multiply(rows_MK, right)
@@ -134,7 +145,7 @@ class Recipe:
     """Keep the inputs of a SwiGLU, whose output the layer reads, in eight bits too."""
 
 
-class FP8GEMM(QuantizedActivations, GEMMBackend):
+class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
     """A backend that rounds as a recipe says, and holds activations as codes and scales of tiles."""
 
     recipe: Recipe
@@ -174,10 +185,11 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
         how = self.recipe, None if self.recipe.tile else self.groups
-        made: tuple[torch.Tensor, Kept] = self.scratch.inputs.get(x_MK, how, lambda: self._round_input(x_MK))
+        made: tuple[torch.Tensor, Kept] = self.scratch.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
         return made
 
-    def _round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        """Return :meth:`of_input`, made anew."""
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
         alone = not self.recipe.tile and self.groups is None
         scales = tiled.scales.sum().view(1, 1) if alone else tiled.scales.flatten(1)

@@ -17,6 +17,7 @@ from torch import nn
 from nanotrain_core.api.torch import (
     GEMMBackend,
     Monitor,
+    Passes,
     RollbackReport,
     RunInfo,
     UpdateReport,
@@ -43,6 +44,8 @@ class FP8Monitor(Monitor):
         self.config, self.watch = config, Watch()
         self.own: list[Key] | None = None
         """Operands on this rank."""
+        self.passes: list[Passes] = []
+        """Of the runs that are watched: on watched steps compiled layers run eager."""
 
     def on_start(self, run: RunInfo) -> None:
         """Put counters before the backends, and learn which operands there are on all ranks. Collective."""
@@ -66,6 +69,8 @@ class FP8Monitor(Monitor):
 
     def _begin(self, *, after: int) -> None:
         self.watch.begin(on=after % self.config.every == 0)
+        for passes in self.passes:
+            passes.eager = self.watch.on
 
     def _attach(self, part: nn.Module) -> Iterator[Key]:
         """Put counters before what rounds, and yield what they count."""
@@ -78,6 +83,8 @@ class FP8Monitor(Monitor):
             if gemms and found:
                 watched = self._watched(name, module, found)
                 gemms.backends.update(watched)
+                if gemms.passes not in self.passes:
+                    self.passes.append(gemms.passes)
                 for each in dict.fromkeys(watched.values()):
                     yield from ((each.name, operand) for operand in operands_of(each.recipe))
 

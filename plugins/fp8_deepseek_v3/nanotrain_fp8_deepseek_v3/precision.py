@@ -23,7 +23,8 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.gemm import Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
@@ -80,7 +81,7 @@ class ByModule(Uniform):
         wanted = gemm_parameters(module)
         format_, _ = format_and_why(name, module, self.config) if wanted else ("bf16", "")
         if format_ == "fp32":
-            return dict.fromkeys(wanted, Float32GEMM(self.scratch))
+            return dict.fromkeys(wanted, GraphedFloat32(self.scratch))
         if format_ == "bf16":
             return {}
         recipes = {parameter: self.recipe(name, tag, parameter) for parameter in wanted}

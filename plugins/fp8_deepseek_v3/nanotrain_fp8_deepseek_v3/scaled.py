@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import Kept
+from nanotrain_core.api.torch import Kept, Prepared
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
@@ -29,7 +29,7 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 ALIGNED = 16
 
 
-@attrs.define(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Coded:
     """An operand [R, C], C being summed over, both filled up."""
 
@@ -91,6 +91,20 @@ class ScaledFP8(FP8GEMM):
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
         return [(self._block(w_NK), self._block(w_NK.T)) for w_NK in stacked]
 
+    def prepare(self, weight: torch.Tensor) -> Kept:
+        """Return the codes and scales of each for y, then for dx."""
+        return tuple(
+            each for pair in self.read_weight(weight) for one in pair for each in (one.codes, one.scales)
+        )
+
+    def _operands(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
+        """Return :meth:`_of_weight`, as it was made for this step."""
+        if not isinstance(weight, Prepared):
+            return self.read_weight(weight)
+        kind, forms = "BlockWise128x128" if self.recipe.tile else "TensorWise", weight.forms
+        coded = [Coded(forms[i], forms[i + 1], kind) for i in range(0, len(forms), 2)]
+        return [(coded[i], coded[i + 1]) for i in range(0, len(coded), 2)]
+
     def _block(self, w_RC: torch.Tensor) -> Coded:
         if not self.recipe.tile:
             return self._along_rows(w_RC.contiguous())
@@ -106,7 +120,7 @@ class ScaledFP8(FP8GEMM):
         groups, parts = self._split(x_MK), self._of_inputs(x_MK)
         ys = []
         for weight in weights:
-            pieces = zip(parts, groups, self.read_weight(weight), strict=True)
+            pieces = zip(parts, groups, self._operands(weight), strict=True)
             N = weight.shape[-2]
             ys.append(torch.cat([multiply(a, b, (len(x), N), x.dtype) for a, x, (b, _) in pieces]))
         return ys, kept_of(parts, groups)
@@ -117,7 +131,7 @@ class ScaledFP8(FP8GEMM):
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
-        pieces = zip(self._split(d_y_MN), self.read_weight(weight), strict=True)
+        pieces = zip(self._split(d_y_MN), self._operands(weight), strict=True)
         K, of = weight.shape[-1], self._of_gradient
         return torch.cat([multiply(of(d_y), b, (len(d_y), K), d_y.dtype) for d_y, (_, b) in pieces])
 
@@ -165,11 +179,43 @@ def multiply(left: Coded, right: Coded, shape: tuple[int, int], dtype: torch.dty
     """Return left [M, K] times right [N, K], transposed, cropped to ``shape``."""
     if not shape[0]:
         return left.scales.new_empty(shape, dtype=dtype)
-    of_left, of_right = (getattr(F.ScalingType, each.recipe) for each in (left, right))
-    y: torch.Tensor = F.scaled_mm(
-        left.codes, right.codes.T, left.scales, of_left, right.scales, of_right, output_dtype=dtype
+    multiplied = scaled_mm if torch.compiler.is_compiling() else multiply_scaled
+    y: torch.Tensor = multiplied(
+        left.codes, right.codes, left.scales, right.scales, left.recipe, right.recipe, dtype
     )
     return y[: shape[0], : shape[1]]
+
+
+def multiply_scaled(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    of_left: torch.Tensor,
+    of_right: torch.Tensor,
+    left_recipe: str,
+    right_recipe: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return codes left [M, K] times right [N, K], transposed, with their scales, of such ``ScalingType``."""
+    for_left, for_right = (getattr(F.ScalingType, recipe) for recipe in (left_recipe, right_recipe))
+    y: torch.Tensor = F.scaled_mm(left, right.T, of_left, for_left, of_right, for_right, output_dtype=dtype)
+    return y
+
+
+#: :func:`multiply_scaled` in a graph, whose tracer does not read torch's enumerations.
+scaled_mm = torch.library.custom_op("nanotrain_fp8::scaled_mm", multiply_scaled, mutates_args=())
+
+
+@scaled_mm.register_fake
+def _(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    of_left: torch.Tensor,
+    of_right: torch.Tensor,
+    left_recipe: str,
+    right_recipe: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return left.new_empty(left.shape[0], right.shape[0], dtype=dtype)
 
 
 def _filled(x_RC: torch.Tensor) -> torch.Tensor:

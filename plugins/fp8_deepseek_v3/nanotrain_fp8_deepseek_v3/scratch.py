@@ -49,7 +49,7 @@ class MadeOnce(Generic[T]):
     def __call__(self, weight: torch.Tensor) -> T:
         """Return what was made of ``weight``."""
         now = self.passes.weights_version
-        if now is None or torch.compiler.is_compiling() or not isinstance(weight, nn.Parameter):
+        if now is None or not isinstance(weight, nn.Parameter):
             return self.make(weight)
         if now != self._since:
             self._made.clear()

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from nanotrain_core.api.torch import DispatchCodec, GEMMBackend, Kept, QuantizedActivations, gemms_of
+from nanotrain_core.api.torch import (
+    DispatchCodec,
+    GEMMBackend,
+    Kept,
+    PreparesWeights,
+    QuantizedActivations,
+    gemms_of,
+)
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
@@ -55,7 +62,7 @@ class Watch:
         return self.tallies[key]
 
 
-class Watched(QuantizedActivations, GEMMBackend):
+class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
     """Counts the operands of another backend."""
 
     def __init__(self, behind: FP8GEMM, watch: Watch, name: str, module: nn.Module) -> None:
@@ -65,13 +72,19 @@ class Watched(QuantizedActivations, GEMMBackend):
         tile = self.recipe.tile
         self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
 
-    def grouped(self, counts_E: torch.Tensor) -> Watched:
-        """Return the same for stacked weights."""
+    def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
+        """Return the same for stacked weights; in a graph, which never counts, the backend's own."""
         behind = self.behind.grouped(counts_E)
+        if torch.compiler.is_compiling():
+            return behind
         assert isinstance(behind, FP8GEMM)
         new = Watched(behind, self.watch, self.name, self.module)
         new.counts_E = counts_E
         return new
+
+    def prepare(self, weight: torch.Tensor) -> Kept:
+        """Pass it on."""
+        return self.behind.prepare(weight)
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Pass it on: what is made of it is counted."""

@@ -44,7 +44,9 @@ def test_the_interpreter_sees_no_gpu():
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["test_division.py", "test_rounding.py", "test_layers.py"])
+@pytest.mark.parametrize(
+    "name", ["test_division.py", "test_rounding.py", "test_layers.py", "test_compiled.py"]
+)
 def test_in_the_interpreter(name):
     """In a process of its own: Triton reads the variable when it is first imported."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +12,7 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
 from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
 
 
-@attrs.define(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """Codes and scales of weights [E, N, K]; rows and columns are filled up to whole blocks."""
 

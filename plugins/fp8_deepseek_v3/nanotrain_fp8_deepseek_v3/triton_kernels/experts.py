@@ -81,8 +81,23 @@ def multiply_rows(
         shape: (M, N).
         dtype: of y.
     """
-    (a, of_a), (b, of_b), (M, N) = left, right, shape
-    y = of_a.new_empty(shape, dtype=dtype)
+    multiplied = _rows_in_graph if torch.compiler.is_compiling() else _launch_rows
+    y: torch.Tensor = multiplied(*left, *right, groups.rows, groups.tiles, shape[0], shape[1], dtype)
+    return y
+
+
+def _launch_rows(
+    a: torch.Tensor,
+    of_a: torch.Tensor,
+    b: torch.Tensor,
+    of_b: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    groups, y = Groups(rows, tiles), of_a.new_empty(M, N, dtype=dtype)
     if y.numel():
         rows_times_blocks[(groups.most_tiles(M) * triton.cdiv(N, TILE),)](
             a, of_a, b, of_b, y, groups.rows, groups.tiles, len(groups), N, a.shape[1] // TILE,
@@ -90,6 +105,24 @@ def multiply_rows(
             SEARCHED=groups.searched, TILE=TILE, num_warps=8, num_stages=4,
         )  # fmt: skip
     return y
+
+
+_rows_in_graph = torch.library.custom_op("nanotrain_fp8::experts_rows", _launch_rows, mutates_args=())
+
+
+@_rows_in_graph.register_fake
+def _(
+    a: torch.Tensor,
+    of_a: torch.Tensor,
+    b: torch.Tensor,
+    of_b: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return of_a.new_empty(M, N, dtype=dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -147,11 +180,43 @@ def multiply_columns(
         groups: whose tiles those of P are.
         shape: (N, K).
     """
-    (a, of_a), (b, of_b), (N, K) = left, right, shape
-    y = of_a.new_empty(len(groups), N, K, dtype=torch.float32)
+    multiplied = _columns_in_graph if torch.compiler.is_compiling() else _launch_columns
+    y: torch.Tensor = multiplied(*left, *right, groups.tiles, *shape)
+    return y
+
+
+def _launch_columns(
+    a: torch.Tensor,
+    of_a: torch.Tensor,
+    b: torch.Tensor,
+    of_b: torch.Tensor,
+    tiles: torch.Tensor,
+    N: int,
+    K: int,
+) -> torch.Tensor:
+    E = len(tiles) - 1
+    y = of_a.new_empty(E, N, K, dtype=torch.float32)
     if y.numel():
-        columns_times_columns[(len(groups) * triton.cdiv(N, TILE) * triton.cdiv(K, TILE),)](
-            a, of_a, b, of_b, y, groups.tiles, N, K, a.stride(0), of_a.stride(1), b.stride(0), of_b.stride(1),
+        columns_times_columns[(E * triton.cdiv(N, TILE) * triton.cdiv(K, TILE),)](
+            a, of_a, b, of_b, y, tiles, N, K, a.stride(0), of_a.stride(1), b.stride(0), of_b.stride(1),
             TILE=TILE, num_warps=8, num_stages=4,
         )  # fmt: skip
     return y
+
+
+_columns_in_graph = torch.library.custom_op(
+    "nanotrain_fp8::experts_columns", _launch_columns, mutates_args=()
+)
+
+
+@_columns_in_graph.register_fake
+def _(
+    a: torch.Tensor,
+    of_a: torch.Tensor,
+    b: torch.Tensor,
+    of_b: torch.Tensor,
+    tiles: torch.Tensor,
+    N: int,
+    K: int,
+) -> torch.Tensor:
+    return of_a.new_empty(tiles.shape[0] - 1, N, K, dtype=torch.float32)

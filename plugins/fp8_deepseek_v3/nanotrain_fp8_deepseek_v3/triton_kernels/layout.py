@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +17,7 @@ def filled(rows: int) -> int:
     return -(-rows // ALIGNED) * ALIGNED
 
 
-@attrs.define(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Groups:
     """Which rows each of E stacked weights has. It is on the device: the host never waits for it.
 

@@ -51,12 +51,32 @@ def quantize_rows(
 
     Rows are filled up to a multiple of 16, columns to whole tiles. ``x`` may lie in any way.
     """
-    (R, C), rows, tiles = x_RC.shape, filled(x_RC.shape[0]), triton.cdiv(x_RC.shape[1], TILE)
-    codes = x_RC.new_empty(rows, tiles * TILE, dtype=format_.dtype)
-    scales = x_RC.new_empty(tiles, rows, dtype=torch.float32)
+    rounded = _in_graph if torch.compiler.is_compiling() else _launch
+    codes, scales = rounded(x_RC, format_.dtype, power_of_two)
+    return codes, scales.T
+
+
+def _launch(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [R', C'] and scales [C' / 128, R'], both by rows."""
+    codes, scales = _empty(x_RC, dtype)
+    (R, C), (tiles, rows) = x_RC.shape, scales.shape
     if codes.numel():
         round_rows[(triton.cdiv(rows, ROWS) * tiles,)](
             x_RC, codes, scales, R, C, *x_RC.stride(), tiles * TILE, rows,
-            LARGEST=format_.largest, POWER_OF_TWO=power_of_two, ROWS=ROWS, TILE=TILE, num_warps=4,
+            LARGEST=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, ROWS=ROWS, TILE=TILE, num_warps=4,
         )  # fmt: skip
-    return codes, scales.T
+    return codes, scales
+
+
+def _empty(x_RC: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, tiles = filled(x_RC.shape[0]), triton.cdiv(x_RC.shape[1], TILE)
+    codes = x_RC.new_empty(rows, tiles * TILE, dtype=dtype)
+    return codes, x_RC.new_empty(tiles, rows, dtype=torch.float32)
+
+
+_in_graph = torch.library.custom_op("nanotrain_fp8::quantize_rows", _launch, mutates_args=())
+
+
+@_in_graph.register_fake
+def _(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(x_RC, dtype)

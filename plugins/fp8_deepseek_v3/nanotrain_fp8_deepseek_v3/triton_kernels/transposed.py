@@ -96,15 +96,55 @@ def _transposed(
     *,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    (R, C), columns = x_RC.shape, filled(x_RC.shape[1])
-    tiles = triton.cdiv(R, TILE) if groups is None else groups.most_tiles(R)
-    codes = x_RC.new_empty(columns, tiles * TILE, dtype=format_.dtype)
-    scales = x_RC.new_empty(tiles, columns, dtype=torch.float32)
-    if codes.numel():
-        round_columns[(tiles * triton.cdiv(C, COLUMNS),)](
-            x_RC, of_x, codes, scales, *((groups.rows, groups.tiles) if groups else (None, None)),
-            R, C, len(groups) if groups else 0, *x_RC.stride(), *((0, 0) if of_x is None else of_x.stride()),
-            tiles * TILE, columns, CODED=of_x is not None, SEARCHED=groups.searched if groups else 0,
-            LARGEST=format_.largest, POWER_OF_TWO=power_of_two, COLUMNS=COLUMNS, TILE=TILE, num_warps=4,
-        )  # fmt: skip
+    rounded = _in_graph if torch.compiler.is_compiling() else _launch
+    rows, tiles = (None, None) if groups is None else (groups.rows, groups.tiles)
+    codes, scales = rounded(x_RC, of_x, rows, tiles, format_.dtype, power_of_two)
     return codes, scales.T
+
+
+def _launch(
+    x_RC: torch.Tensor,
+    of_x: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes [C', P] and scales [P / 128, C'], both by rows; ``rows`` and ``tiles`` are of groups."""
+    codes, scales = _empty(x_RC, rows, tiles, dtype)
+    (R, C), (many, columns) = x_RC.shape, scales.shape
+    groups = None if rows is None or tiles is None else Groups(rows, tiles)
+    if codes.numel():
+        round_columns[(many * triton.cdiv(C, COLUMNS),)](
+            x_RC, of_x, codes, scales, rows, tiles,
+            R, C, len(groups) if groups else 0, *x_RC.stride(), *((0, 0) if of_x is None else of_x.stride()),
+            many * TILE, columns, CODED=of_x is not None, SEARCHED=groups.searched if groups else 0,
+            LARGEST=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, COLUMNS=COLUMNS, TILE=TILE,
+            num_warps=4,
+        )  # fmt: skip
+    return codes, scales
+
+
+def _empty(
+    x_RC: torch.Tensor, rows: torch.Tensor | None, tiles: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    R, columns = x_RC.shape[0], filled(x_RC.shape[1])
+    groups = None if rows is None or tiles is None else Groups(rows, tiles)
+    many = triton.cdiv(R, TILE) if groups is None else groups.most_tiles(R)
+    codes = x_RC.new_empty(columns, many * TILE, dtype=dtype)
+    return codes, x_RC.new_empty(many, columns, dtype=torch.float32)
+
+
+_in_graph = torch.library.custom_op("nanotrain_fp8::quantize_transposed", _launch, mutates_args=())
+
+
+@_in_graph.register_fake
+def _(
+    x_RC: torch.Tensor,
+    of_x: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    tiles: torch.Tensor | None,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(x_RC, rows, tiles, dtype)

@@ -1,0 +1,178 @@
+"""A function of a run that ``torch.compile`` makes graphs of, few and bounded, with a line on each.
+
+A kind of call that was not seen before may need another graph, and is prepared for: gradients in another
+dtype than their parameter's, which torch cannot trace, are put aside, and a checkpointed layer is allowed to
+remember its input's gathered form. torch makes sizes that have changed symbols, so that a third batch size
+needs no third graph; after :data:`MOST_GRAPHS` of them new kinds of calls run eager.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import structlog
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import gemms_of, prepare_weights
+
+#: Graphs of layers that are alike: training and evaluation, each for a first size, for one sequence (which
+#: torch never makes a symbol) and for any, and as many again.
+MOST_GRAPHS = 12
+
+_log = structlog.get_logger()
+
+
+class CompiledFunction:
+    """Runs in the place of a function, such as the ``forward`` of modules that are alike."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: str,
+        name: str,
+        *,
+        log: bool,
+        modules: int = 0,
+        passes: Passes | None = None,
+    ) -> None:
+        """Compile nothing yet: that is done by calls.
+
+        Args:
+            function: what is called now; a ``forward`` with its module first.
+            backend: of ``torch.compile``.
+            name: of the first of the modules.
+            log: whether to tell of graphs.
+            modules: how many share it so far.
+            passes: of the run; they may ask for eager calls.
+        """
+        self.function, self.backend, self.name, self.log = function, backend, name, log
+        self.modules, self.passes = modules, passes or Passes()
+        """How many share this."""
+        self.graphs = 0
+        """How many were made."""
+        self.known: set[Any] = set()
+        """Kinds of calls that have a graph."""
+        self._gemms: dict[nn.Module, list[nn.Module]] = {}
+        self._compiled: Callable[..., Any] = torch.compile(
+            _own_function(function), fullgraph=True, backend=backend
+        )
+
+    def _linear(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules of ``module`` whose GEMMs somebody else makes."""
+        if module not in self._gemms:
+            self._gemms[module] = [each for each in module.modules() if gemms_of(each) is not None]
+        return self._gemms[module]
+
+    @property
+    def most(self) -> int:
+        """How many graphs there may be: modules whose hooks torch tells apart need some each."""
+        return MOST_GRAPHS * self.modules
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function does.
+
+        Raises:
+            NanotrainError: something in it cannot be traced.
+        """
+        if self.passes.eager:
+            return self.function(*args, **kwargs)
+        for each in args:
+            if isinstance(each, nn.Module):
+                prepare_weights(self._linear(each))
+        call = torch.is_grad_enabled(), _signature(args), _signature(kwargs.values())
+        if call in self.known:
+            try:
+                return self._compiled(*args, **kwargs)
+            except TorchDynamoException:  # something else than arguments asks for a graph, not prepared for
+                if self.graphs >= self.most:
+                    return self.function(*args, **kwargs)
+                return self._first(*args, **kwargs)
+        if self.graphs >= self.most:
+            return self.function(*args, **kwargs)
+        result = self._first(*args, **kwargs)
+        self.known.add(call)
+        return result
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call of a kind that has not been before."""
+        told = {"layer": self.name, "alike": self.modules, "backend": self.backend}
+        if self.log and not self.graphs:
+            _log.info("compiling", **told)
+        before, began = counters["stats"]["unique_graphs"], time.perf_counter()
+        # Activation checkpointing inside of a graph runs no side effects again: that a tensor-parallel
+        # boundary remembers what it gathered is one.
+        flags = {
+            "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+            "recompile_limit": self.most,
+            "accumulated_recompile_limit": self.most,
+        }
+        try:
+            with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
+                result = self._compiled(*args, **kwargs)
+        except TorchDynamoException as problem:
+            said = " ".join(str(problem).split())[:600]
+            raise NanotrainError(
+                f"run.compile: {self.name} cannot be compiled by {self.backend}: {said}; set run.compile = "
+                "false, or have the component whose code this is declare stays_eager"
+            ) from problem
+        made = counters["stats"]["unique_graphs"] - before
+        self.graphs += made
+        if self.log and made:
+            shape = next((tuple(x.shape) for x in args if isinstance(x, torch.Tensor)), ())
+            seconds = round(time.perf_counter() - began, 1)
+            _log.info("compiled", **told, shape=shape, train=torch.is_grad_enabled(), seconds=seconds)
+        return result
+
+
+def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` behind a code object of its own: torch counts and keeps graphs by code objects."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+
+
+@contextmanager
+def _without_wide_gradients(args: Iterable[Any]) -> Iterator[None]:
+    """Put aside gradients in another dtype than their parameter's: torch refuses to trace such a pair.
+
+    Those of modules among ``args`` are there from a step's second microbatch on, where gradients of bfloat16
+    weights are added up in float32.
+    """
+    modules = (each for each in args if isinstance(each, nn.Module))
+    found = [(each, each.grad) for module in modules for each in module.parameters()]
+    wide = [(each, gradient) for each, gradient in found if gradient is not None]
+    wide = [(each, gradient) for each, gradient in wide if gradient.dtype != each.dtype]
+    for each, _ in wide:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each, gradient in wide:
+            each.grad = gradient
+
+
+def _signature(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what of a call's arguments may ask for another graph."""
+    return tuple(map(_of_argument, arguments))
+
+
+def _of_argument(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype, x.requires_grad
+    if isinstance(x, nn.Module):
+        return id(x), x.training
+    if isinstance(x, tuple | list):
+        return _signature(x)
+    return x if isinstance(x, bool) else type(x)

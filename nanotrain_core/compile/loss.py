@@ -1,0 +1,142 @@
+"""The head's loss of a chunk with its gradient, as compiled functions: few passes over the logits.
+
+The matrix products around them stay outside, with their sums in float32. What the eager definition
+(:func:`~nanotrain_core.models.cross_entropy.cross_entropy`) does in place in a wide copy of the logits is
+written here without one: a compiler computes exponentials where they are used, of the logits as they are, and
+stores nothing as large but the gradient, in the logits' dtype, with its columns of zeros. Where ranks share
+the vocabulary, they talk between two graphs.
+
+Rows are a symbol from the first call on, so that a last, shorter chunk needs no graph of its own.
+
+Shapes: C tokens of one chunk, V vocabulary, or this rank's part of it, P columns of logits that are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.compile.function import CompiledFunction
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.models.cross_entropy import (
+    SplitVocabulary,
+    combine,
+    linear_cross_entropy,
+    locate,
+    loss_of,
+    softmax_scale,
+    wide_dtype,
+)
+from nanotrain_core.models.ops import Ops
+
+Loss = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def compile_losses(parts: Iterable[nn.Module], backend: str, *, log: bool = True) -> list[str]:
+    """Have each HEAD of ``parts`` compute its chunks' losses compiled; return the heads' names.
+
+    A head whose kernels have a loss of their own, in place of the core's, keeps it.
+    """
+    names = []
+    for part in parts:
+        for name, module, tag in tagged(part):
+            ops = vars(module).get("ops")
+            if tag.role is Role.HEAD and isinstance(ops, Ops) and _is_chunked(ops.linear_cross_entropy):
+                loss = CompiledLoss(backend, f"{name}.loss", log=log)
+                chunked = partial(ops.linear_cross_entropy, loss=loss)
+                cast(Any, module).ops = replace(ops, linear_cross_entropy=chunked)
+                names.append(name)
+    return names
+
+
+def _is_chunked(function: Any) -> bool:
+    """Return whether ``function`` is the core's, perhaps with arguments."""
+    while isinstance(function, partial):
+        function = function.func
+    return function is linear_cross_entropy
+
+
+class CompiledLoss:
+    """See :class:`~nanotrain_core.models.cross_entropy.ChunkLoss`."""
+
+    def __init__(self, backend: str, name: str, *, log: bool) -> None:
+        self._whole, self._own, self._rest = (
+            CompiledFunction(function, backend, name, log=log, modules=1)
+            for function in (whole_loss, own_statistics, loss_and_gradient)
+        )
+
+    def __call__(
+        self,
+        logits_CP: torch.Tensor,
+        target_C: torch.Tensor,
+        columns: int,
+        split: SplitVocabulary | None,
+        *,
+        gradient: bool,
+    ) -> Loss:
+        """Return the summed loss, and the gradient of the logits."""
+        _rows_vary(logits_CP, target_C)
+        if split is None:
+            found: Loss = self._whole(logits_CP, target_C, columns, gradient)
+            return found
+        own_C3 = self._own(logits_CP, target_C, columns, split.first)
+        each_RC3 = split.gather(own_C3.unsqueeze(0))
+        _rows_vary(own_C3)
+        _rows_vary(each_RC3, dim=1)
+        found = self._rest(logits_CP, target_C, columns, split.first, own_C3, each_RC3, gradient)
+        return found
+
+
+def _rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
+    """Have a graph take any number of rows; one or none need graphs of their own."""
+    for each in tensors:
+        torch._dynamo.maybe_mark_dynamic(each, dim)
+
+
+def whole_loss(logits_CP: torch.Tensor, target_C: torch.Tensor, columns: int, gradient: bool) -> Loss:
+    """Return the loss and the gradient where the rows of all tokens are here."""
+    own_C3 = own_statistics(logits_CP, target_C, columns, None)
+    return loss_and_gradient(logits_CP, target_C, columns, None, own_C3, None, gradient)
+
+
+def own_statistics(
+    logits_CP: torch.Tensor, target_C: torch.Tensor, columns: int, first: int | None
+) -> torch.Tensor:
+    """Return each row's largest logit, the sum of exponentials relative to it, and the target's [C, 3]."""
+    logits_CV = logits_CP[:, :columns]
+    wide_CV = logits_CV.to(wide_dtype(logits_CP))
+    largest_C1 = wide_CV.amax(dim=1, keepdim=True)
+    sum_C1 = (wide_CV - largest_C1).exp().sum(dim=1, keepdim=True)
+    at_C1, mine_C1 = locate(target_C, columns, first)
+    at_target_C1 = logits_CV.gather(1, at_C1).to(wide_CV.dtype).masked_fill(~mine_C1, 0.0)
+    return torch.cat((largest_C1, sum_C1, at_target_C1), dim=1)
+
+
+def loss_and_gradient(
+    logits_CP: torch.Tensor,
+    target_C: torch.Tensor,
+    columns: int,
+    first: int | None,
+    own_C3: torch.Tensor,
+    each_RC3: torch.Tensor | None,
+    gradient: bool,
+) -> Loss:
+    """Return the loss, and softmax - onehot in the logits' dtype, of what all ranks said of their logits."""
+    all_C3 = own_C3 if each_RC3 is None else combine(each_RC3)
+    loss = loss_of(all_C3, target_C)
+    if not gradient:
+        return loss, None
+    exp_CV = (logits_CP[:, :columns].to(own_C3.dtype) - own_C3[:, :1]).exp()
+    at_C1, mine_C1 = locate(target_C, columns, first)
+    onehot_CV = mine_C1 & (torch.arange(columns, device=target_C.device) == at_C1)
+    d_logits_CV = exp_CV * softmax_scale(own_C3, all_C3, target_C) - onehot_CV.to(exp_CV.dtype)
+    missing = logits_CP.shape[1] - columns
+    narrow = d_logits_CV.to(logits_CP.dtype)
+    return loss, F.pad(narrow, (0, missing)) if missing else narrow

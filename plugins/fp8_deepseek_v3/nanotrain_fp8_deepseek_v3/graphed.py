@@ -1,0 +1,216 @@
+"""The emulation, and products in float32, as operators of torch's: what a compiled graph has of them.
+
+Each operator runs the eager code of :mod:`~nanotrain_fp8_deepseek_v3.gemm`: numbers are the same bit by bit,
+whoever compiles, and how many rows an expert has is asked for when it runs. That layers read one input the
+compiler sees, which merges equal calls of one graph; what is made of a weight enters the graph from outside.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E; k tiles along K.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanotrain_core.api.torch import GEMMBackend, Kept, Prepared, QuantizedActivations
+from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+
+Tensor = torch.Tensor
+
+#: What an operator is told of a backend that rounds nothing.
+FLOAT32 = "float32"
+
+
+def key_of(recipe: Recipe) -> str:
+    """Return ``recipe`` as an operator is told of it, without what does not concern products."""
+    gradients = "e5m2" if recipe.gradients is E5M2 else "e4m3"
+    return f"{recipe.tile} {gradients} {int(recipe.input_power_of_two)} {int(recipe.gradient_power_of_two)}"
+
+
+def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
+    """Return the eager backend of a key, for so many rows of each weight."""
+    if key == FLOAT32:
+        found = Float32GEMM()
+    else:
+        tile, gradients, of_input, of_gradient = key.split()
+        form = E5M2 if gradients == "e5m2" else E4M3
+        found = EmulatedFP8(Recipe(int(tile), form, bool(int(of_input)), bool(int(of_gradient))))
+    return found if counts_E is None else found.grouped(counts_E)
+
+
+# --- operators --------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nanotrain_fp8::emulated_input", mutates_args=())
+def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x as it is multiplied, float32 [M, K], and its codes [M, K] and scales [M, k], to keep."""
+    backend = _eager(key, counts)
+    assert isinstance(backend, EmulatedFP8)
+    values, (codes, scales) = backend.round_input(x)
+    return values.contiguous(), codes, scales.contiguous()
+
+
+@torch.library.custom_op("nanotrain_fp8::emulated_kept", mutates_args=())
+def emulated_kept(codes: Tensor, scales: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    """Return what was kept of x, as it is multiplied for the gradient of a weight, float32 [M, K]."""
+    return torch.cat(_eager(key, counts).kept_by_group((codes, scales)))
+
+
+@torch.library.custom_op("nanotrain_fp8::emulated_forward", mutates_args=())
+def emulated_forward(x: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    """Return x times each transposed weight, float32 [M, N]."""
+    return _eager(key, counts).rows_times(x, weight.mT)
+
+
+@torch.library.custom_op("nanotrain_fp8::emulated_dgrad", mutates_args=())
+def emulated_dgrad(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    """Return dy times each weight, float32 [M, K]."""
+    return _eager(key, counts).input_gradient(d_y, weight)
+
+
+@torch.library.custom_op("nanotrain_fp8::emulated_wgrad", mutates_args=())
+def emulated_wgrad(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    """Return the transposed dy times x, float32 [N, K] or [E, N, K]."""
+    backend = _eager(key, counts)
+    return backend.weight_gradient(d_y, torch.split(x, backend.groups or [len(x)]))
+
+
+@emulated_input.register_fake
+def _(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
+    tile = int(key.split(maxsplit=1)[0])
+    tiles = -(-x.shape[1] // tile) if tile else 1
+    values, scales = (x.new_empty(len(x), n, dtype=torch.float32) for n in (x.shape[1], tiles))
+    return values, x.new_empty(x.shape, dtype=E4M3.dtype), scales
+
+
+@emulated_kept.register_fake
+def _(codes: Tensor, scales: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.float32)
+
+
+@emulated_forward.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[-2])
+
+
+@emulated_dgrad.register_fake
+def _(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    return weight.new_empty(d_y.shape[0], weight.shape[-1])
+
+
+@emulated_wgrad.register_fake
+def _(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
+    shape = d_y.shape[1], x.shape[1]
+    return x.new_empty(shape if counts is None else (counts.shape[0], *shape))
+
+
+# --- backends ---------------------------------------------------------------------------------------
+
+
+class Products(QuantizedActivations, GEMMBackend):
+    """The products of a backend in a graph: see :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+
+    def __init__(self, key: str, of_one: QuantizedActivations | None, counts_E: Tensor | None) -> None:
+        """``of_one``: what quantizes activations; ``counts_E``: the rows of each weight, None for one."""
+        self.key, self.of_one, self.counts_E = key, of_one, counts_E
+
+    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
+        """Return x times each transposed weight, and what to keep of x."""
+        x, kept = self._input(x_MK)
+        forms = [_form(weight) for weight in weights_NK]
+        return [emulated_forward(x, form, self.counts_E, self.key).to(x_MK.dtype) for form in forms], kept
+
+    def keep(self, x_MK: Tensor) -> Kept:
+        """Return what to keep of x."""
+        return self._input(x_MK)[1]
+
+    def _input(self, x_MK: Tensor) -> tuple[Tensor, Kept]:
+        if self.key == FLOAT32:
+            return x_MK.float(), (x_MK,)
+        x, codes, scales = emulated_input(x_MK, self.counts_E, self.key)
+        return x, (codes, scales)
+
+    def dgrad(self, d_y_MN: Tensor, weight_NK: Tensor) -> Tensor:
+        """Return dy times the weight."""
+        d_x: Tensor = emulated_dgrad(d_y_MN, _form(weight_NK), self.counts_E, self.key)
+        return d_x.to(d_y_MN.dtype)
+
+    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+        """Return the transposed dy times x, in float32."""
+        if self.key == FLOAT32:
+            x = kept[0].float()
+        else:
+            x = emulated_kept(kept[0], kept[1], self.counts_E, self.key)
+        d_w: Tensor = emulated_wgrad(d_y_MN, x, self.counts_E, self.key)
+        return d_w
+
+    def grouped(self, counts_E: Tensor) -> GEMMBackend:
+        """Return the same for stacked weights."""
+        return Products(self.key, self.of_one, counts_E)
+
+    def quantize(self, made_of_MK: Tensor) -> Kept | None:
+        """Return what the backend does."""
+        return None if self.of_one is None else self.of_one.quantize(made_of_MK)
+
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """Return what the backend does."""
+        assert self.of_one is not None
+        return self.of_one.dequantize(kept, dtype)
+
+
+def _form(weight: Tensor) -> Tensor:
+    """Return what is multiplied for a weight: a graph is given it."""
+    assert isinstance(weight, Prepared)
+    (form,) = weight.forms
+    return form
+
+
+class _Graphed(Float32GEMM):
+    """Runs as it is outside of graphs, and in graphs as operators."""
+
+    in_graph: Products
+
+    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
+        """Return x times each transposed weight, and what to keep of x."""
+        if torch.compiler.is_compiling():
+            return self.in_graph.forward(x_MK, *weights_NK)
+        return super().forward(x_MK, *weights_NK)
+
+    def keep(self, x_MK: Tensor) -> Kept:
+        """Return what to keep of x."""
+        return self.in_graph.keep(x_MK) if torch.compiler.is_compiling() else super().keep(x_MK)
+
+    def dgrad(self, d_y_MN: Tensor, weight_NK: Tensor) -> Tensor:
+        """Return dy times the weight."""
+        if torch.compiler.is_compiling():
+            return self.in_graph.dgrad(d_y_MN, weight_NK)
+        return super().dgrad(d_y_MN, weight_NK)
+
+    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+        """Return the transposed dy times x, in float32."""
+        if torch.compiler.is_compiling():
+            return self.in_graph.wgrad(d_y_MN, kept)
+        return super().wgrad(d_y_MN, kept)
+
+    def grouped(self, counts_E: Tensor) -> GEMMBackend:  # type: ignore[override]
+        """Return the same for stacked weights."""
+        if torch.compiler.is_compiling():
+            return self.in_graph.grouped(counts_E)
+        return super().grouped(counts_E)
+
+
+class GraphedFloat32(_Graphed):
+    """Products in float32."""
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        super().__init__(scratch)
+        self.in_graph = Products(FLOAT32, None, None)
+
+
+class GraphedEmulation(_Graphed, EmulatedFP8):
+    """The emulation of FP8."""
+
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+        EmulatedFP8.__init__(self, recipe, scratch)
+        self.in_graph = Products(key_of(recipe), self, None)

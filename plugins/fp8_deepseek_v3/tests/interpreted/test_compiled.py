@@ -1,0 +1,58 @@
+"""Triton's kernels as operators of a compiled graph."""
+
+import pytest
+import torch
+from nanotrain_fp8_deepseek_v3.formats import E4M3
+from nanotrain_fp8_deepseek_v3.fused import TritonFP8
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.triton_kernels import experts, rows, transposed
+from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
+from test_gemm import normal
+
+from nanotrain_core.precision.gemm import Prepared
+
+
+def products(of_one, x, w, d_y, counts):
+    backend = of_one if counts is None else of_one.grouped(counts)
+    (y,), kept = backend.forward(x, w)
+    return y, backend.dgrad(d_y, w), backend.wgrad(d_y, kept)
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 23], None], ids=["experts", "one weight"])
+def test_a_graph_has_the_eager_bits(counts, monkeypatch):
+    """torch's own product, of one weight, has no code for a CPU: a stand-in is multiplied with."""
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_mm",
+        lambda a, b, *_, output_dtype: (a.float() @ b.float()).to(output_dtype),
+    )
+    N, K = 72, 200
+    x, d_y = normal(63, K), normal(63, N, seed=2)
+    w = normal(N, K, seed=1) if counts is None else normal(len(counts), N, K, seed=1)
+    counts = None if counts is None else torch.tensor(counts)
+    backend = TritonFP8(Recipe(input_power_of_two=True))
+    expected = products(backend, x, w, d_y, counts)
+    forms = backend.prepare(w)
+    graph = torch.compile(
+        lambda x, w, forms, *rest: products(backend, x, Prepared(w, forms), *rest),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for ours, theirs in zip(graph(x, w, forms, d_y, counts), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_operators_return_what_a_compiler_is_told():
+    check = {"test_utils": ("test_faketensor", "test_autograd_registration")}
+    counts = torch.tensor([40, 0, 23])
+    groups, x, d_y = Groups.of(counts, counts.device), normal(63, 200), normal(63, 72, seed=2)
+    torch.library.opcheck(rows._in_graph, (x, E4M3.dtype, True), **check)
+    for of_groups in ((None, None), (groups.rows, groups.tiles)):
+        torch.library.opcheck(transposed._in_graph, (x, None, *of_groups, E4M3.dtype, False), **check)
+    blocks, (codes, scales) = quantize_blocks(normal(3, 72, 200, seed=1)), rows.quantize_rows(x)
+    given = codes, scales, blocks.codes_ENK, blocks.scales_Enk, groups.rows, groups.tiles
+    torch.library.opcheck(experts._rows_in_graph, (*given, 63, 72, torch.bfloat16), **check)
+    pairs = (transposed.quantize_transposed(each, groups) for each in (d_y, x))
+    given = *next(pairs), *next(pairs), groups.tiles, 72, 200
+    torch.library.opcheck(experts._columns_in_graph, given, **check)

@@ -1,0 +1,280 @@
+"""FP8 in compiled graphs: numbers bit by bit those of an eager run, and everything quantized as often.
+
+``backend="eager"`` runs the traced graph with the kernels of an eager run; ``aot_eager``, which merges equal
+calls as inductor does, also writes norms and attention in bfloat16 otherwise than torch computes them, and
+is compared where there are none.
+"""
+
+from collections import Counter
+
+import attrs
+import pytest
+import torch
+from fp8_models import DEEPSEEK, LLAMA
+from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32
+from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from scaled_products import product
+from torch import nn
+
+from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.compile.eager import kept_eager
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.ops import TORCH
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import use_gemm
+from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import train
+
+MICROBATCHES = 2
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Return how often what is quantized, in graphs and outside of them."""
+    found = Counter()
+
+    def count(owner, name, what):
+        plain = getattr(owner, name)
+
+        def counted(self, *args):
+            found[what] += 1
+            return plain(self, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(EmulatedFP8, "round_input", "inputs")
+    count(Float32GEMM, "kept_by_group", "inputs of wgrad")
+    count(EmulatedFP8, "of_weight", "weights")
+    count(ScaledFP8, "_of_weight", "weights")
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Have the ``torch`` backend run, its products made as tensor cores make them."""
+    anywhere = attrs.evolve(backends.BACKENDS["torch"], refusal=lambda device, recipe: "")
+    monkeypatch.setitem(backends.BACKENDS, "torch", anywhere)
+    monkeypatch.setattr(scaled.F, "scaled_mm", product)
+
+
+def train_split(model, degrees, wrappers, backend):
+    """Train a rank's part."""
+    run = {"compile": True, "compile_backend": backend} if backend else {}
+    overrides = {
+        "model": model,
+        "kernels": {"use": "torch"},
+        "parallel": wrappers,
+        "data": {"vocab": 64},
+        "precision": {"use": "fp8_deepseek_v3", "backend": "emulated"},
+        "run": {"steps": 2, **run},
+        "batch": {"sequences": 4, "microbatch": 2, "length": 32},
+    }
+    return train(Case("topology", use="grid", topology=degrees, overrides=overrides), {})
+
+
+def trained(model, use, config, backend, wrappers=(), monitors=()):
+    """Train two steps of two microbatches; ``backend`` None: eager."""
+    run = {"compile": True, "compile_backend": backend} if backend else {}
+    overrides = {
+        "model": model,
+        "kernels": {"use": "torch"},
+        "parallel": list(wrappers),
+        "monitor": list(monitors),
+        "run": {"steps": 2, **run},
+        "batch": {"sequences": 2 * MICROBATCHES, "microbatch": 2, "length": 32},
+    }
+    return train(Case("precision", use=use, config=config, overrides=overrides), {})
+
+
+def assert_same(ours, theirs):
+    assert [r.loss for r in ours.reports] == [r.loss for r in theirs.reports]
+    for name in ("gradients", "weights"):
+        pairs = list(zip(getattr(ours, name), getattr(theirs, name), strict=True))
+        assert pairs
+        assert all(torch.equal(a.tensor, b.tensor) for a, b in pairs)
+
+
+RECOMPUTE = [{"use": "recompute"}]
+MIXED = {"backend": "emulated", "fp32": ["*.attn.o", "*.experts"]}
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "backend", "roles"),
+    [
+        (DEEPSEEK, "fp8_deepseek_v3", "auto", set()),
+        (DEEPSEEK, "fp8_deepseek_v3", "triton", set()),
+        (DEEPSEEK, "fp8_deepseek_v3", "torch", {Role.EXPERTS}),
+        (DEEPSEEK, "fp8_hybrid", "auto", {Role.EXPERTS}),
+        (DEEPSEEK, "fp8_hybrid", "emulated", set()),
+        (LLAMA, "fp8_hybrid", "auto", set()),
+        (LLAMA, "fp8_deepseek_v3", "te", {Role.BLOCK}),
+    ],
+)
+def test_what_stays_eager_is_said(model, use, backend, roles):
+    case = Case("precision", use=use, config={"backend": backend}, overrides={"model": model})
+    registry, recipe = case.registry(), case.recipe()
+    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    assert {kept.role for kept in kept_eager(recipe, registry, layout) if "precision" in kept.who} == roles
+
+
+@pytest.mark.parametrize(
+    ("model", "use", "config", "wrappers"),
+    [
+        (DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, []),
+        (LLAMA, "fp8_hybrid", {"backend": "torch"}, RECOMPUTE),
+        pytest.param(DEEPSEEK, "fp8_deepseek_v3", {"backend": "torch"}, [], marks=full),
+        pytest.param(DEEPSEEK, "fp8_hybrid", {"backend": "emulated"}, [], marks=full),
+        pytest.param(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, RECOMPUTE, marks=full),
+        pytest.param(DEEPSEEK, "fp8_deepseek_v3", MIXED, [], marks=full),
+    ],
+)
+def test_a_compiled_run_has_the_eager_ones_bits(model, use, config, wrappers, on_cpu, seen):
+    eager = trained(model, use, config, None, wrappers)
+    in_eager = seen["weights"]
+    assert_same(trained(model, use, config, "eager", wrappers), eager)
+    assert seen["weights"] == 2 * in_eager > 0
+
+
+@pytest.mark.parametrize("wrappers", [[], pytest.param(RECOMPUTE, marks=full)], ids=["kept", "recomputed"])
+def test_a_graph_quantizes_as_often_as_eager_layers_do(wrappers, seen):
+    """Weights once a step, an input once for all layers that read it, along its rows and its columns.
+
+    Of a recomputation a compiler leaves out what nobody reads.
+    """
+    trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, None, wrappers)
+    eager = dict(seen)
+    seen.clear()
+    trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, "aot_eager", wrappers)
+    if wrappers:
+        assert 0 < seen.pop("inputs") <= eager.pop("inputs")
+    assert seen == eager
+
+
+def test_layers_run_eager_in_steps_that_a_monitor_counts_in(seen, capsys):
+    monitors = [{"use": "fp8", "every": 2}]
+    emulated = {"backend": "emulated"}
+    eager = trained(LLAMA, "fp8_deepseek_v3", emulated, None, monitors=monitors)
+    told = capsys.readouterr().out
+    assert "step=1 fp8: most underflow" in told
+    assert_same(trained(LLAMA, "fp8_deepseek_v3", emulated, "eager", monitors=monitors), eager)
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.full
+def test_inductor_trains_the_same_but_for_bfloat16():
+    """It rounds in other places between FP8 products, whose own code it calls."""
+    eager = trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, None)
+    found = trained(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, "inductor")
+    losses = [[report.loss for report in trace.reports] for trace in (found, eager)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+TP = [{"use": "tp", "sequence_parallel": True}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "degrees", "wrappers"),
+    [
+        (LLAMA, {"tp": 2}, TP),
+        (DEEPSEEK, {"tp": 2}, TP),
+        (DEEPSEEK, {"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}, {"use": "ddp"}]),
+    ],
+    ids=["llama-sp", "deepseek-sp", "deepseek-ep"],
+)
+def test_two_ranks_have_the_eager_ones_bits(model, degrees, wrappers):
+    eager, compiled = (
+        run_ranks(train_split, 2, model, degrees, wrappers, backend, timeout=300)
+        for backend in (None, "eager")
+    )
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert_same(ours, theirs)
+
+
+# --- layers of linear layers alone, merged by a compiler --------------------------------------------
+
+
+class Layer(nn.Module):
+    """Three layers that read one input, and a SwiGLU of the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (tag(nn.Linear(128, 128), Role.COLUMN) for _ in range(3))
+        self.gate, self.up = (tag(nn.Linear(128, 256, bias=False), Role.COLUMN) for _ in range(2))
+        self.down = tag(nn.Linear(256, 128, bias=False), Role.ROW)
+        self.ops = TORCH
+        tag(self, Role.BLOCK)
+
+    def forward(self, x):
+        x = self.q(x) + self.k(x) + self.v(x)
+        return self.down(self.ops.swiglu(self.gate(x), self.up(x)))
+
+
+def steps(make, backend, tokens=(24, 24)):
+    """Return what a layer computes for two microbatches, and the gradients, in one step."""
+    torch.manual_seed(0)
+    passes, layer = Passes(), Layer().bfloat16()
+    scratch = Scratch(passes)
+    for child in layer.children():
+        use_gemm(child, {"weight": make(scratch)}, passes)
+    quantize_swiglu(layer)
+    if backend:
+        compile_blocks([nn.ModuleList([layer])], backend, passes=passes, log=False)
+    found = []
+    with passes.weights_unchanged():
+        for many in tokens:
+            x = torch.randn(many, 128).bfloat16().requires_grad_()
+            y = layer(x)
+            with passes.backward():
+                y.backward(torch.randn(many, 128).bfloat16())
+            found += [y.detach(), x.grad]
+    return [*found, *(each.grad for each in layer.parameters())]
+
+
+ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda scratch: GraphedEmulation(ROUNDED, scratch), 3),
+        (lambda scratch: GraphedEmulation(Recipe(tile=0), scratch), 3),
+        (GraphedFloat32, 0),
+    ],
+    ids=["tiles", "tensors", "float32"],
+)
+def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
+    eager = steps(make, None)
+    counted = dict(seen)
+    seen.clear()
+    compiled = steps(make, "aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+    if inputs:
+        assert seen == counted
+        assert seen["weights"] == 6
+        again = 1 if make(None).recipe.quantize_swiglu else 0  # what SwiGLU makes again for down
+        assert seen["inputs"] == MICROBATCHES * (inputs + again)
+
+
+COUNTS = [torch.tensor([10, 0, 30]), None]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=["experts", "one weight"])
+@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0"])
+def test_operators_are_what_torch_expects_of_operators(key, counts):
+    """Their schemas are not tried: torch cannot compare eight-bit floats."""
+    x, d_y = torch.randn(40, 200).bfloat16(), torch.randn(40, 24).bfloat16()
+    weight = torch.randn(24, 200) if counts is None else torch.randn(3, 24, 200)
+    check = {"test_utils": ("test_faketensor", "test_autograd_registration")}
+    values, codes, scales = graphed.emulated_input(x, counts, key)
+    torch.library.opcheck(graphed.emulated_input, (x, counts, key), **check)
+    torch.library.opcheck(graphed.emulated_kept, (codes, scales, counts, key), **check)
+    torch.library.opcheck(graphed.emulated_forward, (values, weight, counts, key), **check)
+    torch.library.opcheck(graphed.emulated_dgrad, (d_y, weight, counts, key), **check)
+    torch.library.opcheck(graphed.emulated_wgrad, (d_y, values, counts, key), **check)
