@@ -144,7 +144,7 @@ def train(job: Job, ranks: Ranks) -> str:
         torch.set_num_threads(ranks.threads())
     if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
         torch.use_deterministic_algorithms(True)
-    device = choose_device(recipe.run.device, ranks)
+    device = choose_device(recipe.run.device, ranks, shared=recipe.run.share_device)
     seed_all(recipe.run.seed, ranks.rank)
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
@@ -277,8 +277,8 @@ def keep_recipe(folder: Path, text: str) -> None:
             return
 
 
-def choose_device(wanted: str, ranks: Ranks) -> torch.device:
-    """Return this rank's device.
+def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.device:
+    """Return this rank's device, ``shared`` with all others of its host.
 
     Raises:
         NanotrainError: CUDA was asked for and is not there.
@@ -286,7 +286,14 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if shared:
+            raise NanotrainError(
+                "run.share_device = true lets ranks share a GPU, and torch finds none here: leave it out"
+            )
         return torch.device("cpu")
+    if shared and torch.cuda.device_count():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
     if ranks.local_rank >= torch.cuda.device_count():
         raise NanotrainError(
             f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
@@ -327,7 +334,7 @@ def join(
     if ranks.world_size == 1:
         return store, past
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" and not recipe.run.share_device else "gloo",
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,

@@ -47,6 +47,11 @@ class Mesh:
         return self.layout.world_size
 
     @property
+    def carrier(self) -> torch.device:
+        """Where a tensor must lie that one rank sends another: gloo takes none of a device."""
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+    @property
     def reads_late(self) -> bool:
         """Whether the host would have to wait to read a number of the device: anywhere but on a CPU.
 
