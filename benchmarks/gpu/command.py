@@ -23,6 +23,7 @@ from benchmarks.gpu.records import last_words, read
 from benchmarks.gpu.result import Done, Result, commit
 from benchmarks.gpu.settings import Settings
 from benchmarks.report import write_markdown
+from nanotrain_core.launch.cuda import set_allocator
 
 #: Seconds at the end that no part is given.
 RESERVE = 8.0
@@ -90,11 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _environment(smoke: bool) -> None:
     """Set what all processes inherit, where the user has not."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if name in os.environ:
-            break
-    else:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    set_allocator()
     if smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is first imported
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a device must not open it

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.layout import nccl
 from nanotrain_core.layout.exchange import Exchange
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.transport import Transport
@@ -95,8 +96,9 @@ class Mesh:
         torch tells groups of the same ranks apart by the number of groups a process has made before, so
         the ranks that are in none meanwhile must call :meth:`skip_group`, or later groups never meet.
         """
+        more = nccl.of_subgroup(self.device, self.timeout)
         return dist.new_group(  # type: ignore[no-any-return]
-            list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name
+            list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name, **more
         )
 
     def skip_group(self) -> None:
