@@ -22,7 +22,7 @@ LEVELS = (
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
-        "run.throughput",
+        "run.throughput run.upload",
     ),
     ("placement, mesh and matrix products", "layout.* moe.* optim.grad_norm precision.*"),
     (
@@ -185,7 +185,7 @@ SMALL = {
     "precision": 530,
     "recipe": 1307,
     "registry": 530,
-    "run": 765,
+    "run": 790,
     "script": 490,
     "watch": 240,
 }
