@@ -13,14 +13,15 @@ from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import bars, command, fp8_kernels, gpu_tests, only_gpu_tests, races, turns
+from benchmarks.gpu.contenders import Trainer
 from benchmarks.gpu.fp8_kernels import TINY, agreement
-from benchmarks.gpu.parts import Part
+from benchmarks.gpu.parts import Part, machine
 from benchmarks.gpu.plain import Loop, NanoGPT, model_of
 from benchmarks.gpu.profile import summarise
 from benchmarks.gpu.race import Measured, Runner
 from benchmarks.gpu.records import Recorder, read
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.side import Ready, Turn
+from benchmarks.gpu.side import Ready, Turn, rest, take_turn
 from benchmarks.optimizer import HOST, times, wall_time
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.run.throughput import peak_flops
@@ -82,6 +83,23 @@ def test_all_that_passes_ends_with_0_and_no_device_with_a_line(tmp_path, monkeyp
     assert main(words) == 1
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()[-1]) == ("", "gpu cannot run: there is no GPU")
+
+
+def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypatch, capsys):
+    words = ["gpu", "--folder", str(tmp_path)]
+    monkeypatch.setattr(command, "MACHINE", parts("machine")[0])
+    late = Part("partly", "", "gpu_parts:misses", 1e6, 60)
+    monkeypatch.setattr(command, "PARTS", (*parts("well", "raises"), late))
+    assert main(words) == 1
+    again = Part("well", "", "gpu_parts:killed", 0, 60)  # which is not run a second time
+    monkeypatch.setattr(command, "PARTS", (again, *parts("raises", "partly")))
+    assert main([*words, "--missing"]) == 1
+    found = json.loads((tmp_path / "result.json").read_text())
+    ends = [(part["name"], part["ran"], part["ended"]) for part in found["parts"]]
+    assert ends == [("well", True, ""), ("raises", True, "ended with exit code 1"), ("partly", True, "")]
+    monkeypatch.setattr(command, "commit", lambda: "another")
+    assert main([*words, "--missing"]) == 1
+    assert "this is another: give another --folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -301,6 +319,73 @@ def test_tests_of_a_gpu_are_found_run_and_counted(tmp_path):
     (row,) = (each for each in records if each["kind"] == "row")
     assert row["cells"] == {"file": "tests/test_some.py", "passed": 1, "failed": 1, "skipped": 1}
     assert row["passed"] is False
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Stand in for torch.cuda as far as the benchmark uses it; return the calls that were made."""
+    calls, clock = [], iter(range(10, 1000, 6))
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = next(clock)
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+        def elapsed_time(self, other):
+            return float(other.time - self.time)
+
+    found = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150e9, multi_processor_count=132, major=9, minor=0
+    )
+    stand = {
+        "Event": Event,
+        "is_available": lambda: True,
+        "get_device_properties": lambda device: found,
+        "synchronize": lambda device=None: calls.append("synchronize"),
+        "reset_peak_memory_stats": lambda: calls.append("reset"),
+        "max_memory_allocated": lambda: 7,
+        "max_memory_reserved": lambda: 8,
+        "empty_cache": lambda: calls.append("empty"),
+    }
+    for name, value in stand.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return calls
+
+
+def test_a_turn_on_a_gpu_is_timed_to_its_end_after_a_step_that_is_not(cuda):
+    trainer = Trainer(lambda steps: cuda.append(f"{steps} steps"), 1, 1)
+    turn = take_turn(trainer, "cuda", steps=4)
+    rest("cuda")
+    assert cuda == ["1 steps", "synchronize", "reset", "4 steps", "synchronize", "empty"]
+    assert (turn.peak, turn.reserved) == (7, 8)
+    assert turn.seconds >= turn.host
+
+
+def test_calls_on_a_gpu_are_timed_by_its_clock(cuda):
+    assert turns.seconds(lambda: cuda.append("call"), 3) == pytest.approx(6e-3 / 3)
+    assert cuda == ["call", "call", "call", "synchronize"]
+
+
+def test_the_machine_is_told(cuda, tmp_path):
+    settings = Settings(records=tmp_path / "records")
+    machine(settings)
+    (found,) = read(settings.records)
+    assert found["value"]["device"] == "NVIDIA H200"
+    assert found["value"]["memory GB"] == 150
+    assert found["value"]["torch"] == torch.__version__
+
+
+def test_without_a_device_the_machine_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    machine(Settings(records=tmp_path / "records"))
+    (found,) = read(tmp_path / "records")
+    assert found["name"] == "refusal"
+    assert found["value"] == f"it needs a CUDA device, and torch {torch.__version__} finds none"
 
 
 def test_sides_alternate_after_warming_up(monkeypatch):

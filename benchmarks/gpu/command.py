@@ -45,6 +45,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nanogpt", type=Path, metavar="CLONE", help="of https://github.com/karpathy/nanoGPT"
     )
+    about = "keep the parts that the folder's result.json has, and run those that it lacks"
+    parser.add_argument("--missing", action="store_true", help=about)
     about = "write for each model where time goes, as a text and a Chrome trace"
     parser.add_argument("--profile", action="store_true", help=about)
     parser.add_argument("--smoke", action="store_true", help="run all of it on a CPU, with tiny sizes")
@@ -75,8 +77,15 @@ def main(arguments: Sequence[str]) -> int:
     settings = look_at(settings, args.folder, result)
     if not result.machine:
         return 1
+    try:
+        if args.missing:
+            result.take_over(args.folder)
+    except ValueError as problem:
+        print(f"--missing: {problem}", file=sys.stderr)
+        return 1
+    known = {part.name for part in result.parts}
     for part in PARTS:
-        if not args.parts or part.name in args.parts:
+        if part.name not in known and (not args.parts or part.name in args.parts):
             done = Done(part.name, ended="was under way")
             result.parts.append(done)
             write = partial(result.write, args.folder)

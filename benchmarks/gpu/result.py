@@ -109,6 +109,22 @@ class Result:
             *(["Not run:\n\n" + "\n".join(left)] if left else []),
         ]
 
+    def take_over(self, folder: Path) -> None:
+        """Take the parts that ended well from the result in ``folder``.
+
+        Raises:
+            ValueError: it is of another machine or commit.
+        """
+        path = folder / "result.json"
+        if not path.exists():
+            return
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        for what, now in (("machine", self.machine), ("commit", self.commit), ("smoke", self.smoke)):
+            if earlier[what] != now:
+                raise ValueError(f"{path} has {what} {earlier[what]}, this is {now}: give another --folder")
+        known = [Done(**part) for part in earlier["parts"]]
+        self.parts = [part for part in known if part.ran and not part.ended]
+
     def write(self, folder: Path) -> None:
         """Write ``result.json`` and ``table.md``."""
         rows = [dict(zip(bars.HEADER[:3], row, strict=False), passed=passed) for row, passed in self._bars()]
