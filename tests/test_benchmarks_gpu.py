@@ -309,14 +309,17 @@ def test_tests_of_a_gpu_are_found_run_and_counted(tmp_path):
         "@pytest.mark.skipif(True, reason='there is no GPU')\ndef test_waits():\n    pass\n"
         "def test_of_a_cpu():\n    raise AssertionError\n"
     )
-    assert only_gpu_tests.files(tmp_path) == [folder / "test_some.py"]
+    (folder / "test_broken.py").write_text("import no_such_module  # torch.cuda.is_available()\n")
+    assert only_gpu_tests.files(tmp_path) == [folder / "test_broken.py", folder / "test_some.py"]
     settings = Settings(smoke=True, records=tmp_path / "records")
     gpu_tests.run(settings, tmp_path)
     records = [each for each in read(settings.records) if each["kind"] != "data"]
-    (problem,) = (each for each in records if each["kind"] == "problem")
+    broken, problem = (each for each in records if each["kind"] == "problem")
+    assert broken["name"] == "tests/test_broken.py"
+    assert "No module named 'no_such_module'" in broken["text"]
     assert problem["name"] == "tests/test_some.py::test_fails"
     assert "assert 1 == 2" in problem["text"]
-    (row,) = (each for each in records if each["kind"] == "row")
+    _, row = (each for each in records if each["kind"] == "row")
     assert row["cells"] == {"file": "tests/test_some.py", "passed": 1, "failed": 1, "skipped": 1}
     assert row["passed"] is False
 

@@ -48,3 +48,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
     if ended and "PYTEST_XDIST_WORKER" not in os.environ and RECORDS in os.environ:
         text = report.longreprtext if report.failed else ""
         Recorder(Path(os.environ[RECORDS])).data("test", [report.nodeid, report.outcome, text])
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Record a file that cannot be read as a test that failed."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ and RECORDS in os.environ:
+        Recorder(Path(os.environ[RECORDS])).data("test", [report.nodeid, "failed", report.longreprtext])
