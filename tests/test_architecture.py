@@ -176,7 +176,7 @@ SMALL = {
     "data": 480,
     "hf": 810,
     "launch": 815,
-    "layout": 985,
+    "layout": 950,
     "models": 520,
     "moe": 265,
     "monitors": 440,
