@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, gpu, kernels, mesh, moe, narrow, optimizer, originals, startup
+from benchmarks import bubble, kernels, mesh, moe, narrow, optimizer, originals, startup
 from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
@@ -28,14 +28,14 @@ NAMES = (
     "startup",
     "mesh",
 )
-ON_GPU = "fp8_gpu"
+ON_GPU = "gpu"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     about = f"of {', '.join(NAMES)}; default: all, of originals those whose clone is given"
-    about += f"; {ON_GPU}, on a GPU, only if asked for"
+    about += f"; {ON_GPU}, first and alone, is a command of its own: python -m benchmarks {ON_GPU} --help"
     parser.add_argument("names", nargs="*", metavar="NAME", help=about)
     parser.add_argument("--rounds", type=positive, default=9, help="turns of each side (default: 9)")
     parser.add_argument("--steps", type=positive, default=3, help="optimizer steps in a turn (default: 3)")
@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         about = f"clone of {original.url} to race"
         parser.add_argument(f"--{name}", type=Path, metavar="CLONE", help=about)
     args = parser.parse_args(arguments)
-    unknown = sorted(set(args.names) - {*NAMES, ON_GPU})
+    unknown = sorted(set(args.names) - {*NAMES})
     if unknown:
         parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join((*NAMES, ON_GPU))}")
     args.clones = {name: getattr(args, name.replace("-", "_")) for name in originals.CLONES}
@@ -66,12 +66,13 @@ def positive(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 if every bar was passed, else 1."""
-    args = parse(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == [ON_GPU]:
+        from benchmarks.gpu import command
+
+        return command.main(words[1:])
+    args = parse(words)
     names = args.names or NAMES
-    why = gpu.refusal() if ON_GPU in names else ""
-    if why:
-        print(f"{ON_GPU} cannot run: {why}", file=sys.stderr)
-        return 1
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
     measured: list[Measured] = []
     races = [case for case in (*CASES, *SHARDED) if case.name in names]
@@ -91,22 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []
-    measured += measure_gpu(rounds=args.rounds, steps=args.steps) if ON_GPU in names else []
     text = markdown(measured)
-    text = f"{gpu.heading()}\n\n{text}" if ON_GPU in names else text
     print(text)
     if args.json:
         write_json(args.json, measured)
     if args.markdown:
         write_markdown(args.markdown, text)
     return 0 if all(each.passed for each in measured) else 1
-
-
-def measure_gpu(*, rounds: int, steps: int) -> list[Measured]:
-    """Measure kernels, layers and steps in FP8 on the GPU of this machine."""
-    from benchmarks import fp8_gpu, fp8_gpu_steps
-
-    return [*fp8_gpu.measure(rounds=rounds), *fp8_gpu_steps.measure(rounds=rounds, steps=steps)]
 
 
 def measure_bubbles(steps: int) -> list[bubble.Bubble]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from operator import truediv
 from statistics import median
 from typing import Any
@@ -74,39 +75,79 @@ def measure(*, rounds: int, steps: int = 50) -> list[HostTime]:
 
 def raced(precision: str, rounds: int, steps: int) -> HostTime:
     """Race one precision against torch's AdamW on float32 parameters."""
-    sides = [ours(precision), torchs()]
-    taken: list[list[float]] = [[], []]
-    for number in range(rounds + 1):
-        for side in (0, 1) if number % 2 else (1, 0):
-            taken[side].append(milliseconds(*sides[side], steps))
-    mine, other = (times[1:] for times in taken)
+    mine, other = times(precision, HOST, rounds, partial(milliseconds, steps=steps))
     return HostTime(precision, median(mine), median(other), tuple(map(truediv, other, mine)))
 
 
-def milliseconds(parameters: list[nn.Parameter], step: Callable[[], object], steps: int) -> float:
+@attrs.define(frozen=True)
+class Shape:
+    """Of the model."""
+
+    parameters: int = PARAMETERS
+    elements: int = ELEMENTS
+    device: str = "cpu"
+
+
+#: Calls and no arithmetic.
+HOST = Shape()
+
+#: What takes a step on the gradients of some parameters, and forgets them.
+Step = Callable[[], object]
+
+
+def times(
+    precision: str, shape: Shape, rounds: int, timed: Callable[[list[nn.Parameter], Step], float]
+) -> tuple[list[float], list[float]]:
+    """Return what ``timed`` says of ours and of torch's in each round, after one to warm up."""
+    sides = [ours(precision, shape), torchs(shape)]
+    taken: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for side in (0, 1) if number % 2 else (1, 0):
+            taken[side].append(timed(*sides[side]))
+    return taken[0][1:], taken[1][1:]
+
+
+def milliseconds(parameters: list[nn.Parameter], step: Step, steps: int) -> float:
     """Return the median processor time of a step; handing out gradients, backward's work, is not in it."""
-    gradients = [torch.full(parameter.shape, 0.1) for parameter in parameters]
-    times = []
+    return _median_time(parameters, step, steps, time.process_time)
+
+
+def wall_time(parameters: list[nn.Parameter], step: Step, steps: int) -> float:
+    """Return the median milliseconds from a step's begin to its end on the parameters' device."""
+    on_gpu = parameters[0].is_cuda
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return _median_time(parameters, step, steps, now)
+
+
+def _median_time(parameters: list[nn.Parameter], step: Step, steps: int, now: Callable[[], float]) -> float:
+    gradients = [torch.full_like(parameter, 0.1, dtype=torch.float32) for parameter in parameters]
+    taken = []
     for _ in range(steps):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        began = time.process_time()
+        began = now()
         step()
-        times.append(1e3 * (time.process_time() - began))
-    return median(times)
+        taken.append(1e3 * (now() - began))
+    return median(taken)
 
 
-def model() -> nn.Module:
+def model(shape: Shape) -> nn.Module:
     """Return parameters, every second of them a matrix."""
-    shapes = [(2, ELEMENTS // 2) if number % 2 else (ELEMENTS,) for number in range(PARAMETERS)]
-    return nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in shapes])
+    count, size = shape.parameters, shape.elements
+    shapes = [(2, size // 2) if number % 2 else (size,) for number in range(count)]
+    return nn.ParameterList([nn.Parameter(torch.ones(each, device=shape.device)) for each in shapes])
 
 
-def ours(precision: str) -> tuple[list[nn.Parameter], Callable[[], object]]:
+def ours(precision: str, shape: Shape = HOST) -> tuple[list[nn.Parameter], Step]:
     """Return the parameters of a model and what takes a step on their gradients and forgets them."""
     numbers = PRECISIONS[precision](PrecisionConfig())
-    part = model().to(numbers.parameter_dtype)
-    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    part = model(shape).to(numbers.parameter_dtype)
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}), device=shape.device)
     placed = placed_parameters([part], place([part], mesh.layout))
     gradients, optimizer = LocalGradients(), AdamW(CONFIG)
     gradients.attach(placed, mesh, numbers.gradient_dtype)
@@ -119,9 +160,9 @@ def ours(precision: str) -> tuple[list[nn.Parameter], Callable[[], object]]:
     return list(part.parameters()), step
 
 
-def torchs() -> tuple[list[nn.Parameter], Callable[[], object]]:
+def torchs(shape: Shape = HOST) -> tuple[list[nn.Parameter], Step]:
     """Return the same of plain PyTorch, with float32 parameters that nothing is copied to."""
-    parameters = list(model().parameters())
+    parameters = list(model(shape).parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": CONFIG.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},

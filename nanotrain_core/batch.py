@@ -30,6 +30,11 @@ class Batch:
             None if self.targets is None else self.targets.to(**move),  # type: ignore[call-overload]
         )
 
+    def pinned(self) -> Batch:
+        """Return it in memory that a GPU copies from while the host goes on."""
+        targets = self.targets
+        return Batch(self.tokens.pin_memory(), None if targets is None else targets.pin_memory())
+
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
         """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.
 

@@ -37,6 +37,7 @@ from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.moe.routing import counting_routers
@@ -124,7 +125,13 @@ def compose(
     kernels.prepare(torch.device(device))
     passes = Passes()
     precision.setup(recipe.run.seed, passes, kernels.gemm())
-    mesh = Mesh(layout, rank=rank, device=device, timeout=timeout, transport=kernels.transport())
+    mesh = Mesh(
+        layout,
+        rank=rank,
+        device=device,
+        timeout=timeout,
+        transport=StagedTransport() if recipe.run.share_device else kernels.transport(),
+    )
     _check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
@@ -211,7 +218,7 @@ def _compile(
         RecipeError: ``run.compile = true``, and nothing would be compiled.
     """
     wanted, device = recipe.run.compile, mesh.device.type
-    if wanted is False or (wanted == "auto" and device != "cuda"):
+    if wanted is False or (wanted == "auto" and (device != "cuda" or recipe.run.share_device)):
         return ()
     kept, backend = kept_eager(recipe, registry, mesh.layout, device), recipe.run.compile_backend
     problems = list(refused(recipe, kept))

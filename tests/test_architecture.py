@@ -22,7 +22,7 @@ LEVELS = (
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
-        "run.throughput",
+        "run.throughput run.upload",
     ),
     ("placement, mesh and matrix products", "layout.* moe.* optim.grad_norm precision.*"),
     (
@@ -175,17 +175,17 @@ SMALL = {
     "contracts": 500,
     "data": 480,
     "hf": 810,
-    "launch": 800,
-    "layout": 865,
+    "launch": 815,
+    "layout": 950,
     "models": 560,
     "moe": 290,
     "monitors": 440,
     "optim": 510,
     "pipeline": 570,
     "precision": 580,
-    "recipe": 1300,
+    "recipe": 1307,
     "registry": 530,
-    "run": 765,
+    "run": 790,
     "script": 490,
     "watch": 240,
 }

@@ -1,20 +1,16 @@
 """The benchmark compares two programs that do the same computation, and reports what it measured."""
 
 from types import SimpleNamespace
-from weakref import WeakSet
 
 import attrs
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
 from nanotrain_pp_1f1b import PipelineConfig
 from nanotrain_pp_1f1b.schedules import OneForwardOneBackward
 
-from benchmarks import fp8_gpu, fp8_gpu_steps, gpu
 from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, Case
-from benchmarks.fp8_gpu import Layer
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.narrow import CASES as NARROW
 from benchmarks.narrow import Slowdown
@@ -219,118 +215,3 @@ def test_an_optimizer_must_cost_what_torchs_does_in_the_median(ratios, passed):
     found = HostTime("fp32", 1.0, 1.0, ratios)
     assert found.passed is passed
     assert len(found.row()) == len(found.HEADER)
-
-
-# --- on a GPU -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_its_benchmark_says_so_in_one_line(capsys):
-    assert main(["fp8_gpu"]) != 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert (
-        said.err == f"fp8_gpu cannot run: it needs a CUDA device, and torch {torch.__version__} finds none\n"
-    )
-
-
-@pytest.mark.parametrize(("ratios", "passed"), [((1.2, 1.3, 1.9), True), ((1.2, 1.29, 1.9), False)])
-def test_a_layer_must_be_faster_than_bfloat16_by_its_bar_in_the_median(ratios, passed):
-    found = Layer("small", 1.0, 1.3, ratios, bar=1.3)
-    assert found.passed is passed
-    assert len(found.row()) == len(found.HEADER)
-    assert Layer("small", 1.0, 1.3, ratios).passed
-
-
-def test_sides_alternate_after_warming_up(monkeypatch):
-    called = []
-    monkeypatch.setattr(gpu, "seconds", lambda call, calls: (call(), float(len(called)))[1])
-    ours, theirs = gpu.turns(lambda: called.append("ours"), lambda: called.append("theirs"), rounds=3)
-    assert called[6:] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
-    assert (ours, theirs) == ([7.0, 10.0, 11.0], [8.0, 9.0, 12.0])
-
-
-def test_a_product_beyond_its_bound_fails(monkeypatch):
-    """The torch backend's place is taken by products of which one element is wrong."""
-
-    class Wrong(EmulatedFP8):
-        def dgrad(self, d_y_MN, weight_NK):
-            d_x = super().dgrad(d_y_MN, weight_NK)
-            d_x[3, 5] *= 1.5
-            return d_x
-
-    kinds = {"emulated": EmulatedFP8, "torch": Wrong}
-    monkeypatch.setattr(
-        fp8_gpu, "BACKENDS", {name: SimpleNamespace(make=kind) for name, kind in kinds.items()}
-    )
-    monkeypatch.setattr(fp8_gpu, "DEVICE", "cpu")
-    monkeypatch.setattr(fp8_gpu, "COMPARED", (96, 160, 72, 4))
-    found = list(fp8_gpu.agreement("torch"))
-    assert [each.name for each in found if not each.passed] == ["torch, one weight, dx", "torch, experts, dx"]
-    assert max(each.share for each in found if each.passed) == 0
-
-
-def test_each_side_of_a_race_is_alone_in_memory(monkeypatch):
-    """Both together did not fit into 80 GB. Each is built, warmed up, timed and gone before the next."""
-    done, alive = [], WeakSet()
-
-    class Side:
-        def __init__(self, name, rate):
-            assert not alive, "the other side is still there"
-            alive.add(self)
-            done.append(f"build {name}")
-            self.name, self.rate, self.step = name, rate, 0
-            self.part = torch.nn.Linear(10, 100)
-            self.part.engine = self  # as hooks do: only the collector of garbage frees it
-            self.run = SimpleNamespace(
-                feed=SimpleNamespace(tokens_per_step=64), stages={0: self.part}, flops_per_token=7.0
-            )
-
-    monkeypatch.setattr(
-        fp8_gpu_steps, "seconds", lambda side, steps: done.append(f"{steps} of {side.name}") or side.rate
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none that is known")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(f"empty, {len(alive)} alive"))
-    found = fp8_gpu_steps.race(
-        "small", lambda: Side("FP8", 2.0), lambda: Side("bf16", 4.0), rounds=3, steps=5
-    )
-    turn = {
-        name: [f"build {name}", f"5 of {name}", f"5 of {name}", "empty, 0 alive"] for name in ("FP8", "bf16")
-    }
-    order = ["FP8", "bf16", "bf16", "FP8", "FP8", "bf16"]
-    assert done == [what for name in order for what in turn[name]]
-    assert (found.ours, found.theirs, found.ratios) == (160.0, 80.0, (2.0, 2.0, 2.0))
-    assert found.further[0] == "0.00B"
-
-
-def test_a_side_that_fails_leaves_no_memory_behind(monkeypatch):
-    emptied = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-
-    def fails():
-        raise MemoryError("out of memory")
-
-    with pytest.raises(MemoryError):
-        fp8_gpu_steps.race("small", fails, fails, rounds=1, steps=1)
-    assert emptied == [True]
-
-
-def test_steps_in_both_precisions_are_timed_on_models_of_whole_tiles(monkeypatch):
-    """On a CPU, with the emulation, and models made small."""
-    monkeypatch.setattr(fp8_gpu_steps, "PRECISIONS", {"emulated": ('precision.use="fp8_deepseek_v3"',)})
-    small = (
-        "batch.length=16",
-        "batch.sequences=2",
-        "batch.microbatch=2",
-        "model.layers=2",
-        "model.width=128",
-    )
-    small += ("model.vocab=128", "data.vocab=128", "model.heads=2", "model.ffn=128")
-    found = list(fp8_gpu_steps.measure(rounds=2, steps=1, device="cpu", overrides=small))
-    assert [each.name for each in found] == ["dense, emulated", "experts, emulated"]
-    for each in found:
-        assert len(each.row()) == len(each.HEADER)
-        assert each.ours > 0
-        assert each.ratio == pytest.approx(sum(each.ratios) / 2)

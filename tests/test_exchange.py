@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.layout.exchange import Exchange
+from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.testing.collectives import CollectiveLog
@@ -22,7 +23,12 @@ class Native(Transport):
 
 
 #: The last goes through shared memory where nanotrain-cpu is installed.
-TRANSPORTS = {"gloo": Transport, "native": Native, "installed": lambda: installed_kernels(CPU).transport()}
+TRANSPORTS = {
+    "gloo": Transport,
+    "native": Native,
+    "staged": StagedTransport,
+    "installed": lambda: installed_kernels(CPU).transport(),
+}
 
 
 def numbers(seed, *shape):
@@ -58,6 +64,32 @@ def test_collectives_of_plain_tensors_are_exact_and_leave_operands_alone(transpo
         expected = [sum(xs).mT, torch.stack(xs).mT, shares[:, rank].sum(0)] * 2
         for got, want in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.as_tensor(got), want, rtol=0, atol=1e-14)
+
+
+def rows_between(transport):
+    """Return what an all-to-all of uneven rows gives, and of equal ones, awaited and begun."""
+    exchange = exchange_of(transport)
+    rank, size = exchange.rank, exchange.size
+    sent = [rank + to for to in range(size)]  # rank r sends r + q rows to rank q, and gets as many from it
+    x, found = numbers(rank, sum(sent), 4), []
+    for async_op in (False, True):
+        coming = x.new_empty(sum(sent), 4)
+        found.append(exchange.all_to_all(coming, x, sent, sent, async_op=async_op)())
+        even = numbers(rank, size, 3)
+        found.append(exchange.all_to_all(torch.empty_like(even), even, async_op=async_op)())
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_reach_the_rank_they_are_sent_to(transport):
+    ranks = 2
+    xs = [numbers(rank, sum(rank + to for to in range(ranks)), 4) for rank in range(ranks)]
+    evens = [numbers(rank, ranks, 3) for rank in range(ranks)]
+    for rank, found in enumerate(run_ranks(rows_between, ranks, transport, check_collectives=False)):
+        pieces = [x.split([source + to for to in range(ranks)])[rank] for source, x in enumerate(xs)]
+        expected = [torch.cat(pieces), torch.stack([even[rank] for even in evens])] * 2
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(torch.as_tensor(got), want)
 
 
 def buffers_twice(transport):

@@ -68,7 +68,7 @@ def test_every_field_of_a_step_line_is_explained():
         bubble=0.1,
     )
     told = [name for cell, _ in rows("## What a step's line says") for name in cell.split(", ")]
-    assert [name for name in told if name != "..."] == list(step_fields(report, steps=2))
+    assert [name for name in told if name != "..."] == list(step_fields(report, steps=2, mfu=0.5))
 
 
 def test_the_whole_recipe_of_the_page_can_run(tmp_path):

@@ -352,7 +352,7 @@ def gather_whole(
     whole: dict[str, torch.Tensor] = {}
     for box, owner in owners.items():
         if owner and mesh.rank == owner:
-            dist.send(mine[box].contiguous(), dst=0, group=group)
+            dist.send(mine[box].to(mesh.carrier).contiguous(), dst=0, group=group)
         elif mesh.rank == 0:
             put(whole, box, receive(forms[owner][box], owner, mesh, group) if owner else mine[box])
     return whole
@@ -376,7 +376,7 @@ def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]
 def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Receive one block."""
     shape, dtype = form
-    buffer = torch.empty(shape, dtype=dtype, device=mesh.device)
+    buffer = torch.empty(shape, dtype=dtype, device=mesh.carrier)
     dist.recv(buffer, src=source, group=group)
     return buffer
 

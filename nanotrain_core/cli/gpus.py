@@ -29,7 +29,7 @@ def fit_to_gpus(args: argparse.Namespace, found: Resolution) -> Recipe:
         RecipeError: it cannot run on so many ranks; the text says why, and the commands that do run it.
     """
     recipe = found.recipe
-    if recipe.run.device == "cpu" or recipe.run.ranks == 1:
+    if recipe.run.device == "cpu" or recipe.run.ranks == 1 or recipe.run.share_device:
         return recipe
     gpus = gpus_here()
     if not 0 < gpus < recipe.run.ranks:

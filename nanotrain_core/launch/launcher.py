@@ -35,6 +35,7 @@ import attrs
 
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch.cause import Cause, first_cause
+from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
@@ -83,6 +84,7 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 def prepare(nproc: int) -> None:
     """Start the forkserver, which loads torch while this process does: call it as early as possible."""
+    set_allocator()
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
     # Stores warn, with a C++ stack, whenever the host that serves them ends first.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -23,6 +23,7 @@ from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
+from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.environment import Ranks, rendezvous_address
 from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
 from nanotrain_core.registry.discovery import PluginArguments
@@ -139,16 +140,19 @@ def train(job: Job, ranks: Ranks) -> str:
     from nanotrain_core.run.random_state import seed_all
     from nanotrain_core.run.show import show_placements
 
+    set_allocator()
     gc.freeze()  # what is imported stays: no collection, which all ranks wait for, need look at it
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
     if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
         torch.use_deterministic_algorithms(True)
-    device = choose_device(recipe.run.device, ranks)
+    device = choose_device(recipe.run.device, ranks, shared=recipe.run.share_device)
     seed_all(recipe.run.seed, ranks.rank)
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
     held = hold_as_rank(folder)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        record_collectives(folder)
     scratch = Path(job.scratch) if job.scratch else None
     mark = mark_of(job, folder)
     progress = Progress()
@@ -277,8 +281,8 @@ def keep_recipe(folder: Path, text: str) -> None:
             return
 
 
-def choose_device(wanted: str, ranks: Ranks) -> torch.device:
-    """Return this rank's device.
+def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.device:
+    """Return this rank's device, ``shared`` with all others of its host.
 
     Raises:
         NanotrainError: CUDA was asked for and is not there.
@@ -286,7 +290,14 @@ def choose_device(wanted: str, ranks: Ranks) -> torch.device:
     import torch
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if shared:
+            raise NanotrainError(
+                "run.share_device = true lets ranks share a GPU, and torch finds none here: leave it out"
+            )
         return torch.device("cpu")
+    if shared and torch.cuda.device_count():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
     if ranks.local_rank >= torch.cuda.device_count():
         raise NanotrainError(
             f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
@@ -311,6 +322,8 @@ def join(
         return None, past
     import torch.distributed as dist
 
+    from nanotrain_core.layout import nccl
+
     timeout = timedelta(seconds=recipe.run.timeout)
     store: Store
     if job.scratch is not None and job.one_host:
@@ -326,13 +339,18 @@ def join(
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
         return store, past
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-    )
+    world: dict[str, Any] = {
+        "store": store,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "timeout": timeout,
+    }
+    if device.type == "cpu" or recipe.run.share_device:
+        dist.init_process_group("gloo", **world)
+        return store, past
+    record_collectives(Path(job.claimed) if job.claimed else None)
+    dist.init_process_group("nccl", **world, **nccl.options(timeout))
+    dist.barrier(device_ids=[device.index])  # connects all ranks now: see nccl.of_subgroup
     return store, past
 
 

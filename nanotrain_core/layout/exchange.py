@@ -105,6 +105,28 @@ class Exchange:
         work = _reduce_scatter(received[0], shares.flatten(0, 1), group=self.group, async_op=async_op)
         return _result(work, received, shares)
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_rows: list[int] | None = None,
+        sent_rows: list[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Pending:
+        """Begin to send rows to every rank and to fill ``received`` with theirs, both in the group's order.
+
+        Args:
+            received: [M, ...], contiguous.
+            sent: [N, ...], contiguous.
+            received_rows: how many come from each rank; None: as many from each.
+            sent_rows: how many go to each rank.
+            async_op: see the class.
+        """
+        rows = received_rows, sent_rows
+        work = dist.all_to_all_single(received, sent, *rows, group=self.group, async_op=async_op)
+        return _result(work, received, sent)
+
 
 class GlooExchange(Exchange):
     """On a CPU, through sockets.

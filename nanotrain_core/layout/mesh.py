@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.layout import nccl
 from nanotrain_core.layout.exchange import Exchange
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.transport import Transport
@@ -45,6 +46,11 @@ class Mesh:
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def carrier(self) -> torch.device:
+        """Where a tensor must lie that one rank sends another: gloo takes none of a device."""
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     @property
     def reads_late(self) -> bool:
@@ -90,8 +96,9 @@ class Mesh:
         torch tells groups of the same ranks apart by the number of groups a process has made before, so
         the ranks that are in none meanwhile must call :meth:`skip_group`, or later groups never meet.
         """
+        more = nccl.of_subgroup(self.device, self.timeout)
         return dist.new_group(  # type: ignore[no-any-return]
-            list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name
+            list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name, **more
         )
 
     def skip_group(self) -> None:

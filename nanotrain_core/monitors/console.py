@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
@@ -20,6 +21,7 @@ from nanotrain_core.contracts import (
     RunInfo,
     StepReport,
 )
+from nanotrain_core.run.throughput import peak_flops
 
 #: Columns of a table and their widths.
 COLUMNS = {"step": 13, "loss": 8, "grad_norm": 9, "lr": 8, "tokens/s": 9, "ms/step": 7}
@@ -48,6 +50,11 @@ class Console(Monitor):
             self._line(described())
         for line in run.described:
             self._line(line)
+        self.peak = peak_of(run.device) if run.flops_per_token else None
+        if self.peak:
+            self._line(
+                f"MFU is of {self.peak / 1e12:,.0f} TFLOP/s a rank: dense bfloat16, {device_name(run.device)}"
+            )
         if run.folder is not None:
             self._line(f"run folder {run.folder}")
         if run.first_step:
@@ -62,7 +69,11 @@ class Console(Monitor):
         """Show one step."""
         if not self.shown:
             return
-        fields = step_fields(report, self.run.steps)
+        mfu = None
+        if self.peak:
+            flops = self.run.flops_per_token * report.tokens_per_second
+            mfu = flops / (self.peak * self.run.world_size)
+        fields = step_fields(report, self.run.steps, mfu)
         if self.live is not None:
             self.live.update(Text(pairs(fields)), refresh=True)
         elif report.step % self.config.every == 0 or report.step == self.run.steps:
@@ -105,7 +116,17 @@ class Console(Monitor):
             self.shown = False
 
 
-def step_fields(report: StepReport, steps: int) -> dict[str, Any]:
+def device_name(device: torch.device) -> str:
+    """Return what a GPU calls itself; empty for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Return the FLOP/s that MFU is a share of, None where they are not known."""
+    return peak_flops(device_name(device))
+
+
+def step_fields(report: StepReport, steps: int, mfu: float | None = None) -> dict[str, Any]:
     """Return what a step's line shows, in order."""
     fields: dict[str, Any] = {"step": f"{report.step}/{steps}", "loss": f"{report.loss:.4f}"}
     if len(report.losses) > 1:
@@ -116,6 +137,8 @@ def step_fields(report: StepReport, steps: int) -> dict[str, Any]:
         "tokens/s": f"{report.tokens_per_second:,.0f}".replace(",", "_"),
         "ms/step": f"{report.seconds * 1000:.0f}",
     }
+    if mfu is not None:
+        fields["mfu"] = f"{mfu:.1%}"
     if report.expert_load is not None:
         fields["expert_load"] = f"{report.expert_load:.2f}"
     if report.bubble is not None:

@@ -67,6 +67,9 @@ class RunConfig:
     """World size: `--nproc` times `--nnodes` overrides it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs when there are any."""
+    share_device: bool = attrs.field(default=False)
+    """For tests: all ranks of a host compute on its first GPU. What they exchange goes through host memory
+    and gloo; layers stay eager."""
     weights: str | None = path_field(default=None)
     """What to start from in place of random weights: a Hugging Face folder, what `nanotrain convert` wrote,
     a checkpoint or a run folder. `--weights` overrides it; a resumed run has its checkpoint's."""
@@ -94,6 +97,13 @@ class RunConfig:
     GPUs. See docs/performance.md for what stays eager."""
     compile_backend: str = attrs.field(default="inductor", validator=_compile_backend)
     """Who compiles, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
+
+    @share_device.validator
+    def _is_a_gpu(self, field: Any, value: bool) -> None:
+        if value and self.device == "cpu":
+            raise ValueError(
+                'ranks share a GPU, and run.device = "cpu"; leave it out, or set device = "cuda"'
+            )
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.contracts import Data, Model
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
+from nanotrain_core.run.upload import Upload
 
 #: What the core remembers of the data, beside what the component's own ``meta`` returns.
 OWN_KEYS = frozenset({"taken", "tokens", "skipped", "batch_sizes"})
@@ -71,7 +72,8 @@ class DataFeed:
         device: torch.device,
     ) -> None:
         self.data, self.counts = data, model.loss_counts
-        self.batch, self.evaluation, self.shard, self.device = batch, evaluation, shard, device
+        self.batch, self.evaluation, self.shard = batch, evaluation, shard
+        self._upload = Upload(device)
         self.tokens_per_step = batch.sequences * batch.length
         self.bytes_per_token = data.bytes_per_token
         self.taken = 0
@@ -101,7 +103,7 @@ class DataFeed:
     def _split(self, batch: Batch) -> Iterator[Batch]:
         """Yield microbatches of ``batch.microbatch`` rows, on every data-parallel rank as many."""
         count = self.batch.microbatches(self.shard.count)
-        return batch.to(self.device).split(self.batch.microbatch, count)
+        return self._upload(batch).split(self.batch.microbatch, count)
 
     def _take(self) -> Batch:
         """Return this rank's rows of the next global batch: the data read no others."""

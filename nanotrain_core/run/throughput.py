@@ -4,6 +4,25 @@ from __future__ import annotations
 
 import time
 
+#: Dense bfloat16 FLOP/s of GPUs, by what their names hold, the longest first: NVIDIA's data sheets, without
+#: sparsity.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of the GPU of this name, None if it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+
 
 class Throughput:
     """Seconds per step since it was last asked or restarted."""

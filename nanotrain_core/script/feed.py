@@ -13,6 +13,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run import random_state
+from nanotrain_core.run.upload import Upload
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: Yields ``(inputs, targets)`` or :class:`Batch`. Targets stand where they are predicted.
@@ -46,7 +47,7 @@ class LoaderFeed:
     bytes_per_token: float | None = None
 
     def __init__(self, accumulate: int, mesh: Mesh) -> None:
-        self.accumulate, self.mesh = accumulate, mesh
+        self.accumulate, self.mesh, self._upload = accumulate, mesh, Upload(mesh.device)
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
         """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
@@ -107,7 +108,7 @@ class LoaderFeed:
 
     def _batch(self, item: Pair | Batch) -> Batch:
         batch = item if isinstance(item, Batch) else Batch(*item)
-        return batch.to(self.mesh.device)
+        return self._upload(batch)
 
     @property
     def tokens_per_step(self) -> int:

@@ -128,7 +128,9 @@ def rank() -> int:
 
 def make_engine(case: Case, changes: Mapping[str, Any], **options: Any) -> RuntimeEngine:
     """Compose the case's recipe on this rank."""
-    return RuntimeEngine.from_recipe(case.recipe(**changes), registry=case.registry(), rank=rank(), **options)
+    recipe = case.recipe(**changes)
+    device = "cpu" if recipe.run.device == "auto" else recipe.run.device
+    return RuntimeEngine.from_recipe(recipe, registry=case.registry(), rank=rank(), device=device, **options)
 
 
 def make_run(case: Case, changes: Mapping[str, Any]) -> Run:
@@ -210,7 +212,7 @@ class Failing(Monitor):
 
 def copies(blocks: Iterable[Block]) -> list[Block]:
     """Detach live blocks from the run."""
-    return [attrs.evolve(block, tensor=block.tensor.detach().clone()) for block in blocks]
+    return [attrs.evolve(block, tensor=block.tensor.detach().cpu().clone()) for block in blocks]
 
 
 def weights(run: Run) -> list[Block]:

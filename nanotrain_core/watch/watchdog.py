@@ -19,11 +19,14 @@ import time
 from pathlib import Path
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.watch.collectives import keep_collectives
 from nanotrain_core.watch.hang import PATIENCE
 from nanotrain_core.watch.progress import Progress
 
 #: Makes a rank write the stack of every thread, whatever it is doing: the handler is C code.
 DUMP = signal.SIGUSR2
+#: Share of the time that a rank may wait after which it writes down its last collectives.
+KEPT = 0.9
 
 
 class Watchdog(threading.Thread):
@@ -53,15 +56,20 @@ class Watchdog(threading.Thread):
         if self.scratch is not None:
             self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
-        tick, seen, waited, last = 0, -1, 0.0, time.monotonic()
+        tick, seen, waited, last, kept = 0, -1, 0.0, time.monotonic(), -1
         while True:
             tick, now, count = tick + 1, time.monotonic(), self.progress.count
             # A process that was stopped and continued has not waited all that time.
             waited = 0.0 if count != seen else waited + min(now - last, 2 * self.interval)
             seen, last = count, now
+            limit = self.timeout * (PATIENCE if self.progress.slow else 1)
+            if waited > KEPT * limit and kept != count:
+                kept = count
+                with contextlib.suppress(Exception):  # for whoever looks into it; the rank ends without, too
+                    keep_collectives(self.folder, self.rank)
             if self.scratch is not None:
                 self._beat(self.scratch, tick)
-            elif waited > self.timeout * (PATIENCE if self.progress.slow else 1):
+            elif waited > limit:
                 self._give_up()
             if self.done.wait(self.interval):
                 return

@@ -25,7 +25,6 @@ from typing import Protocol, cast
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.api.torch import Compute, Mesh, Routing, dispatch_codec, inverted, ops_of, sort_by_expert
@@ -60,7 +59,7 @@ class Dispatcher:
         """``experts``: E, of the whole layer."""
         self.experts = experts
         self.ep, self.etp = (mesh.size(dim) for dim in ("ep", "etp"))
-        self.ep_group, self.etp_group = mesh.group("ep"), mesh.group("etp")
+        self.ep_group, self.etp_group = mesh.exchange("ep"), mesh.exchange("etp")
         self.etp_rank = mesh.coordinate("etp")
         self.rows = 0
         """M of the last pass."""
@@ -85,13 +84,11 @@ class Dispatcher:
         sent_PL = counts_E.view(self.ep, -1)
         received_PL = sent_PL
         if self.ep_group is not None:
-            received_PL = torch.empty_like(sent_PL)
-            dist.all_to_all_single(received_PL, sent_PL, group=self.ep_group)
+            received_PL = self.ep_group.all_to_all(torch.empty_like(sent_PL), sent_PL)()
         arrivals_QPL = received_PL[None]
         if self.etp_group is not None:
             same_QPL = received_PL.repeat(self.etp, 1, 1)
-            arrivals_QPL = torch.empty_like(same_QPL)
-            dist.all_to_all_single(arrivals_QPL, same_QPL, group=self.etp_group)
+            arrivals_QPL = self.etp_group.all_to_all(torch.empty_like(same_QPL), same_QPL)()
         on_host = torch.cat([sent_PL.sum(1)[None], arrivals_QPL.sum(2)]).tolist()
         sent, arrivals = on_host[0], on_host[1:]
         mine, everyones = arrivals[self.etp_rank], [sum(rows) for rows in arrivals]

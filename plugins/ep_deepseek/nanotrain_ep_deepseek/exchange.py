@@ -9,17 +9,16 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import DispatchCodec
+from nanotrain_core.api.torch import DispatchCodec, Exchange, Pending
 
 
 @attrs.define(frozen=True)
 class Route:
     """How many rows this rank sends to each rank of a group, and gets from it, in the group's order."""
 
-    group: dist.ProcessGroup
+    group: Exchange
     sent: list[int]
     received: list[int]
 
@@ -35,25 +34,23 @@ class Route:
         """Send rows and go on."""
         wire = (rows if codec is None else codec.encode(rows)).contiguous()
         coming = wire.new_empty(sum(self.received), *wire.shape[1:])
-        work = dist.all_to_all_single(coming, wire, self.received, self.sent, group=self.group, async_op=True)
-        return Sent(work, wire, coming, codec, rows.shape[1], rows.dtype)
+        pending = self.group.all_to_all(coming, wire, self.received, self.sent, async_op=True)
+        return Sent(pending, codec, rows.shape[1], rows.dtype)
 
 
 @attrs.define(frozen=True, eq=False)
 class Sent:
-    """An all-to-all under way, and what it reads and writes."""
+    """An all-to-all under way."""
 
-    work: Any
-    wire: torch.Tensor
-    coming: torch.Tensor
+    pending: Pending
     codec: DispatchCodec | None
     width: int
     dtype: torch.dtype
 
     def arrived(self) -> torch.Tensor:
         """Wait; return the rows received, grouped by source."""
-        self.work.wait()
-        return self.coming if self.codec is None else self.codec.decode(self.coming, self.width, self.dtype)
+        coming = self.pending()
+        return coming if self.codec is None else self.codec.decode(coming, self.width, self.dtype)
 
 
 class Flight:

@@ -19,6 +19,7 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quan
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECIPES = [
     Recipe(),

@@ -1,0 +1,1 @@
+"""One command for one GPU: equality, tests, speed and memory, each in a process of its own."""

@@ -1,0 +1,37 @@
+"""Batches on their way to the device, beside what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanotrain_core.batch import Batch
+
+
+class Upload:
+    """Copies batches to one device.
+
+    On a GPU through pinned memory, on a stream of its own. The host is ahead of the device: while that still
+    computes the last step, the next one's tokens are copied, and no stream waits for more than them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return ``batch`` on the device: there for whatever the current stream computes from now on."""
+        tensors = [each for each in (batch.tokens, batch.targets) if each is not None]
+        if self.device.type != "cuda" or any(each.device.type != "cpu" for each in tensors):
+            return batch.to(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            moved = batch.pinned().to(self.device)
+        now = torch.cuda.current_stream(self.device)
+        now.wait_stream(self._stream)
+        for each in (moved.tokens, moved.targets):
+            if each is not None:
+                each.record_stream(now)  # its memory is not given out again before that has used it
+        return moved

@@ -1,0 +1,23 @@
+"""What NCCL's flight recorder remembers of a rank that hangs: its last collectives, for ``torchfrtrace``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Of the run folder: a file for each rank.
+DUMPS = "collectives"
+
+
+def keep_collectives(folder: Path, rank: int) -> None:
+    """Write them where torch does when a collective times out; nothing where NCCL is not what exchanges."""
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace", None)
+    if dump is None or not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    path = folder / DUMPS / f"rank-{rank}"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(dump())
+    temporary.replace(path)

@@ -1,0 +1,446 @@
+"""The benchmark of a GPU, where there is none: whatever a part does, the others are measured and told of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
+
+from benchmarks.__main__ import main
+from benchmarks.gpu import bars, command, fp8_kernels, gpu_tests, only_gpu_tests, races, turns
+from benchmarks.gpu.contenders import Trainer
+from benchmarks.gpu.fp8_kernels import TINY, agreement
+from benchmarks.gpu.parts import Part, machine
+from benchmarks.gpu.plain import Loop, NanoGPT, model_of
+from benchmarks.gpu.profile import summarise
+from benchmarks.gpu.race import Measured, Runner
+from benchmarks.gpu.records import Recorder, read
+from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.side import Ready, Turn, rest, take_turn
+from benchmarks.optimizer import HOST, times, wall_time
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.run.throughput import peak_flops
+
+ROOT = Path(__file__).parents[1]
+
+
+def parts(*names):
+    return tuple(Part(name, name, f"gpu_parts:{name}", 0, 3 if name == "hangs" else 60) for name in names)
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def test_whatever_a_part_does_the_others_are_measured_and_told_of(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "MACHINE", parts("machine")[0])
+    late = Part("late", "late", "gpu_parts:well", 1e6, 1e6)
+    names = ("raises", "killed", "hangs", "partly", "well", "misses")
+    monkeypatch.setattr(command, "PARTS", (*parts(*names), late))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n")
+    code = main(["gpu", "--folder", str(tmp_path / "out"), "--markdown", str(page)])
+    assert code == 1
+    found = json.loads((tmp_path / "out/result.json").read_text())
+    ends = {part["name"]: (part["ran"], part["ended"]) for part in found["parts"]}
+    assert ends == {
+        "raises": (True, "ended with exit code 1"),
+        "killed": (True, "ended with SIGKILL"),
+        "hangs": (True, "was ended after its 3 s"),
+        "partly": (True, ""),
+        "well": (True, ""),
+        "misses": (True, ""),
+        "late": (False, ends["late"][1]),
+    }
+    assert ends["late"][1].startswith("no time: 5")
+    rows = [record["cells"] for part in found["parts"] for record in part["records"] if "cells" in record]
+    assert [row["ours"] for row in rows] == ["4", "5", "6", "3", "2"]
+    logs = {part["name"]: part["log"] for part in found["parts"]}
+    assert logs["raises"].endswith("RuntimeError: out of memory")
+    assert "in hangs" in logs["hangs"]  # where it was
+    measured = {row["bar"]: (row["measured"], row["passed"]) for row in found["bars"]}
+    assert measured[bars.BARS["llama"].name] == ("1.06", True)
+    assert measured[bars.BARS["memory"].name] == ("1.01", False)
+    assert measured[bars.BARS["gpt2"].name] == ("not run: first: ValueError: line 1", None)
+    assert measured[bars.BARS["wide"].name] == ("not run: part wide was not asked for", None)
+    assert len(measured) == len(bars.BARS)
+    text = page.read_text()
+    assert text.strip() == f"<!-- gpu: begin -->\n{capsys.readouterr().out.strip()}\n<!-- gpu: end -->"
+    assert "- first:\n      ValueError: line 1\n      wrong size" in text
+
+
+def test_all_that_passes_ends_with_0_and_no_device_with_a_line(tmp_path, monkeypatch, capsys):
+    words = ["gpu", "--folder", str(tmp_path)]
+    monkeypatch.setattr(command, "MACHINE", parts("machine")[0])
+    monkeypatch.setattr(command, "PARTS", parts("well"))
+    assert main(words) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(command, "MACHINE", parts("no_machine")[0])
+    assert main(words) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()[-1]) == ("", "gpu cannot run: there is no GPU")
+
+
+def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypatch, capsys):
+    words = ["gpu", "--folder", str(tmp_path)]
+    monkeypatch.setattr(command, "MACHINE", parts("machine")[0])
+    late = Part("partly", "", "gpu_parts:misses", 1e6, 60)
+    monkeypatch.setattr(command, "PARTS", (*parts("well", "raises"), late))
+    assert main(words) == 1
+    again = Part("well", "", "gpu_parts:killed", 0, 60)  # which is not run a second time
+    monkeypatch.setattr(command, "PARTS", (again, *parts("raises", "partly")))
+    assert main([*words, "--missing"]) == 1
+    found = json.loads((tmp_path / "result.json").read_text())
+    ends = [(part["name"], part["ran"], part["ended"]) for part in found["parts"]]
+    assert ends == [("well", True, ""), ("raises", True, "ended with exit code 1"), ("partly", True, "")]
+    monkeypatch.setattr(command, "commit", lambda: "another")
+    assert main([*words, "--missing"]) == 1
+    assert "this is another: give another --folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lama"], "no part named lama; there are equality, "),
+        (["--nanogpt", "."], "--nanogpt . has no model.py: it is no clone of nanoGPT"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_runs(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main(["gpu", *words])
+    assert end.value.code != 0
+    assert said in capsys.readouterr().err
+
+
+def test_a_record_that_was_cut_off_is_left_out(tmp_path):
+    file = tmp_path / "records"
+    Recorder(file).bar("llama", 1.0)
+    with file.open("a") as lines:
+        lines.write('{"kind": "bar", "ba')
+    assert [record["bar"] for record in read(file)] == ["llama"]
+
+
+def test_bars_are_the_right_way_round():
+    records = [{"kind": "bar", "bar": name, "value": 1.0} for name in ("memory", "fp8-wide", "gpt2")]
+    rows = dict(zip(bars.BARS, bars.rows(records, {}), strict=True))
+    assert [rows[name][1] for name in ("memory", "fp8-wide", "gpt2", "llama")] == [True, False, True, None]
+
+
+@pytest.mark.full
+def test_everything_runs_on_a_cpu_in_tiny_sizes(tmp_path, nano_gpt):
+    """What a person with a GPU runs, every line of it that a CPU can."""
+    words = ["gpu", "--smoke", "--profile", "--nanogpt", str(nano_gpt), "--folder", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    log = (tmp_path / "out/log.txt").read_text()
+    assert done.returncode == 0, done.stdout + log[-4000:]
+    found = json.loads((tmp_path / "out/result.json").read_text())
+    assert [part["ended"] for part in found["parts"]] == [""] * len(command.PARTS)
+    missing = {record["why"] for part in found["parts"] for record in part["records"] if "why" in record}
+    assert all("not installed" in why or "this version has no" in why or "GPU" in why for why in missing)
+    sides = {record["cells"]["side"] for part in found["parts"] for record in part["records"]
+             if record.get("table") == "training steps"}  # fmt: skip
+    assert {"ours, bf16", "ours, FP8", "PyTorch, compiled whole", "nanoGPT, compiled"} <= sides
+    profile = (tmp_path / "out/llama-0-96b-ours-bf16.txt").read_text()
+    assert "first to last kernel" in profile
+    assert (tmp_path / "out/llama-0-96b-ours-bf16.json.gz").stat().st_size > 1000
+
+
+# --- its parts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nano_gpt(tmp_path):
+    """A clone's ``model.py`` in small: what it is called with, and what it returns."""
+    code = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, idx, targets=None):
+        logits = self.lm_head(self.wte(idx))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+"""
+    folder = tmp_path / "nanoGPT"
+    folder.mkdir()
+    (folder / "model.py").write_text(code)
+    return folder
+
+
+def test_nanogpt_is_given_our_sizes_and_its_own_padding(nano_gpt, monkeypatch):
+    monkeypatch.syspath_prepend(str(nano_gpt))
+    from importlib import import_module
+
+    settings = Settings(smoke=True, records=Path("unused"), nanogpt=nano_gpt)
+    peer = next(each for each in races.gpt2(settings).others if each.who == "nanogpt")
+    recipe = attrs.evolve(peer, overrides=(*peer.overrides, "model.vocab=130")).load()
+    found = NanoGPT(import_module("model"), recipe).model.config
+    sys.modules.pop("model")
+    assert (found.n_layer, found.n_head, found.n_embd, found.block_size) == (2, 2, 128, 16)
+    assert (found.vocab_size, found.bias, found.dropout) == (192, True, 0.0)
+
+
+def test_gpt2_in_plain_pytorch_follows_the_losses_of_ours_from_the_same_weights():
+    settings = Settings(smoke=True, records=Path("unused"))
+    mine = races.gpt2(settings).ours
+    recipe = attrs.evolve(
+        mine, overrides=(*mine.overrides, 'precision.use="fp32"', "run.compile=false")
+    ).load()
+    engine = RuntimeEngine.from_recipe(recipe)
+    peer = model_of(recipe)
+    peer.model.load_state_dict(as_plain(engine.run.stages[0].state_dict()))
+    loop = Loop(peer, recipe, "cpu")
+    engine.fit(steps=3)
+    with torch.autocast("cpu", enabled=False):
+        loop.loss = without_autocast(loop.loss)
+        loop.advance(3)
+    expected = as_plain(engine.run.stages[0].state_dict())
+    for name, weight in peer.model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=3e-5)
+
+
+def without_autocast(loss):
+    def call(*batch):
+        with torch.autocast("cpu", enabled=False):
+            return loss(*batch)
+
+    return call
+
+
+def as_plain(state):
+    """Return our GPT-2's weights under the peer's names: q, k and v in one, the embedding twice."""
+    found = {"head.weight": state["embed.weight"]}
+    for name, weight in state.items():
+        if ".attn." not in name:
+            found[name.replace(".ffn.", ".")] = weight
+        elif ".attn.o." in name:
+            found[name.replace(".attn.o.", ".out.")] = weight
+        elif ".attn.q." in name:
+            three = [state[name.replace(".q.", f".{each}.")] for each in "qkv"]
+            found[name.replace(".attn.q.", ".qkv.")] = torch.cat(three)
+    return {name: weight.clone() for name, weight in found.items()}
+
+
+def test_every_contender_of_every_race_has_a_recipe_of_one_rank():
+    for smoke in (True, False):
+        settings = Settings(smoke=smoke, records=Path("unused"))
+        for race in (
+            getattr(races, name)(settings) for name in ("llama", "wide", "gpt2", "deepseek", "host")
+        ):
+            for each in (race.ours, *race.others):
+                if not each.needs:
+                    assert each.load().run.ranks == 1
+                assert {*each.bars} <= {*bars.BARS}
+
+
+def test_as_many_sides_live_at_once_as_the_device_holds():
+    settings = Settings(records=Path("unused"))
+    found = {
+        race.model: (race.together(80), race.together(141), race.at_once(80, 0), race.at_once(141, 1))
+        for race in (races.llama(settings), races.wide(settings), races.deepseek(settings))
+    }
+    assert found == {
+        "Llama 0.96B": (2, 6, 1, 2),
+        "Llama 1.5B wide": (2, 4, 1, 2),
+        "DeepSeek 2.3B slice": (1, 2, 1, 1),
+    }
+
+
+def test_ratios_are_of_each_round_and_bars_of_what_they_are_named(tmp_path):
+    """Ours 100 tokens/s and 90; FP8 twice as fast, a peer of twice the memory half as fast."""
+    settings = Settings(records=tmp_path / "records", device_name="NVIDIA H100 80GB HBM3")
+    runner = Runner(races.wide(settings), settings)
+    peer, narrow = runner.race.others[:2]
+    seconds = {runner.race.ours.name: [1.0, 1.1], peer.name: [2.0, 2.2], narrow.name: [0.5, 0.55]}
+
+    def side(contender):
+        left, memory = iter(seconds[contender.name]), 20 if contender is peer else 10
+        turn = lambda steps, limit: Turn(next(left), 0.1, memory, memory)  # noqa: E731
+        alive = SimpleNamespace(is_alive=lambda: True)
+        ready = Ready(100, 1000, 989e12 / 200, 1.0, 1.0)
+        measured = Measured(attrs.evolve(contender, memory_bar="memory" if contender is peer else ""), ready)
+        return SimpleNamespace(turn=turn, process=alive, close=lambda: None), measured
+
+    runner.rounds = 2
+    ours, mine = side(runner.race.ours)
+    runner._group(ours, mine, [side(peer), side(narrow)], first=True)
+    records = read(settings.records)
+    assert {each["bar"]: each["value"] for each in records if each["kind"] == "bar"} == pytest.approx(
+        {"wide": 2.0, "memory": 0.5, "fp8-wide": 2.0}
+    )
+    rows = [each["cells"] for each in records if each["kind"] == "row"]
+    assert [row["ours / it"] for row in rows] == ["", "2.00", "0.50"]
+    assert rows[0]["MFU"] == "47.6%"  # of the median of 1.05 s
+
+
+def test_tests_of_a_gpu_are_found_run_and_counted(tmp_path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n")
+    (folder / "test_plain.py").write_text("def test_plain():\n    raise AssertionError\n")
+    (folder / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.gpu\ndef test_passes():\n    pass\n"
+        "@pytest.mark.gpu\ndef test_fails():\n    assert 1 == 2\n"
+        "@pytest.mark.skipif(True, reason='there is no GPU')\ndef test_waits():\n    pass\n"
+        "def test_of_a_cpu():\n    raise AssertionError\n"
+    )
+    (folder / "test_broken.py").write_text("import no_such_module  # torch.cuda.is_available()\n")
+    assert only_gpu_tests.files(tmp_path) == [folder / "test_broken.py", folder / "test_some.py"]
+    settings = Settings(smoke=True, records=tmp_path / "records")
+    gpu_tests.run(settings, tmp_path)
+    records = [each for each in read(settings.records) if each["kind"] != "data"]
+    broken, problem = (each for each in records if each["kind"] == "problem")
+    assert broken["name"] == "tests/test_broken.py"
+    assert "No module named 'no_such_module'" in broken["text"]
+    assert problem["name"] == "tests/test_some.py::test_fails"
+    assert "assert 1 == 2" in problem["text"]
+    _, row = (each for each in records if each["kind"] == "row")
+    assert row["cells"] == {"file": "tests/test_some.py", "passed": 1, "failed": 1, "skipped": 1}
+    assert row["passed"] is False
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Stand in for torch.cuda as far as the benchmark uses it; return the calls that were made."""
+    calls, clock = [], iter(range(10, 1000, 6))
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = next(clock)
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+        def elapsed_time(self, other):
+            return float(other.time - self.time)
+
+    found = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150e9, multi_processor_count=132, major=9, minor=0
+    )
+    stand = {
+        "Event": Event,
+        "is_available": lambda: True,
+        "get_device_properties": lambda device: found,
+        "synchronize": lambda device=None: calls.append("synchronize"),
+        "reset_peak_memory_stats": lambda: calls.append("reset"),
+        "max_memory_allocated": lambda: 7,
+        "max_memory_reserved": lambda: 8,
+        "empty_cache": lambda: calls.append("empty"),
+    }
+    for name, value in stand.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return calls
+
+
+def test_a_turn_on_a_gpu_is_timed_to_its_end_after_a_step_that_is_not(cuda):
+    trainer = Trainer(lambda steps: cuda.append(f"{steps} steps"), 1, 1)
+    turn = take_turn(trainer, "cuda", steps=4)
+    rest("cuda")
+    assert cuda == ["1 steps", "synchronize", "reset", "4 steps", "synchronize", "empty"]
+    assert (turn.peak, turn.reserved) == (7, 8)
+    assert turn.seconds >= turn.host
+
+
+def test_calls_on_a_gpu_are_timed_by_its_clock(cuda):
+    assert turns.seconds(lambda: cuda.append("call"), 3) == pytest.approx(6e-3 / 3)
+    assert cuda == ["call", "call", "call", "synchronize"]
+
+
+def test_the_machine_is_told(cuda, tmp_path):
+    settings = Settings(records=tmp_path / "records")
+    machine(settings)
+    (found,) = read(settings.records)
+    assert found["value"]["device"] == "NVIDIA H200"
+    assert found["value"]["memory GB"] == 150
+    assert found["value"]["torch"] == torch.__version__
+
+
+def test_without_a_device_the_machine_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    machine(Settings(records=tmp_path / "records"))
+    (found,) = read(tmp_path / "records")
+    assert found["name"] == "refusal"
+    assert found["value"] == f"it needs a CUDA device, and torch {torch.__version__} finds none"
+
+
+def test_sides_alternate_after_warming_up(monkeypatch):
+    called = []
+    monkeypatch.setattr(turns, "seconds", lambda call, calls, device: (call(), float(len(called)))[1])
+    raced = turns.turns(lambda: called.append("ours"), lambda: called.append("theirs"), rounds=3)
+    assert called[6:] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert (raced.ours, raced.theirs) == ([7.0, 10.0, 11.0], [8.0, 9.0, 12.0])
+    assert raced.ratios == [8 / 7, 0.9, 12 / 11]
+
+
+def test_a_product_beyond_its_bound_fails(monkeypatch):
+    """The torch backend's place is taken by products of which one element is wrong."""
+
+    class Wrong(EmulatedFP8):
+        def dgrad(self, d_y_MN, weight_NK):
+            d_x = super().dgrad(d_y_MN, weight_NK)
+            d_x[3, 5] *= 1.5
+            return d_x
+
+    kinds = {"emulated": EmulatedFP8, "torch": Wrong}
+    backends = {name: SimpleNamespace(make=kind) for name, kind in kinds.items()}
+    monkeypatch.setattr(fp8_kernels, "BACKENDS", backends)
+    found = dict(agreement(attrs.evolve(TINY, compared=(96, 160, 72, 4)), "torch"))
+    wrong = {"torch, one weight, dx", "torch, experts, dx"}
+    assert {name for name, share in found.items() if share > 1} == wrong
+    assert max(share for name, share in found.items() if name not in wrong) == 0
+
+
+def test_kernels_that_overlap_are_busy_once_and_gaps_are_not():
+    ran = [("a", 0.0, 1000.0), ("b", 500.0, 2000.0), ("a", 3000.0, 4000.0), ("c", 3200.0, 3300.0)]
+    found = summarise(ran)
+    assert (found.span, found.busy) == (4.0, 0.75)
+    assert found.kernels == [("a", 2.0, 2), ("b", 1.5, 1), ("c", 0.1, 1)]
+    assert summarise([]).busy == 0
+
+
+def test_an_optimizer_on_a_device_is_timed_to_its_end():
+    ours, theirs = times("bf16", attrs.evolve(HOST, parameters=4), 2, lambda p, step: wall_time(p, step, 3))
+    assert len(ours) == len(theirs) == 2
+    assert min(*ours, *theirs) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Some GPU", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name(name, peak):
+    assert peak_flops(name) == peak

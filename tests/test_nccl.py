@@ -1,0 +1,135 @@
+"""What is asked of NCCL, and of torch on GPUs, as far as a machine without a GPU can tell."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.launch import worker
+from nanotrain_core.launch.cuda import record_collectives, set_allocator
+from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.recipe import load_recipe
+from nanotrain_core.watch import watchdog
+from nanotrain_core.watch.collectives import keep_collectives
+from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.watchdog import Watchdog
+
+TIMEOUT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Stand in for the parts of torch that a build for CPUs lacks; return the calls that were made."""
+    calls = []
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    for name in ("new_group", "init_process_group", "barrier"):
+        monkeypatch.setattr(dist, name, lambda *args, _name=name, **named: calls.append((_name, args, named)))
+    return calls
+
+
+class Options:
+    def __init__(self, *, is_high_priority_stream):
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+def test_groups_of_a_mesh_are_connected_at_once_on_streams_of_high_priority(nccl):
+    layout = Layout({"dense": View(("dp", "tp"), (2, 2))})
+    Mesh(layout, rank=2, device=torch.device("cuda", 1), timeout=TIMEOUT)
+    made = [named for name, _, named in nccl if name == "new_group" and "device_id" in named]
+    assert [(named["group_desc"], named["device_id"]) for named in made] == [
+        ("dp", torch.device("cuda", 1)),
+        ("tp", torch.device("cuda", 1)),
+    ]
+    for named in made:
+        assert named["pg_options"].is_high_priority_stream
+        assert named["pg_options"]._timeout == named["timeout"] == TIMEOUT  # torch warns if they differ
+
+
+def test_groups_of_gloo_are_asked_for_nothing_of_that(nccl, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
+    layout = Layout({"dense": View(("dp", "tp"), (2, 2))})
+    for device in ("cpu", "cuda:0"):
+        Mesh(layout, rank=0, device=device, timeout=TIMEOUT)
+    assert len(nccl) == 4
+    assert not any({"device_id", "pg_options"} & named.keys() for _, _, named in nccl)
+
+
+@pytest.mark.parametrize(("shared", "backend"), [("false", "nccl"), ("true", "gloo")])
+def test_the_world_is_connected_by_a_barrier_and_splits_no_group(
+    shared, backend, nccl, monkeypatch, tmp_path
+):
+    """With a ``device_id`` torch would split groups from the world, for which it takes all of its ranks."""
+    monkeypatch.setattr(worker, "agree", lambda *args: None)
+    monkeypatch.setattr(worker, "record_collectives", lambda folder: nccl.append(("record", (folder,), {})))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    changes = ["run.device=cuda", f"run.share_device={shared}", "run.timeout=60", "run.hang_timeout=30"]
+    recipe = load_recipe("laptop.toml", overrides=changes, ranks=2)
+    job = worker.Job(recipe="laptop.toml", scratch=str(tmp_path), one_host=True, claimed=str(tmp_path))
+    registry = SimpleNamespace(versions=dict)
+    worker.join(job, Ranks(0, 2, 0, 2), recipe, torch.device("cuda", 0), registry)
+    made = {name: (args, named) for name, args, named in nccl}
+    assert made["init_process_group"][0] == (backend,)
+    assert "device_id" not in made["init_process_group"][1]
+    if shared == "true":
+        assert list(made) == ["init_process_group"]
+        return
+    assert list(made) == [
+        "record",
+        "init_process_group",
+        "barrier",
+    ]  # NCCL reads how much to remember as it begins
+    assert made["init_process_group"][1]["pg_options"].is_high_priority_stream
+    assert made["barrier"][1] == {"device_ids": [0]}
+
+
+def test_the_flight_recorder_is_on_and_writes_into_the_run_folder(tmp_path):
+    found = {}
+    record_collectives(None, found)
+    assert found == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    record_collectives(tmp_path, found)
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "collectives" / "rank-")
+    assert (tmp_path / "collectives").is_dir()
+
+
+def test_what_the_user_has_set_stays_under_its_old_name_too(tmp_path):
+    users = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+    }
+    found = dict(users)
+    record_collectives(tmp_path, found)
+    set_allocator(found)
+    assert found == users
+
+
+def test_the_allocator_extends_its_segments():
+    found = {}
+    set_allocator(found)
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_a_rank_that_hangs_keeps_its_last_collectives_before_it_is_ended(tmp_path, monkeypatch):
+    from torch._C import _distributed_c10d as c10d
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: b"all-reduce 7", raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
+    keep_collectives(tmp_path, 3)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    order = []
+    monkeypatch.setattr(Watchdog, "_give_up", lambda self: order.append(sorted(tmp_path.rglob("rank-*"))))
+    watch = Watchdog(Progress(), 3, timeout=0.02, folder=tmp_path, scratch=None)
+    while not order:
+        watch.done.wait(0.01)
+    watch.stop()
+    assert order[0] == [tmp_path / "collectives" / "rank-3"]
+    assert order[0][0].read_bytes() == b"all-reduce 7"
+    assert watchdog.KEPT < 1
