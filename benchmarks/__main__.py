@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import bubble, kernels, mesh, moe, narrow, optimizer, originals, startup
+from benchmarks import bubble, kernels, mesh, moe, monitors, narrow, optimizer, originals, startup
 from benchmarks.cases import ALONE, CASES, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
@@ -21,6 +21,7 @@ NAMES = (
     *originals.NAMES,
     "kernels",
     "moe",
+    "monitors",
     "optimizer",
     "fp8",
     "fp4",
@@ -86,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measured.append(alone(case, engine, rounds=args.rounds, steps=args.steps))
     measured += kernels.measure(rounds=args.rounds * args.steps) if "kernels" in names else []
     measured += moe.measure(rounds=args.rounds) if "moe" in names else []
+    measured += monitors.measure(rounds=args.rounds) if "monitors" in names else []
     measured += optimizer.measure(rounds=args.rounds) if "optimizer" in names else []
     measured += narrow.measure(rounds=args.rounds, steps=args.steps) if "fp8" in names else []
     measured += narrow.measure_packed(rounds=args.rounds, steps=args.steps) if "fp4" in names else []

@@ -13,6 +13,7 @@ import attrs
 
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 from nanotrain_core.layout.roles import Role
+from nanotrain_core.metrics.declared import Metric
 
 if TYPE_CHECKING:
     from nanotrain_core.errors import Problem
@@ -80,6 +81,14 @@ def _words(value: Iterable[str]) -> frozenset[str]:
     return frozenset(value)
 
 
+def _metrics(value: Iterable[Metric]) -> tuple[Metric, ...]:
+    found = tuple(value)
+    for each in found:
+        if not isinstance(each, Metric):
+            raise PluginError(f"metrics of a component are Metric objects, got {each!r}")
+    return found
+
+
 @attrs.define(frozen=True, kw_only=True, eq=False)
 class Component:
     """What a plugin tells the registry about one component. Nothing here imports torch."""
@@ -108,6 +117,9 @@ class Component:
     stays_eager: EagerRule | None = None
     """Says what of a run must not be compiled on this component's account, which has the arguments of
     ``check``. Must not import torch: ``nanotrain check --explain`` tells it."""
+
+    metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
+    """What a monitor publishes: ``nanotrain metrics`` lists it, and sinks are told unit, group and rule."""
 
     hf: str | None = None
     """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: what its parameters

@@ -114,7 +114,7 @@ def compose(
     schedule: Schedule = build(recipe.schedule)
     checkpoint: Checkpoint = build(recipe.checkpoint)
     data: Data = build(recipe.data)
-    monitors: list[Monitor] = [build(selection) for selection in recipe.monitor]
+    monitors = [_monitor(selection, registry) for selection in recipe.monitor]
 
     data.open(length=recipe.batch.length, seed=recipe.run.seed)
     _check_vocabulary(data, model, recipe)
@@ -200,6 +200,13 @@ def compose(
             *compiled,
         ),
     )
+
+
+def _monitor(selection: Selection, registry: Registry) -> Monitor:
+    """Build a monitor, which knows what its component declares."""
+    monitor: Monitor = registry.build(selection)
+    monitor.declared = registry.get("monitor", selection.use).metrics or monitor.declared
+    return monitor
 
 
 def pipeline(mesh: Mesh) -> tuple[int, int]:

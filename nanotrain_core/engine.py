@@ -19,7 +19,6 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     Monitor,
-    StepReport,
     StepStats,
     TrainState,
     UpdateReport,
@@ -36,13 +35,16 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
 from nanotrain_core.run.divergence import SkippedSteps, expect_finite
 from nanotrain_core.run.events import Events
-from nanotrain_core.run.global_metrics import agree_now, bubble, expert_load, sum_over_data
+from nanotrain_core.run.global_metrics import agree_now, sum_over_data
+from nanotrain_core.run.log import LogFile
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.rollback import become, roll_back
 from nanotrain_core.run.run_info import run_info
+from nanotrain_core.run.step_report import tell_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.told import Reading, Told
+from nanotrain_core.run.watching import Watching
 from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -144,6 +146,12 @@ class RuntimeEngine:
             val_loader: a script's validation batches.
             steps: in all; a script must give it, a recipe has it.
         """
+        with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step) as kept:
+            return self._fit(train_loader, val_loader, steps, kept)
+
+    def _fit(
+        self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None, kept: LogFile | None
+    ) -> EndReport:
         self.run.feed.use(train_loader, val_loader)
         self.steps = steps or self.steps
         self.stop.clear()
@@ -156,20 +164,29 @@ class RuntimeEngine:
         checkpoint = self.run.checkpoint if self.folder else None
         self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
         self.skipped = SkippedSteps(self.saves)
+        self.watching = Watching(self.run, self.events)
         self._restore()
         self._first = self.step
         info = run_info(self)
         self.pace.restart(self.step)
-        self.events.start(info)
+        if kept is not None:
+            kept.begin()
+        log.record("info", "run begins", name=self.run.name, steps=self.steps, ranks=info.world_size)
+        self.events.start(info, self.watching.board, self.watching.together)
         try:
             with self.stop.on_signals():
                 self._loop()
-        except BaseException:
+        except BaseException as problem:
+            log.record("error", "run failed", error=repr(problem))
             self.events.end(self._end("failed"))
             raise
+        for found in self.watching.board.rest():
+            self.events.metrics(found)
+        self.watching.taps.remove()
         self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
+        log.record("info", "run ends", reason=report.reason)
         return report
 
     def _loop(self) -> None:
@@ -186,7 +203,7 @@ class RuntimeEngine:
             logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
             if logged or self.events.every_step:
                 self.note("monitors")
-                self._report(losses, counts, stats, lr, logged=logged)
+                tell_step(self, losses, counts, stats, lr=lr, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
@@ -226,11 +243,16 @@ class RuntimeEngine:
         counts, stop_flags = self._global_counts(microbatches)
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
-        losses = self.executor.run(run.actions, microbatches, factors)
+        logged = (self.step + 1) % run.log_every == 0 or self.step + 1 == self.steps
+        with self.watching.taps.looking(logged):
+            losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
-        self.events.before_update(UpdateReport(self.step + 1, scale, run.gradients, run.mesh, self._trained))
+        update = UpdateReport(
+            self.step + 1, scale, logged, run.gradients, self.watching.mesh, names=self._trained
+        )
+        self.events.before_update(update)
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)
@@ -238,6 +260,8 @@ class RuntimeEngine:
         run.gradients.zero()
         self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
+        update.loads.update(self.loads)
+        self.events.after_update(update)
         self._learn(told)
         return losses, counts, stats
 
@@ -264,31 +288,6 @@ class RuntimeEngine:
         return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), stop_flags
 
     # --- what happens between steps -----------------------------------------------------------
-
-    def _report(self, losses: Losses, counts: Losses, stats: StepStats, lr: float, *, logged: bool) -> None:
-        """Tell monitors about the step just done."""
-        run, names = self.run, list(self.run.loss_weights)
-        nothing = torch.zeros((), device=run.mesh.device)
-        sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
-        means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
-        seconds = self.pace.seconds_per_step(self.step, restart=logged)
-        self.events.step(
-            StepReport(
-                step=self.step,
-                loss=sum(run.loss_weights[name] * value for name, value in means.items()),
-                losses=means,
-                grad_norm=stats.grad_norm.item(),
-                lr=lr,
-                tokens=run.feed.tokens,
-                tokens_per_second=run.feed.tokens_per_step / seconds,
-                seconds=seconds,
-                loss_scale=run.loss_scale.value,
-                skipped=bool(stats.skipped),
-                expert_load=expert_load(self.loads.values(), run.mesh) if run.has_routers else None,
-                bubble=bubble(self.executor.idle, run.owners, run.mesh),
-            ),
-            logged=logged,
-        )
 
     @torch.no_grad()
     def _evaluate(self) -> None:

@@ -22,6 +22,7 @@ from nanotrain_core.data.synthetic import Synthetic
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.metrics.declared import Metric
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.sgd import SGD
@@ -292,6 +293,25 @@ class ChangesGradients(DrawsNumbers):
         self.placed[0].parameter.grad.mul_(1.5)
 
 
+class PublishesAnything(DrawsNumbers):
+    """Publishes a name that it does not declare."""
+
+    on_step = Monitor.on_step
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_before_update(self, update):
+        self.metrics.scalar("ratio", 1.0)
+
+
+class WaitsToPublish(PublishesAnything):
+    """Reads the device's number before it publishes it."""
+
+    def on_before_update(self, update):
+        self.metrics.scalar("size", sum(g.tensor.abs().sum().item() for g in update.gradients()))
+
+
 class DrawsBeforeSaving(DrawsNumbers):
     on_step = Monitor.on_step
 
@@ -382,8 +402,10 @@ def nanotrain_register_optimizer(register):
 
 @hookimpl
 def nanotrain_register_monitor(register):
-    for cls in (DrawsNumbers, DrawsBeforeSaving, ChangesGradients, ForgetsByItself):
+    for cls in (DrawsNumbers, DrawsBeforeSaving, ChangesGradients, ForgetsByItself, PublishesAnything):
         register(twin(cls))
+    size = Metric(name="size", unit="1", group="gradients", summary="sum of magnitudes", reduce="sum")
+    register(attrs.evolve(twin(WaitsToPublish), metrics=[size]))
 
 
 @hookimpl

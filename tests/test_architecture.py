@@ -18,13 +18,14 @@ LEVELS = (
         "vocabulary",
         "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover compile "
         "checkpoint.info checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout "
-        "layout.ranges layout.roles moe moe.grouped_mm models models.cross_entropy models.feed_forward "
+        "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.report moe moe.grouped_mm "
+        "models models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
         "run.throughput run.upload",
     ),
-    ("placement, mesh and matrix products", "layout.* moe.* optim.grad_norm precision.*"),
+    ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
         "contracts.* builtin.configs component hookspecs recipe.frozen recipe.locate recipe.tree "
@@ -34,7 +35,7 @@ LEVELS = (
         "mechanisms",
         "checkpoint.safetensors_files checkpoint.saver layout.initialisation optim.lr_schedule "
         "pipeline.executor pipeline.p2p pipeline.simulator run.events run.feed run.folder "
-        "run.global_metrics",
+        "run.global_metrics run.together",
     ),
     ("recipe and registry", "recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager"),
     (
@@ -167,27 +168,28 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 920,
-    "api": 345,
+    "api": 355,
     "builtin": 420,
     "checkpoint": 670,
-    "cli": 980,
+    "cli": 1030,
     "compile": 350,
-    "contracts": 500,
+    "contracts": 520,
     "data": 480,
     "hf": 810,
-    "launch": 815,
+    "launch": 825,
     "layout": 950,
     "models": 560,
     "moe": 290,
-    "monitors": 440,
+    "metrics": 740,
+    "monitors": 460,
     "optim": 510,
     "pipeline": 570,
     "precision": 580,
     "recipe": 1307,
     "registry": 530,
-    "run": 790,
-    "script": 490,
-    "watch": 240,
+    "run": 1220,
+    "script": 500,
+    "watch": 250,
 }
 
 

@@ -44,6 +44,15 @@ DENSE, ROUTED = (
     )
 )
 
+#: What trains with a monitor whose every exception counts.
+STRICT_RUNS = {
+    "changes_nothing",
+    "works_without_a_folder",
+    "what_it_remembers_comes_back",
+    "publishes_what_it_declares",
+    "publishing_waits_for_nothing",
+}
+
 SUMMED = {"parallel": [{"use": "summed"}]}
 
 FAULTS = [
@@ -163,6 +172,8 @@ FAULTS = [
     ),
     (Case("checkpoint", use="lists_bare_hashes", plugins=CHECKPOINTS), {"listing_shows_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
+    (Case("monitor", use="publishes_anything", plugins=TWINS), STRICT_RUNS),
+    (Case("monitor", use="waits_to_publish", plugins=TWINS), {"publishing_waits_for_nothing"}),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),
     (

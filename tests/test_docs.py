@@ -12,8 +12,10 @@ import pytest
 from command import nanotrain
 
 from nanotrain_core import hookspecs
+from nanotrain_core.cli.metrics import by_group, markdown
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import Exit
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case, failures, trials
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +109,10 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
     assert where in found[label]
 
 
-@pytest.mark.parametrize(("kind", "use"), [("model", "bigram"), ("data", "counting"), ("kernels", "lean")])
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [("model", "bigram"), ("data", "counting"), ("kernels", "lean"), ("monitor", "agreement")],
+)
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
 
@@ -120,6 +125,22 @@ def test_the_gradient_sync_of_the_documentation_passes_every_check(tmp_path, top
         "parallel", use="narrow_ddp", config={"dtype": "float64"}, topology=topology, overrides=around
     )
     assert failed(attrs.evolve(case, plugins=plugins)) == {}
+
+
+def test_the_table_of_metrics_is_that_of_the_installed_plugins():
+    """Write it anew with ``python tests/test_docs.py``."""
+    text = METRICS.read_text(encoding="utf-8")
+    assert text == with_table(text)
+
+
+METRICS = ROOT / "docs/metrics.md"
+
+
+def with_table(text):
+    begin, end = "<!-- begin: nanotrain metrics --markdown -->\n", "<!-- end -->"
+    before, _, rest = text.partition(begin)
+    table = markdown(by_group(load_plugins()))
+    return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
 DOORS = ("nanotrain_core.api", "nanotrain_core.api.torch")
@@ -177,3 +198,7 @@ def test_the_architecture_page_has_every_room():
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
+
+
+if __name__ == "__main__":
+    METRICS.write_text(with_table(METRICS.read_text(encoding="utf-8")), encoding="utf-8")

@@ -29,6 +29,7 @@ FREE = [
     "nanotrain_core.cli.check",
     "nanotrain_core.cli.ckpt",
     "nanotrain_core.cli.replay",
+    "nanotrain_core.cli.metrics",
     "nanotrain_core.cli.plugins",
     "nanotrain_core.cli.recipes",
     "nanotrain_core.cli.schedule",
@@ -55,6 +56,7 @@ def test_modules_that_every_command_imports_are_torch_free():
     [
         "plugins",
         "plugins --json",
+        "metrics",
         "check laptop",
         "check capstone --explain",
         "schema",

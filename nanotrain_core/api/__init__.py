@@ -24,6 +24,7 @@ from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import Role, Tag, replace, share_tokens, tag, tagged, take_over
+from nanotrain_core.metrics.declared import Bins, Metric, Rule
 from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
 from nanotrain_core.recipe.divisibility import (
@@ -44,6 +45,7 @@ __all__ = [
     "TRAINING",
     "Action",
     "AdamWConfig",
+    "Bins",
     "CheckpointError",
     "CheckpointInfo",
     "Component",
@@ -55,6 +57,7 @@ __all__ = [
     "HFMapping",
     "HFTensor",
     "Layout",
+    "Metric",
     "NanotrainError",
     "OptimizerConfig",
     "ParameterMapping",
@@ -64,6 +67,7 @@ __all__ = [
     "Recipe",
     "Register",
     "Role",
+    "Rule",
     "Selection",
     "Shape",
     "Span",

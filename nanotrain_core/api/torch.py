@@ -18,6 +18,7 @@ from nanotrain_core.contracts import (
     Kernels,
     LossScale,
     MasterWeight,
+    MetricsReport,
     Model,
     ModelPart,
     Monitor,
@@ -54,6 +55,8 @@ from nanotrain_core.layout.placement import (
     share_of,
 )
 from nanotrain_core.layout.transport import Transport
+from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.models.activation_checkpointing import blocks
 from nanotrain_core.models.cross_entropy import (
     Chunks,
@@ -151,6 +154,7 @@ __all__ = [
     "GlooExchange",
     "GradientSync",
     "Head",
+    "Histogram",
     "Initializer",
     "Kept",
     "Kernels",
@@ -163,6 +167,8 @@ __all__ = [
     "Mesh",
     "MessageKey",
     "Messages",
+    "Metrics",
+    "MetricsReport",
     "Model",
     "ModelPart",
     "Monitor",

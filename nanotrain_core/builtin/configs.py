@@ -290,6 +290,9 @@ class ConsoleConfig:
     """`auto` is a live line on a terminal and `lines` elsewhere; `table` has a row for each step."""
     every: int = attrs.field(default=1, validator=ge(1))
     """Steps between lines or rows; the live line follows every report."""
+    metrics: tuple[str, ...] = ()
+    """Published metrics to show too, each a name or a pattern: `"gradients/norm/*"`. `nanotrain metrics`
+    lists them."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ COMMANDS = {
     "schedule": "draw a pipeline schedule, with its idle time and live activations",
     "recipes": "list the shipped recipes, or copy one",
     "plugins": "list installed plugins and their components",
+    "metrics": "list what runs measure, with units and which values are good",
     "conformance": "run every check of a component",
     "chaos": "hurt a run in every way, and see what it cost",
     "ckpt": "list, show, verify, convert and replay checkpoints",

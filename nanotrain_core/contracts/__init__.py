@@ -25,6 +25,7 @@ from nanotrain_core.contracts.reports import (
 from nanotrain_core.contracts.schedule import Schedule
 from nanotrain_core.contracts.topology import Topology
 from nanotrain_core.contracts.update import PieceGradient, UpdateReport
+from nanotrain_core.metrics.report import MetricsReport
 
 __all__ = [
     "Block",
@@ -40,6 +41,7 @@ __all__ = [
     "Kernels",
     "LossScale",
     "MasterWeight",
+    "MetricsReport",
     "Model",
     "ModelPart",
     "Monitor",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,10 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.contracts.update import UpdateReport
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.layout.placement import PlacedParameter, Placement
+from nanotrain_core.metrics.declared import Metric
+from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.metrics.report import MetricsReport
 from nanotrain_core.run.stop import Rollback
 from nanotrain_core.watch.progress import Progress
 
@@ -54,6 +57,21 @@ class RunInfo:
     """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
     progress: Progress
     """Where this rank is, and how long its phases took."""
+    weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]
+    """Yields the weights that this rank holds, as numbers, each with its placement: for
+    ``metrics.placed``."""
+    optimizer_state: Callable[[str], Iterator[tuple[torch.Tensor, Placement]]]
+    """Yields this rank's optimizer state of one name, as ``exp_avg``, likewise; nothing of one that does not
+    exist, or that is not held in floating-point numbers."""
+    tap: Callable[..., Sequence[str]]
+    """``tap(look, ["layers.*.attn"])`` has ``look(name, output)`` called with what modules return in logged
+    steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
+    together: Callable[[], None]
+    """Collective: return when this monitor is here on all ranks. If it fails on one rank meanwhile, its event
+    ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with it; call
+    it before a collective in a process group."""
+    metrics: Metrics
+    """What this monitor publishes metrics with."""
     described: Sequence[str] = ()
     """Lines about stages, and of the precision about its modules, the same on every rank."""
 
@@ -66,7 +84,8 @@ class Monitor:
     """Reacts to the events of a run, on every rank. Must not draw random numbers or change tensors.
 
     An exception inside a monitor is logged and the run goes on, unless ``[run] strict_monitors`` is
-    set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text.
+    set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text. If other
+    ranks wait for this one in a collective of the monitor, they leave the event, too.
     """
 
     every_step: bool = False
@@ -76,6 +95,10 @@ class Monitor:
     reads_weights: bool = True
     """Whether it may look at parameters: before it is told of an event, weights still on their way are waited
     for. One that does not lets them travel on; ``RunInfo.logits`` waits by itself."""
+
+    declared: Sequence[Metric] = ()
+    """The metrics that it publishes. Of a component the core puts here what ``Component.metrics`` says; a
+    script's callback declares them in its class."""
 
     def on_start(self, run: RunInfo) -> None: ...
 
@@ -91,7 +114,22 @@ class Monitor:
         :meth:`UpdateReport.gradients` and :meth:`UpdateReport.norms` have them on all.
         """
 
+    def on_after_update(self, update: UpdateReport) -> None:
+        """Look at what the step has changed: ``update.changes()`` if ``update.keep_weights()`` was called
+        before it, the optimizer's state, and ``update.loads``.
+
+        Called in every step of a monitor that has it, after the optimizer, skipped steps included. Weights
+        that other ranks updated are waited for if ``reads_weights``.
+        """
+
     def on_step(self, report: StepReport) -> Request | None: ...
+
+    def on_metrics(self, report: MetricsReport) -> Request | None:
+        """Hear the metrics of a logged step: the core's, and all that monitors published since the last one.
+
+        Also called with those of an evaluation or a checkpoint. On a device other than a CPU what was
+        published is told one logged step late, at the end of the run at the latest.
+        """
 
     def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
 

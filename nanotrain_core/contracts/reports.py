@@ -1,4 +1,4 @@
-"""What monitors are told. Every number is global and equal on every rank."""
+"""What monitors are told. Every number is global, and equal on every rank but for times by its clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 @attrs.define(frozen=True)
 class StepReport:
-    """One logged step. Every number is global and equal on every rank."""
+    """One logged step. Every number is global, and equal on every rank but for times."""
 
     step: int
     """Steps done, this one included: the first is 1."""
@@ -24,9 +24,9 @@ class StepReport:
     tokens: int
     """Seen since the beginning of the run, resumed parts included."""
     tokens_per_second: float
-    """Since the previous report, over all ranks."""
+    """Since the previous report, over all ranks, by this rank's clock."""
     seconds: float
-    """Of one step, mean since the previous report."""
+    """Of one step, mean since the previous report, by this rank's clock."""
     loss_scale: float = 1.0
     skipped: bool = False
     expert_load: float | None = None

@@ -10,8 +10,9 @@ import torch
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece
+from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.optim.grad_norm import named_norms
+from nanotrain_core.precision.quantized_storage import dequantize
 
 
 @attrs.define(frozen=True, eq=False)
@@ -42,8 +43,17 @@ class UpdateReport:
     """The first is 1."""
     loss_scale: float
     """What gradients are multiplied by in the run's memory; it is divided out of all that is offered here."""
+    logged: bool
+    """Whether this step's metrics are told right after it. What costs more than a number that the host has
+    anyway is worth it in these steps alone. (One in which somebody asks to stop is told, too: nobody knows
+    yet.)"""
     _sync: GradientSync
     _mesh: Mesh
+    loads: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    """In ``on_after_update``: the tokens that each expert got in the step [E], int64, over the whole batch,
+    by name of each router on this rank. Those of the whole model: ranks of other stages have other
+    routers."""
+    _kept: list[tuple[Piece, torch.Tensor]] = attrs.field(factory=list)
     _names: list[str] = attrs.field(factory=list)
     """Of all trained parameters of the model, once they were asked for: shared by the reports of a run."""
 
@@ -58,6 +68,25 @@ class UpdateReport:
         for piece in self._sync.pieces():
             found = self._sync.gradient_of(piece)
             yield PieceGradient(piece, found if self.loss_scale == 1.0 else found / self.loss_scale)
+
+    def placed_gradients(self) -> Iterator[tuple[torch.Tensor, Placement]]:
+        """Yield :meth:`gradients` as ``run.metrics.placed`` takes them."""
+        yield from ((found.tensor, found.piece.placement) for found in self.gradients())
+
+    def keep_weights(self) -> None:
+        """Copy the weights that this rank updates, so that :meth:`changes` knows them: as much memory
+        again."""
+        if not self._kept:
+            self._kept.extend((p, dequantize(p.weight).clone()) for p in self._sync.pieces())
+
+    def changes(self) -> Iterator[tuple[torch.Tensor, Placement]]:
+        """Yield by how much weights have changed, in ``on_after_update`` of a step in which they were kept.
+
+        It is the change of the weights that the model computes with: of master weights with more bits, what
+        rounding left of it. Nothing if they were not kept; zeros if the step was skipped.
+        """
+        for piece, before in self._kept:
+            yield dequantize(piece.weight) - before, piece.placement
 
     def norms(self) -> dict[str, float]:
         """Return the 2-norm of every trained parameter's whole gradient, by global name, sorted.

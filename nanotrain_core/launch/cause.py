@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 
 from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
 
 
@@ -26,7 +27,8 @@ class Cause:
 
     def tell(self, what_now: str = "") -> None:
         """Write it to stderr, and what happens next."""
-        print(f"{self.trace}nanotrain: {self.text}{what_now}", file=sys.stderr, flush=True)
+        print(self.trace, file=sys.stderr, end="", flush=True)
+        log.say(f"{self.text}{what_now}")
 
     def error(self) -> NanotrainError:
         """Return it as the error that the rank met."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nanotrain_core.run import log
 from nanotrain_core.run.stop import EXITS, SIGNALS, is_again
 from nanotrain_core.watch.hang import kill, pids_of
 
@@ -63,7 +63,7 @@ class SignalForwarder:
         if not self._announced and self.received == signal.SIGINT:  # a person is waiting
             text = f"a last step and a checkpoint, within {self.grace:g} s; again, and all ranks end at once"
             with suppress(OSError):  # nobody reads: stop all the same
-                print(f"nanotrain: Ctrl-C: {text}", file=sys.stderr, flush=True)
+                log.say(f"Ctrl-C: {text}", level="warning")
         self._announced = True
         pids = {*pids_of(self.scratch)} - {0}
         if time.monotonic() > self._deadline:

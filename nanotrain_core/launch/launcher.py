@@ -40,6 +40,7 @@ from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
 from nanotrain_core.recipe import Recipe
+from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
@@ -79,7 +80,8 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         return EXIT_OF[train(job, Ranks())]
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
         job = attrs.evolve(job, scratch=scratch, one_host=nodes.count == 1, launcher_pid=os.getpid())
-        return _run_agent(job, recipe, nodes)
+        with log.kept_in(Path(job.claimed) if job.claimed else None, None):
+            return _run_agent(job, recipe, nodes)
 
 
 def prepare(nproc: int) -> None:

@@ -1,4 +1,4 @@
-"""Monitors that a launch adds to a run, on rank 0 or on every rank."""
+"""Monitors that a launch adds to a run, on every rank: all ranks have the same."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from nanotrain_core.contracts import CheckpointReport, Monitor, RunInfo
 
 
 class AtStart(Monitor):
-    """Does what must not be done for a run that is refused: weights and checkpoint have been taken by now."""
+    """Does on rank 0 what must not be done for a run that is refused: weights have been taken by now."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
 
     def on_start(self, run: RunInfo) -> None:
         """Do it."""
-        self.act()
+        if run.rank == 0:
+            self.act()
 
 
 class Mark(Monitor):

@@ -169,9 +169,8 @@ def train(job: Job, ranks: Ranks) -> str:
             resume=resume,
         )
         engine.progress, engine.stop.grace = progress, recipe.run.grace
-        if ranks.rank == 0:
-            keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe)))
-            engine.events.monitors = [keep, *engine.events.monitors]
+        keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe)))
+        engine.events.monitors = [keep, *engine.events.monitors]
         if mark is not None:
             engine.events.monitors = [*engine.events.monitors, Mark(mark)]
         if "placements" in job.show:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nanotrain_core.contracts import (
     CheckpointReport,
     EndReport,
     EvaluationReport,
+    MetricsReport,
     Monitor,
     RollbackReport,
     RunInfo,
@@ -78,6 +80,16 @@ class Console(Monitor):
             self.live.update(Text(pairs(fields)), refresh=True)
         elif report.step % self.config.every == 0 or report.step == self.run.steps:
             self._line(row(fields) if self.config.style == "table" else pairs(fields))
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Show the published metrics that are asked for."""
+        wanted = [name for name in sorted(report.published) if name in report.values and self._asked(name)]
+        if wanted and report.step % self.config.every == 0:
+            fields = {name: f"{report.values[name]:.4g}" for name in wanted}
+            self._line(pairs({"step": report.step, **fields}))
+
+    def _asked(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.config.metrics)
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Show a validation loss."""

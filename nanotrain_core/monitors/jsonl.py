@@ -15,6 +15,7 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     FailedSaveReport,
+    MetricsReport,
     Monitor,
     RollbackReport,
     RunInfo,
@@ -56,6 +57,17 @@ class Jsonl(Monitor):
     def on_step(self, report: StepReport) -> None:
         """Write a step."""
         self._row("step", attrs.asdict(report))
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Write what monitors published; the core's metrics are in the rows of their own reports."""
+        if report.published:
+            fields = {
+                "step": report.step,
+                "values": {name: x for name, x in report.values.items() if name in report.published},
+                "histograms": {name: attrs.asdict(each) for name, each in report.histograms.items()},
+                "texts": dict(report.texts),
+            }
+            self._row("metrics", {key: value for key, value in fields.items() if value})
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Write a validation loss."""

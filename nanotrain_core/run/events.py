@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import attrs
 import structlog
 
 from nanotrain_core.contracts import (
@@ -14,15 +16,20 @@ from nanotrain_core.contracts import (
     EndReport,
     EvaluationReport,
     FailedSaveReport,
+    MetricsReport,
     Monitor,
     RollbackReport,
     RunInfo,
     StepReport,
     UpdateReport,
 )
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, PluginError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.metrics.board import Board, of_core
+from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.run.plain_json import as_json
 from nanotrain_core.run.stop import Rollback, StopRequest
+from nanotrain_core.run.together import FailedElsewhere, Together
 
 
 class Events:
@@ -39,15 +46,36 @@ class Events:
         """``weights_ready`` waits for weights on their way, for monitors that read them."""
         self.monitors, self.stop, self.strict = monitors, stop, strict
         self.weights_ready = weights_ready
+        self.board: Board | None = None
+        self.together: Together | None = None
+        self._rollbacks = 0
+        self._failed: dict[int, Exception] = {}
         self.log = structlog.get_logger("nanotrain.monitor")
 
-    def start(self, run: RunInfo) -> None:
-        """The run is about to take its first step."""
-        self._tell("on_start", run)
+    def start(self, run: RunInfo, board: Board, together: Together) -> None:
+        """The run is about to take its first step.
+
+        What monitors publish goes to ``board``, and ``together`` has all ranks enter their collectives.
+        """
+        self.board, self.together = board, together
+        for number, (name, monitor) in enumerate(self._named()):
+            own = Metrics(board, number, name, strict=self.strict)
+            tap = partial(run.tap, number, run.mesh)
+            self._tell("on_start", attrs.evolve(run, metrics=own, tap=tap), to=[monitor])
 
     def before_update(self, update: UpdateReport) -> None:
         """The gradient of a step is complete, and the optimizer is about to use it."""
         self._tell("on_before_update", update)
+
+    def after_update(self, update: UpdateReport) -> None:
+        """The optimizer has made its step."""
+        plain = Monitor.on_after_update
+        hears = [m for m in self.monitors if getattr(m.on_after_update, "__func__", None) is not plain]
+        self._tell("on_after_update", update, to=hears)
+
+    def fail_later(self, monitor: int, problem: Exception) -> None:
+        """Have the next event of a monitor fail: it did in the middle of a pass, where nobody can leave."""
+        self._failed.setdefault(monitor, problem)
 
     @property
     def every_step(self) -> bool:
@@ -58,9 +86,21 @@ class Events:
         """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
         self._tell("on_step", report, to=[m for m in self.monitors if logged or m.every_step])
 
+    def metrics(self, report: MetricsReport) -> None:
+        """Metrics are known on every rank, and which monitors failed since the last logged step, and
+        where."""
+        if report.failed and self.together is not None:
+            self.together.drain()
+            if self.together.rank == 0:
+                for name, rank in report.failed.items():
+                    text = "a monitor failed on a rank: what it published until this step is left out"
+                    self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
+        self._tell("on_metrics", report)
+
     def evaluation(self, report: EvaluationReport) -> None:
         """Validation loss was measured."""
         self._tell("on_evaluation", report)
+        self.metrics(of_core(report.step, evaluation_values(report)))
 
     def before_save(self, step: int) -> None:
         """What the run is after ``step`` is about to be saved."""
@@ -69,6 +109,8 @@ class Events:
     def checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is complete."""
         self._tell("on_checkpoint", report)
+        values = {"checkpoint/seconds": report.seconds, "checkpoint/blocked": report.blocked}
+        self.metrics(of_core(report.step, values))
 
     def save_failed(self, report: FailedSaveReport) -> None:
         """A checkpoint could not be saved."""
@@ -76,11 +118,28 @@ class Events:
 
     def rollback(self, report: RollbackReport) -> None:
         """The run went back to a checkpoint."""
+        self._rollbacks += 1
         self._tell("on_rollback", report)
 
     def end(self, report: EndReport) -> None:
         """The run is over, well or not."""
         self._tell("on_end", report)
+
+    def board_on(self, mesh: Mesh) -> Board:
+        """Return where the monitors of this rank publish. Collective.
+
+        Raises:
+            PluginError: another rank has other monitors: numbers of one would be taken for another's.
+        """
+        declared = {name: monitor.declared for name, monitor in self._named()}
+        everyone: list[list[str]] = mesh.gather([*declared])
+        for rank, names in enumerate(everyone):
+            if names != everyone[0]:
+                raise PluginError(
+                    f"rank {rank} has the monitors {', '.join(names) or 'none'}, rank 0 "
+                    f"{', '.join(everyone[0]) or 'none'}: give all ranks the same, in the same order"
+                )
+        return Board(mesh, declared)
 
     # --- what a checkpoint remembers of monitors ------------------------------------------------
 
@@ -108,10 +167,15 @@ class Events:
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
-        for monitor in self.monitors if to is None else to:
+        for number, monitor in enumerate(self.monitors):
+            if to is not None and monitor not in to:
+                continue
             if monitor.reads_weights:
                 self.weights_ready()
-            with self._bearing(f"{type(monitor).__name__}.{event}"):
+            name = f"{type(monitor).__name__}.{event}"
+            with self._bearing(name), self._within(number, event, arguments[0]):
+                if number in self._failed:
+                    raise self._failed.pop(number)
                 request = getattr(monitor, event)(*arguments)
                 if request == "stop":
                     self.stop.request("stopped")
@@ -123,11 +187,47 @@ class Events:
                     )
 
     @contextmanager
+    def _within(self, number: int, event: str, report: Any) -> Iterator[None]:
+        """Have other ranks learn of a failure: before a collective of the monitor, and with its metrics."""
+        if self.board is None or self.together is None:
+            yield
+            return
+        step = getattr(report, "step", report if isinstance(report, int) else 0)
+        told = next(iter(getattr(report, "values", ())), "")
+        try:
+            with self.together.event(number, f"{self._rollbacks} {event} {step} {told}"):
+                yield
+        except Exception:
+            self.board.fail(number)
+            raise
+
+    @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:
         """Log what a monitor raises, unless it was said on purpose: it found the run not worth going on."""
         try:
             yield
+        except FailedElsewhere as problem:
+            if self.strict:
+                raise NanotrainError(f"the monitor in {what}: {problem}") from None
+            self.log.warning(
+                "a monitor leaves an event that it failed in elsewhere", monitor=what, why=str(problem)
+            )
         except Exception as problem:
             if self.strict or isinstance(problem, NanotrainError):
                 raise
             self.log.exception("a monitor failed and the run goes on", monitor=what)
+
+
+def step_values(report: StepReport) -> dict[str, float]:
+    """Return the metrics that a step's report has."""
+    plain = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds")
+    values = {name: float(getattr(report, name)) for name in plain}
+    optional = {"expert_load": report.expert_load, "bubble": report.bubble}
+    terms = {f"losses/{name}": value for name, value in report.losses.items()}
+    return {**values, **terms, **{name: value for name, value in optional.items() if value is not None}}
+
+
+def evaluation_values(report: EvaluationReport) -> dict[str, float]:
+    """Return the metrics that an evaluation's report has."""
+    bits = {} if report.bits_per_byte is None else {"validation/bits_per_byte": report.bits_per_byte}
+    return {"validation/loss": report.loss, **bits}

@@ -1,10 +1,112 @@
-"""Structured log lines on standard error, each with the rank it came from."""
+"""Structured log lines: ``key=value`` for people on standard error, JSON in ``run.log.jsonl``.
+
+All that a run says goes through here: structlog in ranks and plugins, and :func:`say` where there is no
+logger yet or none any more, as in a launcher or at a hang. The file has the entries of rank 0 from ``info``
+on, of other ranks and launchers from ``warning`` on, each with time, rank, step, level, event and its own
+fields.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import structlog
+
+FILE = "run.log.jsonl"
+
+#: Bytes from which a resumed run begins a new file; the one before it is kept as ``run.log.1.jsonl``.
+LARGEST = 64 * 2**20
+
+#: From the least to the most urgent.
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class LogFile:
+    """The file of a run folder, to which all ranks append, each line in one write."""
+
+    def __init__(self, folder: Path, rank: int | None, step: Callable[[], int]) -> None:
+        """Write nothing before :meth:`begin`: a run that is refused leaves its folder as it was.
+
+        A launcher writes to the file of a run that has begun.
+
+        Args:
+            folder: of the run.
+            rank: None is a launcher.
+            step: says where the run is.
+        """
+        self.path, self.rank, self.step = folder / FILE, rank, step
+        self.least = LEVELS.index("info" if rank == 0 else "warning")
+        self._waiting: list[str] | None = [] if rank is not None else None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Write what has been logged so far, and from now on at once."""
+        with self._lock, contextlib.suppress(OSError):
+            if self.rank == 0 and self.path.exists() and self.path.stat().st_size > LARGEST:
+                os.replace(self.path, self.path.with_name("run.log.1.jsonl"))
+        waiting, self._waiting = self._waiting or [], None
+        for line in waiting:
+            self._append(line)
+
+    def write(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
+        """Add an entry, if it is urgent enough. A disk that is full loses lines and ends nothing."""
+        level = level if level in LEVELS else "error"
+        if LEVELS.index(level) < self.least:
+            return
+        own = {key: value for key, value in fields.items() if key not in ("time", "rank", "level", "event")}
+        now = datetime.now(UTC).isoformat()
+        first = {"time": now, "rank": self.rank, "step": self.step(), "level": level, "event": event}
+        line = json.dumps({**first, **own}, default=str) + "\n"
+        if self._waiting is None:
+            self._append(line)
+        else:
+            self._waiting.append(line)
+
+    def _append(self, line: str) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            create = 0 if self.rank is None else os.O_CREAT
+            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | create, 0o644)
+            try:
+                os.write(file, line.encode())
+            finally:
+                os.close(file)
+
+
+_file: LogFile | None = None
+
+
+@contextlib.contextmanager
+def kept_in(
+    folder: Path | None, rank: int | None, step: Callable[[], int] = lambda: 0
+) -> Iterator[LogFile | None]:
+    """Keep what this process logs meanwhile in a run folder, if there is one."""
+    global _file  # noqa: PLW0603 logging is a process's, as structlog's own configuration
+    before = _file
+    _file = LogFile(folder, rank, step) if folder is not None else before
+    try:
+        yield _file
+    finally:
+        _file = before
+
+
+def record(level: str, event: str, **fields: Any) -> None:
+    """Add an entry to the file alone: people are told otherwise."""
+    if _file is not None:
+        _file.write(level, event, fields)
+
+
+def say(text: str, *, level: str = "error") -> None:
+    """Tell people on standard error, and the file if there is one."""
+    print(f"nanotrain: {text}", file=sys.stderr, flush=True)
+    record(level, text)
 
 
 def ensure(rank: int) -> None:
@@ -21,6 +123,7 @@ def configure(rank: int) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _keep,
             structlog.processors.LogfmtRenderer(
                 key_order=["timestamp", "level", "event"], bool_as_flag=False
             ),
@@ -28,3 +131,11 @@ def configure(rank: int) -> None:
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line is written
     )
     structlog.contextvars.bind_contextvars(rank=rank)
+
+
+def _keep(logger: Any, method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Add an entry to the file, on its way to people."""
+    own = {key: value for key, value in entry.items() if key != "timestamp"}
+    if _file is not None:
+        _file.write(str(entry.get("level", method)), str(entry.get("event", "")), own)
+    return entry

@@ -53,6 +53,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine.stop.request_rollback(None)
     engine.reading.forget()
+    engine.watching.board.forget()
     engine.pace.restart(engine.step)
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)

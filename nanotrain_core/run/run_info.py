@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+from nanotrain_core.compose import Run
 from nanotrain_core.contracts import RunInfo
+from nanotrain_core.layout.placement import Placement
+from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run.global_metrics import count_parameters
 
 if TYPE_CHECKING:
@@ -27,11 +35,29 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         flops_per_token=run.flops_per_token,
         recipe=run.recipe,
         optimizer_bytes=sum(b.tensor.nbytes for b in run.optimizer.blocks()),
-        mesh=run.mesh,
+        mesh=engine.watching.mesh,
         parts=tuple(run.stages.values()),
         placed=run.placed,
         data=run.feed.data,
-        logits=engine.executor.logits,
+        logits=engine.watching.together.before(engine.executor.logits),
+        weights=partial(_weights, run),
+        optimizer_state=partial(_optimizer_state, run),
+        tap=engine.watching.taps.add,
+        together=engine.watching.together.enter,
         progress=engine.progress,
+        metrics=Metrics(engine.watching.board, 0, "", strict=False),
         described=run.described,
     )
+
+
+def _weights(run: Run) -> Iterator[tuple[torch.Tensor, Placement]]:
+    yield from ((dequantize(placed.parameter.detach()), placed.placement) for placed in run.placed)
+
+
+def _optimizer_state(run: Run, name: str) -> Iterator[tuple[torch.Tensor, Placement]]:
+    placements = {piece.placement.name: piece.placement for piece in run.gradients.pieces()}
+    for block in run.optimizer.blocks():
+        slot, _, parameter = block.name.partition("/")
+        placement = placements.get(parameter) if slot == name else None
+        if placement is not None and block.tensor.is_floating_point() and block.tensor.shape:
+            yield block.tensor, placement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import attrs
 from attrs.validators import ge, instance_of
 
 from nanotrain_core.errors import Exit, Preempted
+from nanotrain_core.run import log
 
 StopReason = Literal["stopped", "preempted", "interrupted"]
 
@@ -139,5 +139,5 @@ def _end_after(grace: float, received: Mapping[signal.Signals, float], over: thr
         if received and time.monotonic() - min(received.values()) > grace:
             number = next(iter(received))
             text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"
-            print(f"nanotrain: {text} after {number.name}", file=sys.stderr, flush=True)
+            log.say(f"{text} after {number.name}")
             os._exit(EXITS[SIGNALS[number]])

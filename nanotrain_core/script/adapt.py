@@ -175,6 +175,7 @@ class ScriptPart(nn.Module):
     def __init__(self, model: nn.Module, loss: LossSum, precision: str) -> None:
         super().__init__()
         self.model, self.loss = model, loss
+        self.__dict__["named_root"] = model  # by whose names parameters are known
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:

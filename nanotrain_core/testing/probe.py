@@ -195,6 +195,7 @@ class Failing(Monitor):
 
     def __init__(self, behind: Monitor) -> None:
         self.behind = behind
+        self.declared = behind.declared
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):

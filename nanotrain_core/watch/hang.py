@@ -22,6 +22,7 @@ from pathlib import Path
 
 import attrs
 
+from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
 
 #: How many times longer the start, the first step and a checkpoint may take than other steps.
@@ -158,9 +159,9 @@ class HangWatch:
         known = len(guilty) < len(stuck) or not all(one.waits for one in stuck)
         self.hang = f"rank {names} hung" if known else "no rank goes on, all wait for others"
         self.hang += f": no progress for {self.timeout:g} seconds"
-        print(f"nanotrain: {self.hang}", file=sys.stderr)
+        log.say(self.hang)
         for one in sorted(stuck, key=lambda one: (one not in guilty, one.beat.rank)):
-            print(f"nanotrain:   {one.describe()}", file=sys.stderr)
+            log.say(f"  {one.describe()}")
         print("".join(one.stack for one in guilty if not one.silent), file=sys.stderr, end="")
         self._keep_stacks()
         kill([beat.pid for beat in beats], signal.SIGKILL)
@@ -177,7 +178,7 @@ class HangWatch:
             kept.mkdir(parents=True, exist_ok=True)
             for path in self.scratch.glob("stacks-*.txt"):
                 shutil.copy(path, kept / path.name.replace("stacks", "rank"))
-            print(f"nanotrain: the stacks of all ranks are in {kept}", file=sys.stderr)
+            log.say(f"the stacks of all ranks are in {kept}", level="warning")
 
 
 def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed: float) -> tuple[int, float]:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.run import log
 from nanotrain_core.watch.collectives import keep_collectives
 from nanotrain_core.watch.hang import PATIENCE
 from nanotrain_core.watch.progress import Progress
@@ -98,6 +99,6 @@ class Watchdog(threading.Thread):
             with open(folder / f"rank-{self.rank}.txt", "w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         text = f"rank {self.rank} made no progress for {self.timeout:g} seconds ({at}); its stacks:"
-        print(f"nanotrain: {text}", file=sys.stderr, flush=True)
+        log.say(text)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         os._exit(Exit.HUNG)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.contracts import Monitor
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanotrain_core.contracts import MetricsReport, Monitor
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.metrics.declared import Names
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.testing.case import Case
@@ -86,3 +92,88 @@ def remembered(case: Case, folder: Path) -> tuple[str, str]:
 
 def _said(monitors: Sequence[Monitor]) -> str:
     return json.dumps(Events(monitors, StopRequest(), strict=True).meta(), sort_keys=True)
+
+
+@check("monitor", since="0.2")
+def publishes_what_it_declares(case: Case) -> None:
+    """Every metric that it publishes is declared, of its kind, the same on every rank, and told under its
+    name."""
+    ranks = run_ranks(told, case.world_size, case, EVENTS)
+    component = case.registry().get("monitor", case.use)
+    names = Names(component.metrics)
+    for rank, reports in enumerate(ranks):
+        assert repr(reports) == repr(ranks[0]), f"rank {rank} was told {reports}, rank 0 {ranks[0]}"
+    for name in dict.fromkeys(name for _, published in ranks[0] for name in published):
+        assert names.find(name), f"'{name}' is published and not declared{names.near(name)}"
+
+
+@check("monitor", since="0.2")
+def publishing_waits_for_nothing(case: Case) -> None:
+    """What it publishes of the device is published as it is: numbers are read by the core, not by the
+    monitor."""
+    for rank, waited in enumerate(run_ranks(waits, case.world_size, case, EVENTS)):
+        assert not waited, f"rank {rank} reads a number of the device while it publishes: {waited[0]}"
+
+
+def told(case: Case, changes: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Return by step what monitors published, as a sink is told."""
+    seen = Published()
+    with tempfile.TemporaryDirectory() as folder:
+        make_engine(case, changes, folder=Path(folder), callbacks=[seen]).fit()
+    return seen.told
+
+
+class Published(Monitor):
+    """Keeps published metrics but those measured in seconds, which no two runs have alike."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, Any]]] = []
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        found = {**report.values, **report.histograms, **report.texts}
+        if report.published:
+            self.told.append((report.step, {name: found[name] for name in sorted(report.published)}))
+
+
+def waits(case: Case, changes: dict[str, Any]) -> list[str]:
+    """Return where the monitor reads a number of a tensor in an event in which it publishes."""
+    engine = make_engine(case, changes)
+    watch = Reads(engine)
+    for monitor in engine.events.monitors:
+        for event in ("on_before_update", "on_step"):
+            setattr(monitor, event, watch.around(getattr(monitor, event)))
+    engine.fit()
+    return watch.found
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes calls that read a tensor on the host, of an event that publishes something."""
+
+    def __init__(self, engine: RuntimeEngine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.engine = engine
+        self.found: list[str] = []
+        self._now: list[str] = []
+
+    def around(self, event: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``event``, watched."""
+
+        def watched(report: Any) -> Any:
+            self._now = []
+            before = set(self.engine.watching.board.gathered)
+            with self:
+                answer = event(report)
+            if set(self.engine.watching.board.gathered) - before:
+                self.found += self._now
+            return answer
+
+        return watched
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._now.append("".join(traceback.format_stack()[-4:-1]).strip())
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,276 @@
+"""Reduces what monitors publish: one SUM and one MAX over the world per logged step, whatever their number.
+
+Every name has a fixed place in both buffers. Ranks agree on names once: a rank that has published one
+without a place says so in the SUM itself, and only then do all ranks gather the new names and reduce those
+of that step by themselves. So ranks may publish different names, as those of other pipeline stages, and
+nothing is sent to agree in a step that brings no new ones.
+
+On a CPU a step's values are read at once; elsewhere after the next logged step, when they have long arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.metrics.core import CORE
+from nanotrain_core.metrics.declared import Metric, Names
+from nanotrain_core.metrics.gathered import Gathered, Spec
+from nanotrain_core.metrics.report import Histogram, MetricsReport
+
+_CORE = Names(CORE)
+
+
+def is_of_core(name: str) -> bool:
+    """Return whether the core tells a metric of that name."""
+    return _CORE.find(name) is not None
+
+
+def of_core(step: int, values: Mapping[str, float]) -> MetricsReport:
+    """Return a report of metrics of the core alone."""
+    return MetricsReport(step, values, metrics=_declared(values))
+
+
+def _declared(values: Mapping[str, float]) -> dict[str, Metric]:
+    return {name: metric for name in values if (metric := _CORE.find(name)) is not None}
+
+
+@attrs.define(eq=False)
+class Sent:
+    """A step's values on their way."""
+
+    step: int
+    values: Mapping[str, float]
+    """Those of the core, which every rank has already."""
+    table: Sequence[Spec]
+    news: Mapping[str, Gathered]
+    """What this rank has published without a place."""
+    texts: Mapping[str, tuple[str, Metric]]
+    numbers: torch.Tensor
+    """As :func:`pack` returns them, of all ranks; on the host once ``arrived``."""
+    arrived: torch.Event | None
+
+
+class Board:
+    """Where the monitors of one rank publish, and where what all ranks published is read."""
+
+    def __init__(self, mesh: Mesh, declared: Mapping[str, Sequence[Metric]]) -> None:
+        """``declared``: what each monitor of the run declares, by its name, in order."""
+        self.mesh = mesh
+        self.owners = [*declared]
+        self.names = [Names(metrics) for metrics in declared.values()]
+        self._failed = [0.0] * len(declared)
+        """How often each monitor failed on this rank since the last logged step."""
+        self.table: list[Spec] = []
+        """Names that have a place, the same on every rank."""
+        self.gathered: dict[str, Gathered] = {}
+        self.texts: dict[str, tuple[str, Metric]] = {}
+        self._waiting: Sent | None = None
+        self.late = mesh.reads_late
+
+    # --- what monitors publish ---------------------------------------------------------------
+
+    def take(self, spec: Spec) -> Gathered:
+        """Return where to put values of a name.
+
+        Raises:
+            PluginError: another monitor publishes it.
+        """
+        found = self.gathered.get(spec.name)
+        if found is None:
+            found = self.gathered[spec.name] = Gathered(spec)
+        elif found.spec != spec:
+            raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
+        return found
+
+    def fail(self, owner: int) -> None:
+        """Note that a monitor has failed: what it published since the last logged step counts no more."""
+        self._failed[owner] += 1
+
+    # --- a logged step -----------------------------------------------------------------------
+
+    def logged(self, step: int, values: Mapping[str, float]) -> list[MetricsReport]:
+        """Send what was published until now, and return the reports that are complete. Collective.
+
+        Args:
+            step: the logged one.
+            values: metrics of the core, the same on every rank.
+        """
+        before, self._waiting = self._waiting, None
+        reports = [self._read(before)] if before is not None else []
+        sent = self._send(step, values)
+        if self.late:
+            self._waiting = sent
+            return reports
+        return [*reports, self._read(sent)]
+
+    def rest(self) -> list[MetricsReport]:
+        """Wait for what is on its way. Collective, if there is any."""
+        before, self._waiting = self._waiting, None
+        return [self._read(before)] if before is not None else []
+
+    def forget(self) -> None:
+        """Forget what is on its way and what was published since: the run goes back to before it."""
+        self._waiting = None
+        self.gathered, self.texts = {}, {}
+
+    def _send(self, step: int, values: Mapping[str, float]) -> Sent:
+        gathered, self.gathered = self.gathered, {}
+        texts, self.texts = self.texts, {}
+        known = {spec.name for spec in self.table}
+        news = {name: each for name, each in gathered.items() if name not in known}
+        header, self._failed = [float(bool(news or texts)), *self._failed], [0.0] * len(self.owners)
+        numbers, arrived = self._reduce(self.table, gathered, header), None
+        if self.mesh.device.type != "cpu":
+            numbers = numbers.to("cpu", non_blocking=True)
+            arrived = torch.Event(self.mesh.device)
+            arrived.record()
+        return Sent(step, values, tuple(self.table), news, texts, numbers, arrived)
+
+    def _read(self, sent: Sent) -> MetricsReport:
+        """Return a step's report; agree on new names, if any rank has one."""
+        if sent.arrived is not None:
+            sent.arrived.synchronize()
+        table, numbers, count = list(sent.table), sent.numbers.tolist(), len(self.owners)
+        news, failures, ranks = numbers[0], numbers[1 : 1 + count], numbers[len(numbers) - count :]
+        failed = {n for n, times in enumerate(failures) if times}
+        found = _decode(table, numbers[1 + count :], failed)
+        texts: dict[str, tuple[str, Metric]] = {}
+        if news:
+            added, texts = self._agree(sent)
+            rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
+            found |= _decode(added, rest[1 + count :], failed)
+            table += added
+        metrics = {name: spec.metric_of(name, self.names) for spec in table for name in spec.names}
+        metrics |= {name: metric for name, (_, metric) in texts.items()}
+        published = frozenset([*found, *texts])
+        return MetricsReport(
+            step=sent.step,
+            values={**sent.values, **{n: each for n, each in found.items() if isinstance(each, float)}},
+            histograms={name: each for name, each in found.items() if isinstance(each, Histogram)},
+            texts={name: text for name, (text, _) in texts.items()},
+            metrics={**_declared(sent.values), **{name: metrics[name] for name in published}},
+            failed={self.owners[n]: int(ranks[n]) for n in sorted(failed)},
+            published=published,
+        )
+
+    def _agree(self, sent: Sent) -> tuple[list[Spec], dict[str, tuple[str, Metric]]]:
+        """Gather new names and texts, give the names places, and return both. Collective.
+
+        Raises:
+            PluginError: ranks mean different things by one name.
+        """
+        mine = ([each.spec for each in sent.news.values()], sent.texts)
+        everyone: list[tuple[list[Spec], dict[str, tuple[str, Metric]]]] = self.mesh.gather(mine)
+        known = {spec.name: spec for spec in sent.table}
+        added: dict[str, Spec] = {}
+        texts: dict[str, tuple[str, Metric]] = {}
+        for rank, (specs, said) in enumerate(everyone):
+            texts = {**said, **texts}  # of several ranks the first
+            for spec in specs:
+                agreed = known.get(spec.name) or added.setdefault(spec.name, spec)
+                if agreed != spec:
+                    raise PluginError(
+                        f"ranks publish the metric '{spec.name}' differently: {spec.metric} on rank {rank}, "
+                        f"{agreed.metric} on another"
+                    )
+        new = [added[name] for name in sorted(added)]
+        self.table = [*self.table, *new]
+        return new, texts
+
+    def _reduce(
+        self, table: Sequence[Spec], gathered: Mapping[str, Gathered], header: Sequence[float]
+    ) -> torch.Tensor:
+        """Return what :func:`pack` does, of all ranks together. Two all-reduces.
+
+        Header: whether there are new names, and how often each monitor failed; then the rank it failed on
+        ends the buffer.
+        """
+        ranks = [float(self.mesh.rank) if times else -math.inf for times in header[1:]]
+        numbers = pack(table, gathered, self.mesh.device, header, ranks)
+        length = len(numbers) - len(table) - len(ranks)
+        self.mesh.all_reduce(numbers[:length])
+        self.mesh.all_reduce(numbers[length:], op=dist.ReduceOp.MAX)
+        return numbers
+
+
+def pack(
+    table: Sequence[Spec],
+    gathered: Mapping[str, Gathered],
+    device: torch.device,
+    header: Sequence[float],
+    ranks: Sequence[float],
+) -> torch.Tensor:
+    """Return ``header``, the sums and the maxima of all names of ``table``, and ``ranks``: float64, one
+    buffer.
+
+    A name that this rank did not publish adds nothing. Numbers of the device are put in place by a few
+    kernels, whatever their number.
+    """
+    sums, most = [*header], []
+    places: list[int] = []
+    values: list[torch.Tensor] = []
+    broken_places: list[int] = []
+    tops: list[tuple[int, torch.Tensor]] = []
+    for number, spec in enumerate(table):
+        mine, first = gathered.get(spec.name), len(sums)
+        sums += mine.sums if mine else [0.0] * spec.width
+        most.append(mine.most if mine else -math.inf)
+        for place, vectors in mine.device_sums.items() if mine else ():
+            for vector in vectors:
+                values.append(vector.reshape(-1))
+                places += range(first + place, first + place + vector.numel())
+        for top in mine.device_most if mine else ():
+            tops.append((number, top.reshape(-1)))
+            broken_places.append(first + spec.broken)
+    buffer = torch.tensor([*sums, *most, *ranks], dtype=torch.float64).to(device, non_blocking=True)
+    if tops:
+        highest = joined([top for _, top in tops], device)
+        broken = highest.isnan()
+        values.append(broken)
+        places += broken_places
+        where = _index([len(sums) + number for number, _ in tops], device)
+        buffer.scatter_reduce_(0, where, highest.masked_fill(broken, -math.inf), "amax")
+    if values:
+        buffer.index_add_(0, _index(places, device), joined(values, device))
+    return buffer
+
+
+def joined(vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return vectors one after another, float64: one kernel for each dtype, not one for each vector."""
+    dtypes = {vector.dtype for vector in vectors}
+    if len(dtypes) == 1:
+        return torch.cat([*vectors]).to(device, torch.float64)
+    total = torch.empty(sum(len(vector) for vector in vectors), dtype=torch.float64, device=device)
+    starts = [0]
+    for vector in vectors:
+        starts.append(starts[-1] + len(vector))
+    for dtype in dtypes:
+        chosen = [n for n, vector in enumerate(vectors) if vector.dtype == dtype]
+        where = _index([place for n in chosen for place in range(starts[n], starts[n + 1])], device)
+        total[where] = torch.cat([vectors[n] for n in chosen]).to(device, torch.float64)
+    return total
+
+
+def _index(places: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _decode(
+    table: Sequence[Spec], numbers: Sequence[float], failed: Collection[int]
+) -> dict[str, float | Histogram]:
+    """Return the values of all names of ``table`` that any rank published, but of monitors that
+    ``failed``."""
+    first, most = 0, numbers[sum(spec.width for spec in table) :]
+    found: dict[str, float | Histogram] = {}
+    for number, spec in enumerate(table):
+        if spec.owner not in failed:
+            found.update(spec.read(numbers[first : first + spec.width], most[number]))
+        first += spec.width
+    return found

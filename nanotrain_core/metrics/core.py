@@ -1,0 +1,120 @@
+"""The metrics that every run has, from the reports of its steps, evaluations and checkpoints. Torch-free."""
+
+from __future__ import annotations
+
+from nanotrain_core.metrics.declared import Metric, Rule
+
+CORE = (
+    Metric(
+        name="loss",
+        unit="nats",
+        group="loss",
+        level="minimal",
+        summary="the training loss: weighted sum of the terms, each a mean over its global count",
+        rule=Rule(
+            high="the loss is no number: gradients or weights overflowed; lower lr or look at the data"
+        ),
+    ),
+    Metric(
+        name="losses/{term}",
+        unit="nats",
+        group="loss",
+        summary="one term of the loss, its unweighted mean",
+    ),
+    Metric(
+        name="grad_norm",
+        unit="1",
+        group="gradients",
+        level="minimal",
+        summary="2-norm of the whole gradient, before clipping",
+        rule=Rule(
+            warn_below=1e-2,
+            warn_above=1e2,
+            bad_above=1e3,
+            low="gradients are very small: raise lr, or check that the loss reaches all layers",
+            high="gradients are very large: lower lr or clip_norm, or warm up for longer",
+        ),
+    ),
+    Metric(
+        name="lr", unit="1", group="optimizer", level="minimal", reduce="last", summary="the learning rate"
+    ),
+    Metric(
+        name="loss_scale",
+        unit="1",
+        group="optimizer",
+        reduce="last",
+        summary="what the loss is multiplied by before backward; 1 but for float16",
+    ),
+    Metric(
+        name="skipped",
+        unit="1",
+        group="optimizer",
+        reduce="max",
+        summary="1 where the step changed nothing, since its gradient was not finite",
+    ),
+    Metric(
+        name="tokens",
+        unit="tokens",
+        group="data",
+        level="minimal",
+        reduce="last",
+        summary="seen since the run's beginning, resumed parts included",
+    ),
+    Metric(
+        name="tokens_per_second",
+        unit="tokens/s",
+        group="speed",
+        level="minimal",
+        reduce="last",
+        summary="over all ranks, since the last logged step",
+    ),
+    Metric(
+        name="seconds",
+        unit="s",
+        group="time",
+        level="minimal",
+        reduce="last",
+        summary="of one step, mean since the last logged step",
+    ),
+    Metric(
+        name="expert_load",
+        unit="1",
+        group="moe",
+        reduce="max",
+        cost="device",
+        summary="tokens of the busiest expert over the mean, in the worst layer",
+    ),
+    Metric(
+        name="bubble",
+        unit="1",
+        group="pipeline",
+        summary="share of a step that ranks waited for other stages; not where the host does not wait",
+    ),
+    Metric(
+        name="validation/loss",
+        unit="nats",
+        group="loss",
+        level="minimal",
+        summary="mean next-token loss over the validation batches",
+    ),
+    Metric(
+        name="validation/bits_per_byte",
+        unit="bits",
+        group="loss",
+        summary="the same per byte of text, where tokens are text",
+    ),
+    Metric(
+        name="checkpoint/seconds",
+        unit="s",
+        group="reliability",
+        reduce="last",
+        summary="from the beginning of a save until it was in place",
+    ),
+    Metric(
+        name="checkpoint/blocked",
+        unit="s",
+        group="reliability",
+        reduce="last",
+        summary="seconds of these that training waited",
+    ),
+)

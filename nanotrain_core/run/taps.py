@@ -1,0 +1,162 @@
+"""Taps: monitors look at what modules return while a logged step runs, by the modules' global names.
+
+A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside of its hooks, so a
+tap on a compiled layer runs between graphs and leaves them as they are; modules inside of a graph cannot be
+tapped, since their hooks would be traced. A recomputation, for activation checkpointing, is not looked at
+again. In steps that are not logged a tap is one call of Python that returns at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from nanotrain_core.compile.function import CompiledFunction
+from nanotrain_core.errors import PluginError, did_you_mean
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.roles import Role, tagged, taken_over_by
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.run.together import Together
+
+#: Takes a module's name and what it returned.
+Look = Callable[[str, Any], None]
+
+
+class Taps:
+    """The taps on this rank's model parts."""
+
+    def __init__(
+        self,
+        parts: Collection[nn.Module],
+        passes: Passes,
+        together: Together | None = None,
+        fail: Callable[[int, Exception], None] = lambda monitor, problem: None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            parts: of the model, on this rank.
+            passes: say what is a recomputation.
+            together: is told when monitors may call no collective.
+            fail: is told of a monitor, by its place in the run, whose look at a module failed.
+        """
+        self.passes, self.together, self.fail = passes, together, fail
+        self.modules = {name: module for part in parts for name, module in named_modules(part)}
+        self.blocks = [name for part in parts for name in block_names(part)]
+        self.inside_graphs = {
+            f"{name}.{inner}": name
+            for name, module in self.modules.items()
+            if isinstance(taken_over_by(module), CompiledFunction)
+            for inner, _ in module.named_modules()
+            if inner
+        }
+        self.on = False
+        """Whether the step under way is looked at."""
+        self._handles: list[RemovableHandle] = []
+
+    def add(self, owner: int, mesh: Mesh, look: Look, modules: Sequence[str] = ()) -> list[str]:
+        """Have ``look(name, output)`` called with what modules return in each forward pass of logged steps.
+
+        Collective: in ``on_start``, on all ranks.
+
+        Args:
+            owner: the monitor's place in the run.
+            mesh: that the monitor was given.
+            look: must change nothing and call no collective; what it publishes is told with the step. Output
+                is the first tensor of what the module returned, detached, else what it returned.
+            modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
+
+        Returns:
+            The names that were found, of the whole model, in its order.
+
+        Raises:
+            PluginError: nothing has such a name on any rank, or it is inside of a compiled layer.
+        """
+        everyone = mesh.gather((self.blocks, [name for name in self.modules if _any(name, modules)]))
+        blocks, found = (
+            sorted({name for rank in everyone for name in rank[which]}, key=_natural) for which in range(2)
+        )
+        if not modules:
+            found = sorted({blocks[0], blocks[len(blocks) // 2], blocks[-1]}, key=_natural) if blocks else []
+        for pattern in modules:
+            if not any(fnmatchcase(name, pattern) for name in found):
+                near = did_you_mean(pattern, [*self.modules])
+                raise PluginError(f"no module is called '{pattern}' on any rank{near}")
+        for name in found:
+            if name in self.inside_graphs:
+                block = self.inside_graphs[name]
+                raise PluginError(
+                    f"{name} is inside of {block}, which is compiled: look at {block}, or set "
+                    "run.compile = false"
+                )
+            if name in self.modules:
+                hook = self._hook(owner, name, look)
+                self._handles.append(self.modules[name].register_forward_hook(hook))
+        return found
+
+    @contextmanager
+    def looking(self, on: bool) -> Iterator[None]:
+        """Look at what runs meanwhile, if ``on``."""
+        self.on = on
+        try:
+            yield
+        finally:
+            self.on = False
+
+    def remove(self) -> None:
+        """Take all taps off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, owner: int, name: str, look: Look) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self.on and not self.passes.in_backward:
+                self._look(owner, name, look, output)
+
+        return hook
+
+    @torch.no_grad()
+    def _look(self, owner: int, name: str, look: Look, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        assert self.together is not None
+        self.together.forbidden = "while it looks at a module, where ranks are at different places"
+        try:
+            look(name, first.detach() if isinstance(first, torch.Tensor) else first)
+        except Exception as problem:
+            self.fail(owner, problem)
+        finally:
+            self.together.forbidden = ""
+
+
+def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a part under the names that begin those of their parameters."""
+    root = getattr(part, "named_root", part)
+    yield from ((name, module) for name, module in root.named_modules() if name)
+
+
+def block_names(part: nn.Module) -> list[str]:
+    """Return the layers of a part: modules of role BLOCK, of a plain model those of its longest list."""
+    found = [name for name, _, tag in tagged(part) if tag.role is Role.BLOCK]
+    lists = [
+        (name, each) for name, each in named_modules(part) if isinstance(each, nn.ModuleList | nn.Sequential)
+    ]
+    if found or not lists:
+        return found
+    name, longest = max(lists, key=lambda pair: len(pair[1]))
+    return [f"{name}.{number}" for number in range(len(longest))]
+
+
+def _any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts layers.2 before layers.10."""
+    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]

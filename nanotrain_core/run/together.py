@@ -1,0 +1,153 @@
+"""Collectives of monitors: every rank enters one, or none does.
+
+An exception may keep one rank's monitor from a collective that the others' have entered, and they would wait
+for ever. So before each collective all ranks agree in a *round*, a small all-reduce in a group of their own:
+a rank says that its monitor is here. One whose monitor has failed says so in the next round, without waiting
+for it, and goes on training. Whoever waits in that round learns of it: if it is the event that it is in, it
+leaves that, too; if not, it takes part in a further round. A rank takes part in every round once, waiting or
+not, so that rounds stay in step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.mesh import Mesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: A failure may be told long before the others' next round: the watchdog, and not this, ends a hang.
+PATIENCE = timedelta(days=30)
+
+NOTHING = -(2**62)
+
+
+class FailedElsewhere(Exception):
+    """A monitor failed on another rank, and so leaves the event on this one too."""
+
+
+class Together:
+    """The agreement of all ranks of a run, from one of them."""
+
+    def __init__(self, mesh: Mesh, monitors: int) -> None:
+        """Make the group, where there are several ranks and any monitors. Collective."""
+        self.rank, self.monitors = mesh.rank, monitors
+        self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
+        self._at: tuple[int, int] | None = None
+        """The monitor that is called now, and what its event is known by."""
+        self._told: list[tuple[dist.Work, torch.Tensor]] = []
+        """Rounds of which nobody needs to know here, with their memory."""
+        self.forbidden = ""
+        """Why there may be no collective now."""
+
+    @contextmanager
+    def event(self, monitor: int, name: str) -> Iterator[None]:
+        """Have a monitor hear of an event, whose ``name`` no other event of the run has."""
+        self._at = (monitor, zlib.crc32(name.encode()) + 1)
+        try:
+            yield
+        except FailedElsewhere:
+            raise
+        except Exception:
+            self._tell_failure()
+            raise
+        finally:
+            self._at = None
+
+    def enter(self) -> None:
+        """Return when the monitor is here on all ranks.
+
+        Raises:
+            FailedElsewhere: on one it has failed in this event.
+            PluginError: ranks are in different monitors or events, or there may be no collective now.
+        """
+        if self.forbidden:
+            raise PluginError(f"a monitor may call no collective {self.forbidden}")
+        if self._group is None or self._at is None:
+            return
+        monitor, event = self._at
+        for failed, ranks in self._rounds(monitor, event):
+            if failed[monitor] == event:
+                raise FailedElsewhere(f"it failed on rank {ranks[monitor]}")
+
+    def drain(self) -> None:
+        """Hear of all failures that were told: all ranks call this at the same point."""
+        if self._group is not None:
+            for _ in self._rounds(self.monitors, 0):
+                pass
+
+    def _rounds(self, monitor: int, event: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Take part in rounds until one has no failure; yield events and ranks of the failures of each
+        other."""
+        while True:
+            work, round_ = self._round(here=(monitor, event))
+            work.wait()
+            at, failed, ranks = self._read(round_)
+            if not any(failed):
+                break
+            yield failed, ranks
+        if at[0] != -at[1] or at[2] != -at[3]:
+            raise PluginError(
+                "ranks are in collectives of different monitors or events: a monitor must call the "
+                "same ones on all ranks"
+            )
+        self._told = [each for each in self._told if not each[0].is_completed()]
+
+    def _tell_failure(self) -> None:
+        """Say in the next round that the monitor called now has failed, and do not wait for it."""
+        if self._group is not None and self._at is not None:
+            self._told.append(self._round(failed=self._at))
+
+    def _round(
+        self, *, here: tuple[int, int] | None = None, failed: tuple[int, int] | None = None
+    ) -> tuple[dist.Work, torch.Tensor]:
+        mine = torch.full((4 + 2 * self.monitors,), NOTHING, dtype=torch.int64)
+        mine[4:] = 0
+        if here is not None:
+            mine[:4] = torch.tensor([here[0], -here[0], here[1], -here[1]])
+        if failed is not None:
+            mine[4 + failed[0]] = failed[1]
+            mine[4 + self.monitors + failed[0]] = self.rank
+        work = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work, mine
+
+    def _read(self, round_: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+        numbers: list[int] = round_.tolist()
+        return numbers[:4], numbers[4 : 4 + self.monitors], numbers[4 + self.monitors :]
+
+    def before(self, collective: Callable[P, T]) -> Callable[P, T]:
+        """Return ``collective`` with an agreement before it."""
+
+        def together(*args: P.args, **kwargs: P.kwargs) -> T:
+            self.enter()
+            return collective(*args, **kwargs)
+
+        return together
+
+
+class MonitorMesh(Mesh):
+    """A mesh whose collectives every rank enters, or none."""
+
+    def __init__(self, mesh: Mesh, together: Together) -> None:
+        vars(self).update(vars(mesh))
+        for name in ("all_reduce", "all_reduce_data", "gather", "barrier"):
+            setattr(self, name, together.before(getattr(mesh, name)))
+
+
+def _group(mesh: Mesh) -> Any:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # in detail, torch would wait for all ranks in each call
+    try:
+        return dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="monitors")
+    finally:
+        dist.set_debug_level(level)

@@ -1,0 +1,229 @@
+"""What monitors publish: every name's value is the whole run's, on every rank, from two all-reduces."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.metrics.declared import Bins, Metric, Names, Rule
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.collectives import CollectiveLog
+from nanotrain_core.testing.probe import make_engine
+
+DDP = Case("parallel", use="ddp", topology={"dp": 2})
+REDUCTIONS = ("sum", "mean", "max", "min", "last")
+
+
+def metric(name, **options):
+    return Metric(**{"name": name, "unit": "1", "group": "test", "summary": "for a test", **options})
+
+
+class Publishes(Monitor):
+    """Publishes in every step what differs between ranks, and keeps what it is told."""
+
+    declared = (
+        *(metric(f"{reduce}/{{what}}", reduce=reduce) for reduce in REDUCTIONS),
+        metric("weighted", reduce="mean"),
+        metric("spread", kind="histogram", bins=Bins(low=-1.0, high=1.0, count=2)),
+        metric("said", kind="text"),
+    )
+    rank = 0
+
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, run):
+        self.metrics, self.rank = run.metrics, run.rank
+
+    def on_before_update(self, update):
+        for reduce in REDUCTIONS:
+            value = 10.0 * update.step + self.rank
+            self.metrics.scalar(f"{reduce}/host", value)
+            self.metrics.scalar(f"{reduce}/device", torch.tensor(value, dtype=torch.float32))
+            self.metrics.scalar(f"{reduce}/nan", torch.tensor(math.nan if self.rank else 1.0))
+            self.metrics.scalar(f"{reduce}/of.rank.{self.rank}", 1)
+        if update.step == 3:
+            self.metrics.scalar("max/late", -7.0)
+            if self.rank:
+                self.metrics.text("said", f"by rank {self.rank}")
+        self.metrics.scalar("weighted", 1.0 + self.rank, weight=torch.tensor(1 + 2 * self.rank))
+        self.metrics.histogram("spread", torch.tensor([-5.0, -1.0, 0.0, 0.5, 1.0, math.nan, math.inf]))
+
+    def on_metrics(self, report):
+        self.told.append(report)
+
+
+def publish(case, changes, late, kind=Publishes, **options):
+    """Return what a monitor is told, and the names of collectives."""
+    with pytest.MonkeyPatch.context() as patched:
+        if late:
+            patched.setattr(Mesh, "reads_late", True)
+        engine = make_engine(case, changes, callbacks=[kind()], **options)
+        log = CollectiveLog()
+        with log:
+            engine.fit()
+    return getattr(engine.run.monitors[-1], "told", []), [name for name, *_ in log.entries]
+
+
+def without_clock(report):
+    """Return values but those that a rank reads from its own clock, histograms and texts."""
+    values = {name: x for name, x in report.values.items() if name not in ("seconds", "tokens_per_second")}
+    return values, report.histograms, report.texts
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["at once", "late"])
+def told(request):
+    changes = {"run": {"steps": 5, "log_every": 2}}
+    return run_ranks(publish, 2, DDP, changes, request.param)
+
+
+def test_every_rank_is_told_the_same_of_every_logged_step(told):
+    (one, _), (other, _) = told
+    assert [report.step for report in one] == [report.step for report in other]
+    assert [report.step for report in one if report.published] == [2, 4, 5]
+    assert repr([without_clock(report) for report in one]) == repr(
+        [without_clock(report) for report in other]
+    )
+
+
+def test_values_are_those_of_all_ranks_and_of_all_steps_since_the_last_logged_one(told):
+    """Of steps 3 and 4, with 30, 31 and 40, 41 on the two ranks."""
+    report = next(report for report in told[0][0] if report.step == 4 and report.published)
+    expected = {"sum": 142.0, "mean": 35.5, "max": 41.0, "min": 30.0, "last": 41.0}
+    for reduce, value in expected.items():
+        assert report.values[f"{reduce}/host"] == report.values[f"{reduce}/device"] == value
+        assert math.isnan(report.values[f"{reduce}/nan"]), reduce
+        for rank in range(2):
+            assert report.values[f"{reduce}/of.rank.{rank}"] == (2.0 if reduce == "sum" else 1.0)
+    assert report.values["max/late"] == -7.0
+    assert report.values["weighted"] == (1 * 1 + 2 * 3) / 4
+    spread = report.histograms["spread"]
+    assert (spread.edges, spread.counts) == ((-1.0, 0.0, 1.0), (4.0, 8.0))
+    assert (spread.below, spread.above, spread.nan) == (4.0, 8.0, 4.0)
+    assert report.texts == {"said": "by rank 1"}
+    assert report.metrics["sum/host"].reduce == "sum"
+    assert report.metrics["loss"].unit == "nats"
+    assert {"loss", "grad_norm", "losses/lm"} <= report.values.keys() - report.published
+    last = next(report for report in told[0][0] if report.step == 5)
+    assert "max/late" not in last.values
+    assert not last.texts
+
+
+def test_publishing_sends_nothing_more_but_in_a_step_with_new_names():
+    """All monitors share the two all-reduces of a logged step; steps 1 and 3 bring names, and are reduced
+    anew."""
+    options = {"check_collectives": True}  # through the process group, where they are seen
+    changes = {"run": {"steps": 5}}
+    with_names = run_ranks(publish, 2, DDP, changes, False, **options)[0][1]
+    without = run_ranks(publish, 2, DDP, changes, False, Monitor, **options)[0][1]
+    more = Counter(with_names) - Counter(without)
+    assert more == {"allreduce_.default": 2 * 2, "allgather_.default": 2 * 2}  # sizes, then names
+
+
+class Undeclared(Monitor):
+    declared = (metric("update/ratio"),)
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_before_update(self, update):
+        self.metrics.scalar("update/ration", 1.0, unit="m", reduce="sum")
+
+    def on_metrics(self, report):
+        self.report = report
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_undeclared_name_is_a_warning_and_told_or_an_error_in_a_strict_run(strict):
+    engine = make_engine(DDP.alone(), {"run": {"strict_monitors": strict}}, callbacks=[Undeclared()])
+    text = "publishes the metric 'update/ration', which it does not declare (did you mean 'update/ratio'?)"
+    if strict:
+        with pytest.raises(
+            PluginError, match=text.replace("(", r"\(").replace(")", r"\)").replace("?", r"\?")
+        ):
+            engine.fit()
+        return
+    with capture_logs() as logs:
+        engine.fit()
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == [f"Undeclared {text}"]
+    report = engine.run.monitors[-1].report
+    assert report.values["update/ration"] == 1.0
+    assert (report.metrics["update/ration"].unit, report.metrics["update/ration"].reduce) == ("m", "sum")
+
+
+@pytest.mark.parametrize(
+    ("publish", "text"),
+    [
+        (lambda metrics: metrics.scalar("loss", 1.0), "the metric 'loss' is the core's"),
+        (lambda metrics: metrics.scalar("sum/x", 1.0, reduce="max"), "it is a scalar, sum, in '1'"),
+        (lambda metrics: metrics.scalar("spread", 1.0), "it is a histogram"),
+        (lambda metrics: metrics.scalar("sum/x", torch.ones(2)), "has 2 values; expected one number"),
+        (lambda metrics: metrics.scalar("sum/a b", 1.0), "'sum/a b' is no metric's name"),
+    ],
+)
+def test_what_cannot_be_published_is_told(publish, text):
+    class Wrong(Publishes):
+        def on_before_update(self, update):
+            publish(self.metrics)
+
+    with pytest.raises(PluginError, match=text):
+        make_engine(DDP.alone(), {}, callbacks=[Wrong()]).fit()
+
+
+def test_a_name_has_one_owner():
+    with pytest.raises(PluginError, match="'sum/host' is published by two monitors"):
+        make_engine(DDP.alone(), {}, callbacks=[Publishes(), Publishes()]).fit()
+
+
+def test_jsonl_keeps_all_that_is_published_in_rows_of_their_own(tmp_path):
+    changes = {"run": {"steps": 3}, "monitor": [{"use": "jsonl"}]}
+    told, _ = publish(DDP.alone(), changes, False, folder=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [row for row in rows if row["event"] == "metrics"]
+    assert [row["step"] for row in found] == [1, 2, 3]
+    for row, report in zip(found, [report for report in told if report.published], strict=True):
+        published = {name: value for name, value in report.values.items() if name in report.published}
+        assert repr(row["values"]) == repr(published)
+        assert tuple(row["histograms"]["spread"]["counts"]) == report.histograms["spread"].counts
+
+
+def test_console_shows_the_published_metrics_that_are_asked_for(capsys):
+    case = Case("monitor", use="console", config={"metrics": ["max/*", "loss"]})
+    publish(case, {"run": {"steps": 1}}, False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "max/host" in line]
+    assert line == "step=1 max/device=10 max/host=10 max/nan=1 max/of.rank.0=1"
+
+
+# --- declarations -----------------------------------------------------------------------------------
+
+
+def test_the_nearest_declaration_of_a_name_is_its_own_before_a_pattern():
+    names = Names([metric("a/{x}"), metric("a/b", unit="s"), metric("{x}/norm")])
+    assert names.find("a/b").unit == "s"
+    assert names.find("a/layers.0.q").name == "a/{x}"
+    assert names.find("a/b/c") is None
+    assert names.near("a/norms") == " (did you mean '{x}/norm'?)"
+
+
+def test_a_rule_judges():
+    rule = Rule(warn_below=1e-7, warn_above=1e-1, bad_above=3e-1)
+    verdicts = [rule.judge(x) for x in (1e-8, 1e-3, 0.2, 0.4, math.nan, math.inf)]
+    assert verdicts == ["warn", "good", "warn", "bad", "bad", "bad"]
+    assert str(rule) == "warn below 1e-07, warn above 0.1, bad above 0.3"
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "a b", "a/{}", "a/{x y}", 3])
+def test_a_name_has_words_between_slashes(name):
+    with pytest.raises(PluginError, match="no metric's name"):
+        metric(name)
+
+
+def test_logarithmic_bins_have_equal_ratios():
+    edges = Bins(low=1e-3, high=1e3, count=6, log=True).edges
+    assert edges == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1e3])

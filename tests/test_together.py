@@ -1,0 +1,173 @@
+"""A monitor that fails on one rank leaves no rank alone in a collective, and the run goes on."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from structlog.testing import capture_logs
+
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.metrics.declared import Metric
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.pool import RankFailure
+from nanotrain_core.testing.probe import Reports, make_engine, weights
+
+DDP = Case("parallel", use="ddp", topology={"dp": 2})
+STEPS = {"run": {"steps": 6, "log_every": 3, "strict_monitors": False}}
+
+
+class Fails(Monitor):
+    """Fails on rank 1 in some steps of some events, before a collective that the other rank enters."""
+
+    declared = (Metric(name="seen", unit="1", group="test", summary="events", reduce="sum"),)
+
+    def __init__(self, how, event, steps):
+        self.how, self.event, self.steps = how, event, steps
+        self.after, self.told = [], {}
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_before_update(self, update):
+        self._hear("on_before_update", update.step, update)
+
+    def on_step(self, report):
+        self._hear("on_step", report.step)
+
+    def on_metrics(self, report):
+        self.told[report.step] = (report.values.get("seen"), dict(report.failed))
+
+    def _hear(self, event, step, update=None):
+        if event != self.event:
+            return
+        self.run.metrics.scalar("seen", 1)
+        if self.run.rank == 1 and step in self.steps:
+            raise ZeroDivisionError(f"planted in step {step}")
+        if self.how == "mesh":
+            one = torch.ones(1)
+            self.run.mesh.all_reduce(one)
+            assert one.item() == 2
+        elif self.how == "gather":
+            assert self.run.mesh.gather(self.run.rank) == [0, 1]
+        elif self.how == "norms" and update is not None:
+            update.norms()
+        elif self.how == "group":
+            self.run.together()
+            dist.all_reduce(torch.ones(1))
+        elif self.how == "logits":
+            self.run.logits(torch.zeros(1, 16, dtype=torch.int64))
+        self.after.append(step)
+
+
+class Talks(Monitor):
+    """Another monitor, whose collectives go on."""
+
+    def on_start(self, run):
+        self.run, self.sums = run, []
+
+    def on_before_update(self, update):
+        one = torch.ones(1)
+        self.run.mesh.all_reduce(one)
+        self.sums.append(one.item())
+
+
+def watched(case, monitors, changes=STEPS):
+    engine = make_engine(case, changes)
+    seen = Reports()
+    engine.events.monitors = [*monitors, seen]
+    with capture_logs() as logs:
+        engine.fit()
+    return monitors, [report.loss for report in seen.reports], weights(engine.run), logs
+
+
+def failing(case, how, event, steps):
+    (monitor, talks), losses, after, logs = watched(case, [Fails(how, event, steps), Talks()])
+    return monitor.after, monitor.told, talks.sums, losses, after, logs
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [losses for _, losses, _, _ in run_ranks(watched, 2, DDP, [])]
+
+
+@pytest.mark.parametrize(
+    ("how", "event"),
+    [
+        ("mesh", "on_before_update"),
+        ("gather", "on_step"),
+        ("norms", "on_before_update"),
+        ("group", "on_before_update"),
+        ("logits", "on_step"),
+        ("nothing", "on_before_update"),
+    ],
+)
+def test_an_exception_on_one_rank_ends_the_event_on_all_and_training_goes_on(how, event, alone):
+    heard = [1, 2, 3, 4, 5, 6] if event == "on_before_update" else [3, 6]
+    planted = [2, 3] if event == "on_before_update" else [3]
+    one, other = run_ranks(failing, 2, DDP, how, event, planted)
+    left = [step for step in heard if step not in planted]
+    assert other[0] == left
+    assert one[0] == (heard if how == "nothing" else left)  # without a collective nobody need know at once
+    for after, told, sums, losses, _, logs in (one, other):
+        assert losses == alone[0]
+        assert sums == [2.0] * 6
+        # What was published in an interval with a failure differs between ranks, and is left out.
+        seen = 6.0 if event == "on_before_update" else 2.0
+        assert told == {3: (None, {"Fails": 1}), 6: (seen, {})}
+        assert after
+        assert logs
+    events = [entry["event"] for entry in one[-1]]
+    assert "a monitor failed on a rank: what it published until this step is left out" in events
+    assert [e["monitor"] for e in other[-1] if e["log_level"] == "error"] == [f"Fails.{event}"] * len(planted)
+
+
+class Skips(Monitor):
+    """Leaves out a collective on one rank, without an exception; another monitor calls the next."""
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_before_update(self, update):
+        if not (self.run.rank and update.step == 2):
+            self.run.together()
+
+
+def skip():
+    make_engine(DDP, {"run": {"steps": 3}}, callbacks=[Skips(), Talks()]).fit()
+
+
+def test_ranks_in_different_monitors_are_told_instead_of_hanging():
+    with pytest.raises(RankFailure, match="ranks are in collectives of different monitors or events"):
+        run_ranks(skip, 2, timeout=60)
+
+
+def strict():
+    engine = make_engine(DDP, STEPS | {"run": {"steps": 6, "strict_monitors": True}})
+    engine.events.monitors = [Fails("mesh", "on_before_update", [2])]
+    with pytest.raises(Exception, match=r"planted in step 2|failed on rank 1") as caught:
+        engine.fit()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_in_a_strict_run_all_ranks_stop_and_know_who_failed():
+    one, other = run_ranks(strict, 2)
+    assert one == ("NanotrainError", "the monitor in Fails.on_before_update: it failed on rank 1")
+    assert other == ("ZeroDivisionError", "planted in step 2")
+
+
+def test_without_other_ranks_nothing_is_agreed_on():
+    (monitor,), losses, *_ = watched(DDP.alone(), [Talks()])
+    assert monitor.sums == [1.0] * 6
+    assert len(losses) == 2
+
+
+def other_monitors(rank_of_more):
+    engine = make_engine(DDP, {})
+    engine.events.monitors = [Talks()] * (2 if engine.run.mesh.rank == rank_of_more else 1)
+    engine.fit()
+
+
+def test_ranks_with_other_monitors_are_refused():
+    with pytest.raises(
+        RankFailure, match="rank 1 has the monitors Talks, Talks-2, rank 0 Talks: give all ranks"
+    ):
+        run_ranks(other_monitors, 2, 1)
