@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from statistics import median
 from typing import Any, ClassVar
 
@@ -82,6 +83,7 @@ def measure(*, rounds: int) -> Iterator[Any]:
         for number, shape in enumerate(SHAPES):
             yield layer(name, shape, rounds, bar=1.3 if name == "triton" and not number else 0.0)
     yield experts(rounds)
+    yield experts_later(rounds)
     for name in ("triton", "torch"):
         yield from agreement(name)
 
@@ -129,8 +131,18 @@ def layer(name: str, shape: tuple[int, int, int], rounds: int, bar: float) -> La
 
 def experts(rounds: int) -> Layer:
     """Time the three products of experts in one launch each, beside torch's grouped product in bfloat16."""
+    return _experts(rounds, later=False)
+
+
+def experts_later(rounds: int) -> Layer:
+    """Time the same in a step's second microbatch: the weights are rounded already."""
+    return _experts(rounds, later=True)
+
+
+def _experts(rounds: int, *, later: bool) -> Layer:
     M, K, N, E = EXPERTS
-    x, w, d_y = normal(M, K), normal(E, N, K), normal(M, N)
+    x, w, d_y = normal(M, K), nn.Parameter(normal(E, N, K)), normal(M, N)
+    inputs = cycle((x, normal(M, K)))  # the same one twice would not be rounded again
     shares = torch.rand(E, device=DEVICE).softmax(0).cumsum(0)
     counts = torch.bincount(
         torch.searchsorted(shares, torch.rand(M, device=DEVICE)).clamp_max_(E - 1), minlength=E
@@ -138,21 +150,29 @@ def experts(rounds: int) -> Layer:
     ends = counts.cumsum(0).to(torch.int32)
 
     passes = Passes()
+    backend = BACKENDS["triton"].make(Recipe(), Scratch(passes))
 
-    def ours() -> None:
-        products = BACKENDS["triton"].make(Recipe(), Scratch(passes)).grouped(counts)
+    def microbatch() -> None:
+        products = backend.grouped(counts)
+        _, kept = products.forward(next(inputs), w)
+        products.dgrad(d_y, w)
+        products.wgrad(d_y, kept)
+
+    def step() -> None:
         with passes.weights_unchanged():
-            _, kept = products.forward(x, w)
-            products.dgrad(d_y, w)
-            products.wgrad(d_y, kept)
+            microbatch()
 
+    @torch.no_grad()
     def theirs() -> None:
         F.grouped_mm(x, w.mT, offs=ends)
         F.grouped_mm(d_y, w, offs=ends)
         F.grouped_mm(d_y.T, x, offs=ends)
 
-    times = turns(ours, theirs, rounds=rounds)
-    return compared(f"triton, {M} rows of {E} experts, {K} x {N}", times, 0.0)
+    name = f"triton, {M} rows of {E} experts, {K} x {N}"
+    if not later:
+        return compared(name, turns(step, theirs, rounds=rounds), 0.0)
+    with passes.weights_unchanged():
+        return compared(f"{name}, weights rounded before", turns(microbatch, theirs, rounds=rounds), 0.0)
 
 
 def compared(name: str, times: tuple[list[float], list[float]], bar: float) -> Layer:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,26 @@ def resources(binary: Any, folder: Path) -> Resources:
         stack=sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", text))),
         shared=int(binary.metadata.shared),
     )
+
+
+def loops(binary: Any, folder: Path) -> list[Counter[str]]:
+    """Return how often each instruction is in each loop of a compiled kernel, innermost first."""
+    from triton import knobs
+
+    (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
+    words = [knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
+    text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    labels: dict[str, int] = {}
+    seen: list[str] = []
+    found = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(seen)
+        if instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", line):
+            seen.append(instruction[1])
+        if (back := re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)) and back[1] in labels:
+            found.append(Counter(seen[labels[back[1]] :]))
+    return [loop for loop in found if loop.total() > 1]  # a kernel ends in a jump to itself
 
 
 def interpreting() -> dict[str, str]:

@@ -17,7 +17,7 @@ from nanotrain_fp8_deepseek_v3.formats import E5M2
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.testing.triton_kernels import interpreting, launches, resources, run_in_interpreter
+from nanotrain_core.testing.triton_kernels import interpreting, launches, loops, resources, run_in_interpreter
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 needs_compiler = pytest.mark.skipif(
@@ -93,12 +93,16 @@ def test_every_kernel_compiles_for_hopper(sizes, tmp_path):
         assert ".ftz" not in ptx  # numbers below 2^-126 stay
         if "times" in launch.name:
             assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx
+            (loop,) = loops(binary, tmp_path)
+            assert loop["QGMMA"] >= 4
+            assert loop["LDL"] == loop["STL"] == 0 or not wide
             assert re.search(r"cp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx)  # 16 bytes at once
         else:
             assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
             assert "st.global.v4.b32" in ptx
             assert "ld.global.v4.b32" in ptx or not wide
-        assert resources(binary, tmp_path).stack == 0 or not wide  # what a thread holds fits into registers
+        # What a thread holds fits into registers; outside of its loop a product may leave four numbers.
+        assert resources(binary, tmp_path).stack <= (16 if "times" in launch.name else 0) or not wide
 
 
 # --- refusals ---------------------------------------------------------------------------------
