@@ -105,24 +105,45 @@ def resources(binary: Any, folder: Path) -> Resources:
     )
 
 
+def instructions(binary: Any, folder: Path) -> Counter[str]:
+    """Return how often each instruction is in a compiled kernel, but those that only fill it up."""
+    found = Counter(name for _, name, _ in _lines(binary, folder) if name)
+    del found["NOP"]
+    return found
+
+
 def loops(binary: Any, folder: Path) -> list[Counter[str]]:
     """Return how often each instruction is in each loop of a compiled kernel, innermost first."""
+    labels: dict[str, int] = {}
+    seen: list[str] = []
+    found = []
+    for label, instruction, target in _lines(binary, folder):
+        if label:
+            labels[label] = len(seen)
+        if instruction:
+            seen.append(instruction)
+        if target in labels:
+            found.append(Counter(seen[labels[target] :]))
+    return [loop for loop in found if loop.total() > 1]  # a kernel ends in a jump to itself
+
+
+def _lines(binary: Any, folder: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield label, instruction, and label that it jumps to, of each line of a kernel; empty where none."""
     from triton import knobs
 
     (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
     words = [knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
     text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    labels: dict[str, int] = {}
-    seen: list[str] = []
-    found = []
+    patterns = (
+        r"\s*(\.L_x_\d+):",
+        r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)",
+        r".*BRA[^`]*`\((\.L_x_\d+)\)",
+    )
     for line in text.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(seen)
-        if instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", line):
-            seen.append(instruction[1])
-        if (back := re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)) and back[1] in labels:
-            found.append(Counter(seen[labels[back[1]] :]))
-    return [loop for loop in found if loop.total() > 1]  # a kernel ends in a jump to itself
+        label, instruction, target = (
+            found[1] if (found := re.match(each, line)) else "" for each in patterns
+        )
+        yield label, instruction, target
 
 
 def interpreting() -> dict[str, str]:

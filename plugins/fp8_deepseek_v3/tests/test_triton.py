@@ -17,7 +17,14 @@ from nanotrain_fp8_deepseek_v3.formats import E5M2
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.testing.triton_kernels import interpreting, launches, loops, resources, run_in_interpreter
+from nanotrain_core.testing.triton_kernels import (
+    instructions,
+    interpreting,
+    launches,
+    loops,
+    resources,
+    run_in_interpreter,
+)
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 needs_compiler = pytest.mark.skipif(
@@ -103,6 +110,29 @@ def test_every_kernel_compiles_for_hopper(sizes, tmp_path):
             assert "ld.global.v4.b32" in ptx or not wide
         # What a thread holds fits into registers; outside of its loop a product may leave four numbers.
         assert resources(binary, tmp_path).stack <= (16 if "times" in launch.name else 0) or not wide
+
+
+#: Instructions for each number of the README's table, rounded up.
+COSTS = {"1 x 128": 20, "128 x 1": 23, "128 x 1 of codes": 22, "128 x 128": 21}
+
+
+@needs_triton
+@needs_compiler
+def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_readme_says(tmp_path):
+    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
+
+    x = empty(16384, 7168)
+    with launches() as found:
+        codes, scales = quantize_rows(x)
+        quantize_transposed(x)
+        requantize_transposed(codes, scales)
+        quantize_blocks(x)
+    for launch, (kind, most) in zip(found, COSTS.items(), strict=True):
+        threads = 32 * launch.options["num_warps"] * launch.grid[0]
+        each = instructions(launch.compiled(), tmp_path).total() * threads / x.numel()
+        assert each <= most, kind
 
 
 # --- refusals ---------------------------------------------------------------------------------
