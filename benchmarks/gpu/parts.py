@@ -44,6 +44,7 @@ PARTS = (
     Part("llama", "Llama 0.96B", "benchmarks.gpu.races:run_llama", 60, 200),
     Part("gpt2", "GPT-2 124M", "benchmarks.gpu.races:run_gpt2", 45, 150),
     Part("fp8", "rounding kernels, layers, experts", "benchmarks.gpu.fp8_kernels:run", 20, 90),
+    Part("permutation", "experts' rows", "benchmarks.gpu.permutation:run", 10, 60),
     Part("wide", "Llama 1.5B, wide", "benchmarks.gpu.races:run_wide", 60, 150),
     Part("deepseek", "DeepSeek 2.3B slice", "benchmarks.gpu.races:run_deepseek", 45, 120),
     Part("tests", "all tests that use a GPU", "benchmarks.gpu.gpu_tests:run", 30, 240),

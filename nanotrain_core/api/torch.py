@@ -69,7 +69,7 @@ from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, rms_norm, rope, swiglu
+from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, plain_ops, rms_norm, rope, swiglu
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
 from nanotrain_core.moe.routing import (
     Compute,
@@ -231,6 +231,7 @@ __all__ = [
     "memory_like",
     "move_into",
     "ops_of",
+    "plain_ops",
     "quantize_into",
     "quantize_swiglu",
     "range_of",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +9,7 @@ import torch
 from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
 from nanotrain_core.compile.eager import kernels_of
 from nanotrain_core.contracts import Kernels
-from nanotrain_core.models.cross_entropy import linear_cross_entropy
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import Ops, plain_ops
 from nanotrain_core.recipe.tree import Selection
 
 if TYPE_CHECKING:
@@ -27,9 +24,7 @@ class TorchKernels(Kernels):
 
     def ops(self, device: torch.device) -> Ops:
         """Return plain PyTorch; on a GPU the products of the loss have a multiple of 128 columns."""
-        if device.type != "cuda":
-            return TORCH
-        return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
+        return plain_ops(device)
 
 
 class AutoKernels(Kernels):

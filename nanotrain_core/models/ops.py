@@ -11,7 +11,8 @@ token, N = T C rows sorted by expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,13 @@ class Ops:
 
 #: Plain PyTorch.
 TORCH = Ops()
+
+
+def plain_ops(device: torch.device) -> Ops:
+    """Return plain PyTorch for a device: on a GPU the products of the loss have a multiple of 128 columns."""
+    if device.type != "cuda":
+        return TORCH
+    return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
 
 
 def ops_of(module: nn.Module) -> Ops:

@@ -20,6 +20,7 @@ from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, disco
 #: Where the components of this project live that are not part of the core: for ``pip install``.
 FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
+    ("kernels", "cuda"): "nanotrain-cuda",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "activation_offload"): "nanotrain-activation-offload",
     ("parallel", "ddp"): "nanotrain-ddp",

@@ -17,6 +17,14 @@ from nanotrain_fp8_deepseek_v3.formats import E5M2
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.testing.triton_kernels import (
+    instructions,
+    interpreting,
+    launches,
+    loops,
+    resources,
+    run_in_interpreter,
+)
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 needs_compiler = pytest.mark.skipif(
@@ -24,12 +32,6 @@ needs_compiler = pytest.mark.skipif(
     reason="TRITON_INTERPRET=1 makes functions that no compiler takes",
 )
 FOLDER = Path(__file__).with_name("interpreted")
-
-
-def interpreting():
-    """Return the environment of the interpreter: one core, and no GPU, even where there is one."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    return {**os.environ, **hidden, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def test_the_interpreter_sees_no_gpu():
@@ -48,11 +50,7 @@ def test_the_interpreter_sees_no_gpu():
     "name", ["test_division.py", "test_rounding.py", "test_layers.py", "test_compiled.py"]
 )
 def test_in_the_interpreter(name):
-    """In a process of its own: Triton reads the variable when it is first imported."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / name)]
-    found = subprocess.run(words, env=interpreting(), capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
-    assert "skipped" not in found.stdout
+    run_in_interpreter(FOLDER / name)
 
 
 # --- compiled for compute capability 9.0 ------------------------------------------------------
@@ -78,58 +76,13 @@ def products(M, K, N, E):
     TritonFP8(Recipe(input_power_of_two=True))._transposed(d_y, TritonFP8(Recipe()).keep(x), None)
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Return the launches that follow, each a kernel, its arguments and its options, without running them."""
-    from triton.runtime.jit import JITFunction
-
-    found = []
-
-    def run(kernel, *args, grid, warmup, **options):
-        assert len(grid) == 1
-        assert 0 < grid[0] < 2**31
-        found.append((kernel, args, options))
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    return found
-
-
-def compiled(kernel, args, options):
-    """Compile a launch as Triton would on a GPU of compute capability 9.0."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import mangle_type
-
-    given = dict(zip(kernel.arg_names, args, strict=False)) | options
-    launch = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
-    constant = {
-        p.name for p in kernel.params if p.is_constexpr or given[p.name] is None or is_int(given[p.name], 1)
-    }
-    signature = {n: "constexpr" if n in constant else mangle_type(given[n]) for n in kernel.arg_names}
-    aligned = [
-        n for n in kernel.arg_names if n not in constant and (not is_int(given[n]) or given[n] % 16 == 0)
-    ]
-    place = {name: (number,) for number, name in enumerate(kernel.arg_names)}
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={place[n]: given[n] for n in constant},
-        attrs={place[n]: [["tt.divisibility", 16]] for n in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
-
-
-def is_int(value, number=None):
-    return type(value) is int and number in (None, value)
-
-
 @needs_triton
 @needs_compiler
 @pytest.mark.parametrize("sizes", [(M, K, N, E), (1000, 200, 328, 5)], ids=["DeepSeek-V3", "ragged"])
-def test_every_kernel_compiles_for_hopper(sizes, launches, tmp_path):
-    products(*sizes)
-    names = {kernel.__name__ for kernel, _, _ in launches}
+def test_every_kernel_compiles_for_hopper(sizes, tmp_path):
+    with launches() as found:
+        products(*sizes)
+    names = {launch.name for launch in found}
     assert names == {
         "round_rows",
         "round_columns",
@@ -138,29 +91,48 @@ def test_every_kernel_compiles_for_hopper(sizes, launches, tmp_path):
         "columns_times_columns",
     }
     wide = not sizes[1] % 128
-    for kernel, args, options in launches:
-        binary = compiled(kernel, args, options)
+    for launch in found:
+        assert len(launch.grid) == 1
+        assert 0 < launch.grid[0] < 2**31
+        binary = launch.compiled()
         ptx = binary.asm["ptx"]
         assert ".target sm_90" in ptx
         assert ".ftz" not in ptx  # numbers below 2^-126 stay
-        if "times" in kernel.__name__:
+        if "times" in launch.name:
             assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in ptx
+            (loop,) = loops(binary, tmp_path)
+            assert loop["QGMMA"] >= 4
+            assert loop["LDL"] == loop["STL"] == 0 or not wide
             assert re.search(r"cp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx)  # 16 bytes at once
         else:
             assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
             assert "st.global.v4.b32" in ptx
             assert "ld.global.v4.b32" in ptx or not wide
-        assert stack_of(binary, tmp_path) == 0 or not wide  # what a thread holds fits into registers
+        # What a thread holds fits into registers; outside of its loop a product may leave four numbers.
+        assert resources(binary, tmp_path).stack <= (16 if "times" in launch.name else 0) or not wide
 
 
-def stack_of(binary, folder):
-    """Return the bytes of each thread that do not fit into registers, as the compiler reports them."""
-    from triton import knobs
+#: Instructions for each number of the README's table, rounded up.
+COSTS = {"1 x 128": 20, "128 x 1": 23, "128 x 1 of codes": 22, "128 x 128": 21}
 
-    (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
-    words = [knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    report = subprocess.run(words, capture_output=True, text=True, check=True)
-    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", report.stdout + report.stderr)))
+
+@needs_triton
+@needs_compiler
+def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_readme_says(tmp_path):
+    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
+
+    x = empty(16384, 7168)
+    with launches() as found:
+        codes, scales = quantize_rows(x)
+        quantize_transposed(x)
+        requantize_transposed(codes, scales)
+        quantize_blocks(x)
+    for launch, (kind, most) in zip(found, COSTS.items(), strict=True):
+        threads = 32 * launch.options["num_warps"] * launch.grid[0]
+        each = instructions(launch.compiled(), tmp_path).total() * threads / x.numel()
+        assert each <= most, kind
 
 
 # --- refusals ---------------------------------------------------------------------------------

@@ -3,6 +3,11 @@
 Sums of 128 products are made by tensor cores, then multiplied by the scales and added up in float32, as
 DeepSeek-V3 promotes them (arXiv 2412.19437, section 3.3.2). There are as many programs as the rows could
 need at most; those without rows end at once.
+
+What limits them is how much they read of the cache: with tiles of 128 x 128, four bytes for each 128
+multiplications. So a program makes 128 rows by 256 columns where there are enough of these, as two products
+with the same left operand, one after the other: the sums of a product that are not yet scaled take as many
+registers as those that are, and 128 x 256 of both would be all that a multiprocessor has.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ import triton.language as tl
 
 from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups, group_of, rows_of
+
+#: As many programs as an H100 or H200 runs twice, one on each of 132 multiprocessors: fewer are made narrow.
+ENOUGH = 264
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -25,6 +33,7 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
     rows_ptr,
     tiles_ptr,
     E,
+    M,
     N,
     K_TILES,
     a_row,
@@ -35,34 +44,54 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
     of_b_group,
     of_b_row,
     y_row,
+    TWICE: tl.constexpr,
     SEARCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Multiply 128 rows of a group by 128 rows of its weight. Neighbours share the rows, then the weight."""
-    across = tl.cdiv(N, TILE)
+    """Multiply 128 rows of a group by 128 or 256 of its weight. Neighbours share rows, then the weight."""
+    blocks = tl.cdiv(N, TILE)
+    across = tl.cdiv(blocks, 2) if TWICE else blocks
     tile, block = tl.program_id(0) // across, tl.program_id(0) % across
     e = group_of(tile, tiles_ptr, E, SEARCHED)
     if e == E:
         return
     r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)
-    n, k = block * TILE + tl.arange(0, TILE), tl.arange(0, TILE)
-    inside, e = r < end, e.to(tl.int64)
-    a_ptrs = a_ptr + r[:, None] * a_row + k[None, :]
-    b_ptrs = b_ptr + e * b_group + n[:, None].to(tl.int64) * b_row + k[None, :]
-    of_a_ptrs = of_a_ptr + r * of_a_row
-    of_b_ptrs = of_b_ptr + e * of_b_group + block * of_b_row
-    total = tl.zeros((TILE, TILE), tl.float32)
+    if TWICE:
+        block *= 2
+    begin, local = tl.min(r, 0), tl.arange(0, TILE)
+    # Beyond the end of the group there are rows of another, which are read and not stored.
+    rows = tl.minimum(local, (M - 1 - begin).to(tl.int32))
+    a_at, b_at = rows[:, None] * a_row + local[None, :], local[:, None] * b_row + local[None, :]
+    a_ptr += begin * a_row
+    of_a_ptr += begin * of_a_row
+    of_a_at = rows * of_a_row
+    b_ptr += e.to(tl.int64) * b_group + block.to(tl.int64) * TILE * b_row
+    of_b_ptr += e.to(tl.int64) * of_b_group + block * of_b_row
+    # The second of two blocks may not be there; then the first is multiplied once more, and not stored.
+    other = tl.where(block + 1 < blocks, 1, 0)
+    c_ptr, of_c_ptr = b_ptr + other * TILE * b_row, of_b_ptr + other * of_b_row
+    first, second = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    a_ptrs, b_ptrs, c_ptrs = a_ptr + a_at, b_ptr + b_at, c_ptr + b_at
     for _ in range(K_TILES):
-        a = tl.load(a_ptrs, mask=inside[:, None], other=0.0)
-        b = tl.load(b_ptrs)
-        scale = tl.load(of_a_ptrs, mask=inside, other=0.0) * tl.load(of_b_ptrs)
-        total += tl.dot(a, tl.trans(b)) * scale[:, None]
+        of_a = tl.load(of_a_ptr + of_a_at)
+        of_b, of_c = tl.load(of_b_ptr), tl.load(of_c_ptr)
+        a = tl.load(a_ptrs)
+        first += tl.dot(a, tl.trans(tl.load(b_ptrs))) * (of_a * of_b)[:, None]
+        if TWICE:
+            second += tl.dot(a, tl.trans(tl.load(c_ptrs))) * (of_a * of_c)[:, None]
+            c_ptrs += TILE
+        of_a_ptr += of_a_tile
         a_ptrs += TILE
         b_ptrs += TILE
-        of_a_ptrs += of_a_tile
-        of_b_ptrs += 1
+        of_b_ptr += 1
+        of_c_ptr += 1
+    r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)  # anew: no register keeps them through the loop
+    n = block * TILE + local
+    inside = (r < end)[:, None]
     y_ptrs = y_ptr + r[:, None] * y_row + n[None, :]
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (n[None, :] < N))
+    tl.store(y_ptrs, first.to(y_ptr.dtype.element_ty), mask=inside & (n[None, :] < N))
+    if TWICE:
+        tl.store(y_ptrs + TILE, second.to(y_ptr.dtype.element_ty), mask=inside & (n[None, :] + TILE < N))
 
 
 def multiply_rows(
@@ -99,10 +128,11 @@ def _launch_rows(
 ) -> torch.Tensor:
     groups, y = Groups(rows, tiles), of_a.new_empty(M, N, dtype=dtype)
     if y.numel():
-        rows_times_blocks[(groups.most_tiles(M) * triton.cdiv(N, TILE),)](
-            a, of_a, b, of_b, y, groups.rows, groups.tiles, len(groups), N, a.shape[1] // TILE,
+        programs, twice = programs_of(groups.most_tiles(M), triton.cdiv(N, TILE))
+        rows_times_blocks[(programs,)](
+            a, of_a, b, of_b, y, groups.rows, groups.tiles, len(groups), M, N, a.shape[1] // TILE,
             a.stride(0), *of_a.stride(), *b.stride()[:2], *of_b.stride()[:2], y.stride(0),
-            SEARCHED=groups.searched, TILE=TILE, num_warps=8, num_stages=4,
+            TWICE=twice, SEARCHED=groups.searched, TILE=TILE, num_warps=8, num_stages=4,
         )  # fmt: skip
     return y
 
@@ -142,26 +172,25 @@ def columns_times_columns(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     """Multiply 128 x 128 numbers of one weight's gradient, over the tiles of its group."""
-    across = tl.cdiv(K, TILE)
-    e = (tl.program_id(0) // (across * tl.cdiv(N, TILE))).to(tl.int64)
-    n = tl.program_id(0) // across % tl.cdiv(N, TILE) * TILE + tl.arange(0, TILE)
-    k = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
-    first, last = tl.load(tiles_ptr + e), tl.load(tiles_ptr + e + 1)
-    p = first * TILE + tl.arange(0, TILE)
-    a_ptrs = a_ptr + n[:, None].to(tl.int64) * a_row + p[None, :]
-    b_ptrs = b_ptr + k[:, None].to(tl.int64) * b_row + p[None, :]
-    of_a_ptrs, of_b_ptrs = of_a_ptr + first * of_a_tile + n, of_b_ptr + first * of_b_tile + k
+    across, down = tl.cdiv(K, TILE), tl.cdiv(N, TILE)
+    e, local = (tl.program_id(0) // (across * down)).to(tl.int64), tl.arange(0, TILE)
+    n, k = tl.program_id(0) // across % down * TILE + local, tl.program_id(0) % across * TILE + local
+    begin, end = tl.load(tiles_ptr + e), tl.load(tiles_ptr + e + 1)
+    # Rows of operands that are not there are read in place of others, and not stored.
+    from_a, from_b = tl.minimum(n, N - 1), tl.minimum(k, K - 1)
+    a_ptrs = a_ptr + begin * TILE + from_a[:, None].to(tl.int64) * a_row + local[None, :]
+    b_ptrs = b_ptr + begin * TILE + from_b[:, None].to(tl.int64) * b_row + local[None, :]
+    of_a_ptr += begin * of_a_tile
+    of_b_ptr += begin * of_b_tile
     total = tl.zeros((TILE, TILE), tl.float32)
-    for _ in range((last - first).to(tl.int32)):
-        a = tl.load(a_ptrs, mask=(n < N)[:, None], other=0.0)
-        b = tl.load(b_ptrs, mask=(k < K)[:, None], other=0.0)
-        of_a = tl.load(of_a_ptrs, mask=n < N, other=0.0)
-        of_b = tl.load(of_b_ptrs, mask=k < K, other=0.0)
-        total += tl.dot(a, tl.trans(b)) * of_a[:, None] * of_b[None, :]
+    for _ in range((end - begin).to(tl.int32)):
+        of_a = tl.load(of_a_ptr + n, mask=n < N, other=0.0)
+        of_b = tl.load(of_b_ptr + k, mask=k < K, other=0.0)
+        total += tl.dot(tl.load(a_ptrs), tl.trans(tl.load(b_ptrs))) * of_a[:, None] * of_b[None, :]
         a_ptrs += TILE
         b_ptrs += TILE
-        of_a_ptrs += of_a_tile
-        of_b_ptrs += of_b_tile
+        of_a_ptr += of_a_tile
+        of_b_ptr += of_b_tile
     y_ptrs = y_ptr + (e * N + n[:, None]) * K + k[None, :]
     tl.store(y_ptrs, total, mask=(n[:, None] < N) & (k[None, :] < K))
 
@@ -220,3 +249,9 @@ def _(
     K: int,
 ) -> torch.Tensor:
     return of_a.new_empty(tiles.shape[0] - 1, N, K, dtype=torch.float32)
+
+
+def programs_of(down: int, across: int) -> tuple[int, bool]:
+    """Return how many programs make so many blocks of 128 x 128, and whether each makes two neighbours."""
+    wide = down * ((across + 1) // 2)
+    return (wide, True) if across > 1 and wide >= ENOUGH else (down * across, False)

@@ -7,11 +7,19 @@ import triton
 import triton.language as tl
 
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format
-from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
+from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, largest_of_four, packed, scale_of
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups, filled, group_of, rows_of
 
 #: Columns that one program rounds: 128 bytes of bfloat16 in each of 128 rows.
 COLUMNS = 64
+
+#: Threads and registers: the compiler's count of instructions for each number is what sets them. A load of
+#: 16 bytes is 8 numbers but 16 codes, whose columns' scales each thread makes: fewer threads, more rows each.
+OF_NUMBERS = {"num_warps": 4, "maxnreg": 128}
+OF_CODES = {"num_warps": 2}
+
+#: What Triton calls the formats.
+NAMES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,6 +39,7 @@ def round_columns(  # type: ignore[no-untyped-def]
     of_x_tile,
     codes_column,
     scales_tile,
+    DTYPE: tl.constexpr,
     CODED: tl.constexpr,
     SEARCHED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -39,6 +48,9 @@ def round_columns(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     """Round 128 rows by ``COLUMNS`` of numbers, or of codes with their scales, and store them transposed.
+
+    Four rows' codes become one number of 32 bits before they are exchanged between threads: bytes would be
+    exchanged one by one.
 
     ``SEARCHED`` 0: all rows are one group.
     """
@@ -50,20 +62,38 @@ def round_columns(  # type: ignore[no-untyped-def]
         if e == E:
             return
         r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)
+        begin = tl.min(r, 0)
     else:
-        r, end = tile * TILE + tl.arange(0, TILE), R
-    x_ptrs = x_ptr + r[:, None] * x_row + c[None, :].to(tl.int64) * x_column
-    x = tl.load(x_ptrs, mask=(r[:, None] < end) & (c[None, :] < C), other=0.0).to(tl.float32)
-    if CODED:
-        of_x_ptrs = of_x_ptr + r * of_x_row + (first // TILE).to(tl.int64) * of_x_tile
-        of_x = tl.load(of_x_ptrs, mask=r < end, other=0.0)
-        x = x * (of_x + of_x * 0.0)[:, None]  # NaN for infinity, so that all of its tile is NaN
-    scale = scale_of(tl.max(magnitudes(x), 0), LARGEST, POWER_OF_TWO)
-    codes = divided(x, scale[None, :]).to(codes_ptr.dtype.element_ty)
-    inside, p = c < scales_tile, tile * TILE + tl.arange(0, TILE)
+        begin, end = tile * TILE, R
+    of_x_at = (first // TILE).to(tl.int64) * of_x_tile
+    c_ptr = x_ptr + c[None, :].to(tl.int64) * x_column
+    inside = (c < C)[None, :]
+    r = begin + 4 * tl.arange(0, TILE // 4)
+    x0 = numbers(c_ptr, of_x_ptr, r, end, inside, x_row, of_x_row, of_x_at, CODED)
+    x1 = numbers(c_ptr, of_x_ptr, r + 1, end, inside, x_row, of_x_row, of_x_at, CODED)
+    x2 = numbers(c_ptr, of_x_ptr, r + 2, end, inside, x_row, of_x_row, of_x_at, CODED)
+    x3 = numbers(c_ptr, of_x_ptr, r + 3, end, inside, x_row, of_x_row, of_x_at, CODED)
+    largest = largest_of_four(x0, x1, x2, x3)
+    scale = scale_of(tl.max(largest, 0), LARGEST, POWER_OF_TWO)
+    by = scale[None, :]
+    codes = packed(divided(x0, by), divided(x1, by), divided(x2, by), divided(x3, by), DTYPE)
+    stored, p = c < scales_tile, tile * (TILE // 4) + tl.arange(0, TILE // 4)
     codes_ptrs = codes_ptr + c[:, None].to(tl.int64) * codes_column + p[None, :]
-    tl.store(codes_ptrs, tl.trans(codes), mask=inside[:, None])
-    tl.store(scales_ptr + tile * scales_tile + c, scale, mask=inside)
+    tl.store(codes_ptrs, tl.trans(codes), mask=stored[:, None])
+    tl.store(scales_ptr + tile * scales_tile + c, scale, mask=stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def numbers(  # type: ignore[no-untyped-def]
+    c_ptr, of_x_ptr, r, end, inside, x_row, of_x_row, of_x_at, CODED: tl.constexpr
+):
+    """Return every fourth row of a tile [32, COLUMNS], in float32; zeros beyond the end."""
+    here = r < end
+    x = tl.load(c_ptr + r[:, None] * x_row, mask=here[:, None] & inside, other=0.0).to(tl.float32)
+    if CODED:
+        of_x = tl.load(of_x_ptr + of_x_at + r * of_x_row, mask=here, other=0.0)
+        x = x * (of_x + of_x * 0.0)[:, None]  # NaN for infinity, so that all of its tile is NaN
+    return x
 
 
 def quantize_transposed(
@@ -116,11 +146,12 @@ def _launch(
     groups = None if rows is None or tiles is None else Groups(rows, tiles)
     if codes.numel():
         round_columns[(many * triton.cdiv(C, COLUMNS),)](
-            x_RC, of_x, codes, scales, rows, tiles,
+            x_RC, of_x, codes.view(torch.int32), scales, rows, tiles,
             R, C, len(groups) if groups else 0, *x_RC.stride(), *((0, 0) if of_x is None else of_x.stride()),
-            many * TILE, columns, CODED=of_x is not None, SEARCHED=groups.searched if groups else 0,
-            LARGEST=torch.finfo(dtype).max, POWER_OF_TWO=power_of_two, COLUMNS=COLUMNS, TILE=TILE,
-            num_warps=4,
+            many * TILE // 4, columns, DTYPE=NAMES[dtype], CODED=of_x is not None,
+            SEARCHED=groups.searched if groups else 0, LARGEST=torch.finfo(dtype).max,
+            POWER_OF_TWO=power_of_two, COLUMNS=COLUMNS, TILE=TILE,
+            **(OF_NUMBERS if of_x is None else OF_CODES),
         )  # fmt: skip
     return codes, scales
 

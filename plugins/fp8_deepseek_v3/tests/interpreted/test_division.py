@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided
+from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, scale_of
 
 COUNT = 4096
 
@@ -59,3 +59,23 @@ def test_zeros_keep_their_sign_and_what_is_not_finite_stays(scale):
         assert same(found[[0, 1, 7]], expected[[0, 1, 7]]).all()
     else:
         assert same(found, expected).all()
+
+
+@triton.jit
+def scales(bits_ptr, scale_ptr, LARGEST: tl.constexpr, COUNT: tl.constexpr):
+    i = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(scale_ptr + i, scale_of(tl.load(bits_ptr + i), LARGEST, False))
+
+
+@pytest.mark.parametrize("largest", [448.0, 57344.0])
+def test_scales_are_those_of_a_division(largest):
+    """Of magnitudes of all sizes, of all that are near a power of two, and of those that are not finite."""
+    rng, count = np.random.default_rng(0), 128 * COUNT
+    bits = rng.integers(0, 0x7F800000, count).astype(np.int32)
+    near = (rng.integers(1, 255, COUNT) << 23) + rng.integers(-64, 64, COUNT)
+    bits[:COUNT] = near
+    bits[-3:] = 0, 0x7F800000, 0x7FC00000
+    found = torch.empty(count)
+    scales[(count // COUNT,)](torch.from_numpy(bits), found, LARGEST=largest, COUNT=COUNT)
+    expected = np.maximum(bits.view(np.float32) / np.float32(largest), np.float32(2.0**-126))
+    assert same(found.numpy(), expected).all()

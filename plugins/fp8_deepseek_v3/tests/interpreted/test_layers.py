@@ -7,6 +7,7 @@ from nanotrain_fp8_deepseek_v3.first_use import disagreement
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.triton_kernels import experts
 from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
@@ -34,7 +35,9 @@ def near(found, exact, sizes, terms):
 @COUNTS
 @SIZES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_rows_of_each_group_are_multiplied_by_its_weight(counts, K, N, dtype):
+@pytest.mark.parametrize("enough", [1, 1000], ids=["256 columns", "128 columns"])
+def test_rows_of_each_group_are_multiplied_by_its_weight(counts, K, N, dtype, enough, monkeypatch):
+    monkeypatch.setattr(experts, "ENOUGH", enough)
     M, E = sum(counts), len(counts)
     x, w = outliers(max(M, 4), K)[:M], normal(E, N, K, seed=1)
     blocks, groups = quantize_blocks(w), Groups.of(torch.tensor(counts), x.device)

@@ -1,0 +1,31 @@
+"""Kernels in Triton that make NVIDIA GPUs faster: rows of experts, permuted and combined.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from nanotrain_core.api import Component, Register, hookimpl
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class CUDAKernelsConfig:
+    """``[kernels] use = "cuda"``: no keys."""
+
+
+@hookimpl
+def nanotrain_register_kernels(register: Register) -> None:
+    """Announce ``cuda``."""
+    register(
+        Component(
+            name="cuda",
+            config=CUDAKernelsConfig,
+            factory="nanotrain_cuda.kernels:CUDAKernels",
+            summary="permutation and weighted sum of experts' rows as one Triton kernel each way",
+            provides={"kernels:cuda"},
+        )
+    )

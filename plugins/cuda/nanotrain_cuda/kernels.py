@@ -1,0 +1,32 @@
+"""The ``cuda`` kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import Kernels, Ops, plain_ops
+from nanotrain_cuda import CUDAKernelsConfig
+from nanotrain_cuda.permutation import permute, unpermute
+
+
+class CUDAKernels(Kernels):
+    """See :class:`~nanotrain_core.contracts.Kernels`."""
+
+    def __init__(self, config: CUDAKernelsConfig) -> None:
+        self.config = config
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return plain PyTorch, but for experts' rows: Triton permutes them on a GPU, indexing elsewhere.
+
+        Raises:
+            NanotrainError: on a GPU without Triton.
+        """
+        if device.type == "cuda" and not find_spec("triton"):
+            raise NanotrainError(
+                "kernels 'cuda': triton is not installed; pip install triton, or [kernels] use = 'torch'"
+            )
+        return replace(plain_ops(device), permute=permute, unpermute=unpermute)

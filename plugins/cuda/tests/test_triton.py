@@ -1,0 +1,65 @@
+"""Triton's kernels where no GPU is: in Triton's interpreter, and compiled for Hopper.
+
+Triton is no requirement of this workspace, as it is large: the README says which to install.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotrain_core.testing.triton_kernels import launches, resources, run_in_interpreter
+
+FOLDER = Path(__file__).parent
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+needs_compiler = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1",
+    reason="TRITON_INTERPRET=1 makes functions that no compiler takes",
+)
+
+
+@needs_triton
+def test_in_the_interpreter():
+    run_in_interpreter(FOLDER / "test_permutation.py")
+
+
+@pytest.mark.full
+@needs_triton
+def test_the_harness_passes_in_the_interpreter():
+    """Functions of the table, of all shapes and dtypes; runs of models are the same functions once more."""
+    run_in_interpreter(FOLDER / "test_conformance.py", "-k", "not runs_are and not two_runs")
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.parametrize(("width", "chosen"), [(7168, 8), (2048, 6), (200, 2)])
+def test_every_kernel_compiles_for_hopper(width, chosen, tmp_path):
+    from nanotrain_cuda import triton_permutation as kernels
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, rows, back = empty(4096, width), empty(4096 * chosen, width), empty(4096 * chosen, dtype=torch.int64)
+    weights = empty(4096, chosen, dtype=torch.float32)
+    with launches() as found:
+        kernels.spread(x, back, chosen)
+        kernels.add_up(rows, back, chosen, None)
+        kernels.add_up(rows, back, chosen, weights)
+        kernels.weigh_backward(x, rows, back, weights)
+    assert [launch.name for launch in found] == ["spread_rows", "add_up_rows", "add_up_rows", "spread_rows"]
+    for launch in found:
+        assert launch.grid == (4096,)
+        binary = launch.compiled()
+        ptx = binary.asm["ptx"]
+        assert ".target sm_90" in ptx
+        assert "atom.global" not in ptx  # the same bits each time
+        assert "red.global" not in ptx
+        taken = resources(binary, tmp_path)
+        assert taken.stack == 0
+        if width % 16 == 0:
+            assert "ld.global.v4.b32" in ptx
+            assert "st.global.v4.b32" in ptx
+            # Two programs or more of 512 threads fit the 65,536 registers of a multiprocessor.
+            assert taken.registers * 32 * launch.options["num_warps"] <= 65536 // 2
