@@ -201,7 +201,7 @@ def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):
 EVERYTHING = {
     "run": {"steps": 6},
     "optimizer": {"lr_schedule": {"use": "cosine", "warmup_steps": 2}},
-    "precision": {"use": "fp16", "initial_scale": 2.0**24, "growth_interval": 2},
+    "precision": {"use": "fp16", "initial_scale": 2.0**19, "growth_interval": 2},
     "checkpoint": {"every": 3, "keep": 9},
     "monitor": [{"use": "guard", "warmup": 4, "window": 8}],
 }

@@ -252,11 +252,14 @@ def test_ranks_talk_at_the_start_and_in_watched_steps_and_in_no_other(every, wat
     around = {**WITH_FP8, "parallel": [{"use": "summed"}]}
     case = Case("monitor", use="fp8", config={"every": every}, topology={"dp": 2}, overrides=around)
     options = {"check_collectives": True, "log_collectives": True}
-    with_it, without = (trained(case, changes, **options) for changes in ({}, {"monitor": []}))
+    silent = {"monitor": [{"use": "console"}]}  # as many monitors, and none that talks
+    with_it, without = (trained(case, changes, **options) for changes in ({}, silent))
     for ours, theirs in zip(with_it, without, strict=True):
         more = Counter(ours.collectives) - Counter(theirs.collectives)
         assert more.pop(("allreduce_.default", (0, 1), ("int64[70, 4]",))) == watched_steps
         assert more.pop(("allreduce_.default", (0, 1), ("int32[70]",))) == watched_steps
+        # Before each of these, and before the start's gather, ranks agree that their monitors are here.
+        assert more.pop(("allreduce_.default", (0, 1), ("int64[8]",))) == 1 + 2 * watched_steps
         assert {name for name, *_ in more} == {"allgather_.default"}  # what there is on each rank
         assert sum(more.values()) == 2
 
