@@ -24,8 +24,10 @@ def case(every, granularity="full", **around):
     )
 
 
-test_conformance = conformance(case(1), case(1, granularity="selective"))
-test_exhaustively = pytest.mark.full(conformance(case(2), case(2, schedule={"use": "accumulate"})))
+test_conformance = conformance(case(1))
+test_exhaustively = pytest.mark.full(
+    conformance(case(1, granularity="selective"), case(2), case(2, schedule={"use": "accumulate"}))
+)
 
 
 def kept(config, model=LLAMA, kernels="auto"):

@@ -24,7 +24,14 @@ def bench(tmp_path_factory):
     return Bench(settings, root / "runs")
 
 
-@pytest.mark.parametrize("row", chosen((), short=True), ids=lambda row: row.__name__)
+#: A hang of a run has tests of its own, in ``test_hang.py``.
+SHORT = [
+    pytest.param(row, marks=[pytest.mark.full] * (row.__name__ == "HangStopped"), id=row.__name__)
+    for row in chosen((), short=True)
+]
+
+
+@pytest.mark.parametrize("row", SHORT)
 def test_is_survived(bench, row):
     outcome = row().run(bench, row.__name__, Random(1))
     assert outcome.problems == []

@@ -209,7 +209,14 @@ def collectives_compared(monkeypatch):
     monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
-@pytest.mark.parametrize(("case", "faults"), FAULTS, ids=[case.use for case, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("case", "faults"),
+    [
+        # Kills a rank at every write of a save: that takes 15 s.
+        pytest.param(case, faults, marks=[pytest.mark.full] * (case.use == "tells_anyhow"), id=case.use)
+        for case, faults in FAULTS
+    ],
+)
 def test_a_fault_fails_each_check_meant_for_it(case, faults):
     found = failures(t for t in trials(case) if t.check.kind == case.kind and t.label in faults)
     assert set(found) == faults

@@ -117,7 +117,13 @@ def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
 
 
-@pytest.mark.parametrize("topology", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=["dp", "tied over pp"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param({"dp": 2}, id="dp"),
+        pytest.param({"dp": 2, "pp": 2}, marks=pytest.mark.full, id="tied over pp"),
+    ],
+)
 def test_the_gradient_sync_of_the_documentation_passes_every_check(tmp_path, topology):
     plugins = [write_example(tmp_path, "narrow_ddp.py")]
     around = {"model": {"tied": True}, "schedule": {"use": "1f1b"}} if "pp" in topology else {}

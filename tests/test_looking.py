@@ -158,7 +158,10 @@ def test_the_sentinels_are_the_first_the_middle_and_the_last_layer():
     assert look(case, {"run": {"steps": 1}})[1] == ["layers.0", "layers.2", "layers.4"]
 
 
-@pytest.mark.parametrize("composition", [FOUR, compiled], ids=["4d", "compiled"])
+@pytest.mark.parametrize(
+    "composition",
+    [pytest.param(FOUR, id="4d"), pytest.param(compiled, marks=pytest.mark.full, id="compiled")],
+)
 def test_looking_changes_no_bit(composition):
     """Losses and weights of a run with taps, of which every second step is logged, and of one without."""
     case = composition.case() if composition is FOUR else compiled(DDP)

@@ -131,6 +131,7 @@ def test_where_nobody_serves_the_meeting_is_told(monkeypatch):
         _what_to_start(Job(recipe="small.toml"), Nodes(count=2, endpoint="away:29400"))
 
 
+@pytest.mark.full
 def test_two_signals_end_a_launcher_that_nobody_answers(tmp_path):
     write_small(tmp_path)
     with socket.socket() as silent:

@@ -260,7 +260,7 @@ def test_ranks_talk_at_the_start_and_in_watched_steps_and_in_no_other(every, wat
         assert more.pop(("allreduce_.default", (0, 1), ("int32[70]",))) == watched_steps
         # Before each of these, and before the start's gather, ranks agree that their monitors are here.
         assert more.pop(("allreduce_.default", (0, 1), ("int64[8]",))) == 1 + 2 * watched_steps
-        # Two are of what there is on each rank; one of the monitors' names, which are as long in no other run.
+        # Two are of what there is on each rank, one of the monitors' names, which are others.
         assert {name for name, *_ in more} == {"allgather_.default"}
         assert sum(more.values()) == 3
 

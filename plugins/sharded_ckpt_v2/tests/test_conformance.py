@@ -8,7 +8,8 @@ SUMMED = {"parallel": [{"use": "summed"}]}
 
 test_conformance = conformance(
     Case("checkpoint", use="sharded_v2", topology={"dp": 2}, overrides=SUMMED),
-    marks={"killed_rank_leaves_the_last[last]": pytest.mark.full},
+    # test_killed.py kills saves too.
+    marks={f"killed_rank_leaves_the_last[{rank}]": pytest.mark.full for rank in ("first", "last")},
 )
 
 test_exhaustively = pytest.mark.full(
