@@ -33,10 +33,9 @@ from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.model_table import model_table
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
-from nanotrain_core.run.divergence import SkippedSteps, expect_finite
+from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
-from nanotrain_core.run.log import LogFile
 from nanotrain_core.run.random_state import stream_seed
 from nanotrain_core.run.rollback import become, roll_back
 from nanotrain_core.run.run_info import run_info
@@ -146,12 +145,10 @@ class RuntimeEngine:
             val_loader: a script's validation batches.
             steps: in all; a script must give it, a recipe has it.
         """
-        with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step) as kept:
-            return self._fit(train_loader, val_loader, steps, kept)
+        with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step):
+            return self._fit(train_loader, val_loader, steps)
 
-    def _fit(
-        self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None, kept: LogFile | None
-    ) -> EndReport:
+    def _fit(self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None) -> EndReport:
         self.run.feed.use(train_loader, val_loader)
         self.steps = steps or self.steps
         self.stop.clear()
@@ -169,20 +166,18 @@ class RuntimeEngine:
         self._first = self.step
         info = run_info(self)
         self.pace.restart(self.step)
-        if kept is not None:
-            kept.begin()
-        log.record("info", "run begins", name=self.run.name, steps=self.steps, ranks=info.world_size)
+        log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
         self.events.start(info, self.watching.board, self.watching.together)
         try:
             with self.stop.on_signals():
                 self._loop()
         except BaseException as problem:
             log.record("error", "run failed", error=repr(problem))
+            self.watching.together.forbidden = "after the run failed, on one rank perhaps"
             self.events.end(self._end("failed"))
             raise
-        for found in self.watching.board.rest():
-            self.events.metrics(found)
-        self.watching.taps.remove()
+        finally:
+            self.watching.taps.remove()
         self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
@@ -207,6 +202,8 @@ class RuntimeEngine:
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
+            if last:
+                self.events.metrics(*self.watching.board.rest())
             if last or due:  # a state that somebody wants to leave is not worth saving
                 self._learn(self.reading.rest())
                 agree_now(self.stop, self.run.mesh)
@@ -218,12 +215,13 @@ class RuntimeEngine:
             elif due and not (last or self._owes_save or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
+        self.events.metrics(*self.watching.board.rest())
         if self._saved != self.step:
             self._save(last=True)
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
         self.note("end")
-        self.skipped.expect_few(self.step, stopped=self.stop.reason is not None)
+        self.skipped.expect_few(self.step, self.run.loss_scale, stopped=self.stop.reason is not None)
 
     def _lr_scheduler(self) -> LRScheduler:
         run = self.run
@@ -315,9 +313,10 @@ class RuntimeEngine:
             return
         self.note("checkpoint")
         self.events.before_save(self.step)
-        self.saves.advance(wait=True)  # what follows may end the run: not without the checkpoint on its way
         state = self._state()
-        expect_finite(state.blocks[: len(self.run.placed)], self.run.mesh, self.step)
+        self._owes_save = not may_save(self.run, state, self.step, self.saves, last=last)
+        if self._owes_save:
+            return
         self._saved = self.step
         self.saves.begin(self.step, state, last=last)
         self.pace.restart(self.step)

@@ -187,7 +187,7 @@ SMALL = {
     "precision": 580,
     "recipe": 1307,
     "registry": 530,
-    "run": 1220,
+    "run": 1245,
     "script": 500,
     "watch": 250,
 }

@@ -1,5 +1,7 @@
 """What is not finite is not saved, what was saved before stays, and odd entries beside it do no harm."""
 
+from unittest import mock
+
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import listing
@@ -16,13 +18,15 @@ DDP = {"parallel": [{"use": "ddp"}]}
 
 
 class Poison(Monitor):
-    """Makes a number of a weight NaN before the save of step 4, on the last rank."""
+    """Makes a number of a weight NaN before the last save, on the last rank."""
+
+    STEP = 6
 
     def on_start(self, run):
         self.run = run
 
     def on_before_save(self, step):
-        if step == 4 and self.run.rank == self.run.world_size - 1:
+        if step == self.STEP and self.run.rank == self.run.world_size - 1:
             with torch.no_grad():
                 self.run.placed[1].parameter.view(-1)[0] = torch.nan
 
@@ -50,9 +54,9 @@ def told(folder, ranks, **checkpoint):
 def test_a_weight_that_is_not_finite_ends_the_run_and_older_checkpoints_stay(tmp_path, use, ranks):
     texts = run_ranks(told, ranks, tmp_path, ranks, use=use)
     assert len(set(texts)) == 1
-    assert texts[0].startswith(f"after step 4 layers.0.attn_norm.weight is not finite on rank {ranks - 1}, ")
+    assert texts[0].startswith(f"after step 6 layers.0.attn_norm.weight is not finite on rank {ranks - 1}, ")
     list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
-    assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == [2]
+    assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == [2, 4]
 
 
 def skipping(folder, skipped, steps=6):
@@ -79,6 +83,37 @@ def test_steps_that_are_skipped_put_a_save_off_to_the_next_that_is_not(tmp_path)
     assert skipping(tmp_path / "at the end", (5, 6)) == [2, 4, 6]
 
 
+class Infects(Poison):
+    """Makes it NaN before the save of step 4, and well again after it, as a rollback would."""
+
+    STEP = 4
+
+    def on_step(self, report):
+        if report.step == 5:
+            with torch.no_grad():
+                self.run.placed[1].parameter.view(-1)[0] = 1.0
+
+
+def test_a_save_that_is_not_the_last_waits_until_weights_are_finite_again(tmp_path, capfd):
+    """The monitor guard may go back to a checkpoint: the run must not end before it could."""
+    made = engine(tmp_path, callbacks=[Infects()], keep=9)
+    assert made.fit().step == 6
+    assert saved_steps(tmp_path / "checkpoints") == [2, 6]
+    assert "after step 4 layers.0.attn_norm.weight is not finite on rank 0" in "".join(capfd.readouterr())
+
+
+def test_frozen_parameters_may_hold_an_infinity(tmp_path):
+    made = engine(tmp_path)
+    with torch.no_grad():
+        made.run.placed[1].parameter.requires_grad_(requires_grad=False).view(-1)[0] = -torch.inf
+    saved = []
+    made.saves = mock.Mock()
+    made.saves.begin = lambda step, state, *, last: saved.append(step)
+    made.events.before_save, made._first = lambda step: None, 0
+    made._save()
+    assert saved == [0]
+
+
 def test_a_run_that_ends_in_skipped_steps_is_not_done(tmp_path):
     with pytest.raises(Diverged, match="the last 3 of 6 steps were skipped"):
         skipping(tmp_path, (4, 5, 6))
@@ -89,7 +124,7 @@ def test_a_run_that_ends_in_skipped_steps_is_not_done(tmp_path):
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_checkpoint_with_what_is_not_finite_is_not_whole(tmp_path, monkeypatch, use, value):
     """As of a version that did not look before it saved; moments of an optimizer are its own business."""
-    monkeypatch.setattr("nanotrain_core.engine.expect_finite", lambda *_: None)
+    monkeypatch.setattr("nanotrain_core.engine.may_save", lambda *_, last: True)
     made = engine(tmp_path, use=use)
     with torch.no_grad():
         made.run.placed[1].parameter.view(-1)[0] = value

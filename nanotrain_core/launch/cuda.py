@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -28,7 +29,8 @@ def record_collectives(folder: Path | None, environment: Environment = os.enviro
     _default(environment, BUFFER, REMEMBERED)
     _default(environment, ("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
     if folder is not None:
-        (folder / DUMPS).mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # a help for debugging is no reason to end a run
+            (folder / DUMPS).mkdir(exist_ok=True)
         _default(environment, DUMP_FILE, str(folder / DUMPS / "rank-"))  # torch appends the rank
 
 

@@ -1,16 +1,15 @@
-"""When a run has diverged and is given up: skipped steps in a row, weights that are not finite at a save.
-
-No step heals such weights, and retention would delete the good ones for them.
-"""
+"""When a run has diverged and is given up: skipped steps in a row, weights that are not finite at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import structlog
 import torch
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
-from nanotrain_core.contracts import Block
+from nanotrain_core.compose import Run
+from nanotrain_core.contracts import Block, LossScale, TrainState
 from nanotrain_core.errors import Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run.told import Told
@@ -42,13 +41,13 @@ class SkippedSteps:
                 "steps in a row, which were skipped: the weights are those from before"
             )
 
-    def expect_few(self, steps: int, *, stopped: bool) -> None:
-        """Check the end of a run of so many steps; one that was ``stopped`` will go on.
+    def expect_few(self, steps: int, loss_scale: LossScale, *, stopped: bool) -> None:
+        """Check the end of a run of so many steps, unless it will go on, or still looks for its loss scale.
 
         Raises:
             Diverged: it ends in skipped ones.
         """
-        if self.in_a_row > MOST_AT_THE_END and not stopped:
+        if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale.value <= 1:
             raise Diverged(
                 f"the last {self.in_a_row} of {steps} steps were skipped, since their gradient norm was not "
                 "finite: the run is at its end and not done"
@@ -57,26 +56,41 @@ class SkippedSteps:
 
 def first_not_finite(blocks: Sequence[Block]) -> str:
     """Return the name of the first block with a NaN or an infinity; empty if there is none."""
-    floats = [block for block in blocks if block.tensor.is_floating_point() and block.tensor.numel()]
+    tensors = {block.name: block.tensor for block in blocks if block.tensor.numel()}
+    # Floats of eight bits are codes.
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1}
     if not floats:
         return ""
     # One kernel for many tensors, and one wait for the device: the largest magnitude tells of both.
-    largest = torch._foreach_norm([block.tensor for block in floats], ord=torch.inf)
+    largest = torch._foreach_norm([*floats.values()], ord=torch.inf)
     finite = torch.stack([each.double() for each in largest]).isfinite().tolist()
-    return next((block.name for block, good in zip(floats, finite, strict=True) if not good), "")
+    return next((name for name, good in zip(floats, finite, strict=True) if not good), "")
 
 
-def expect_finite(weights: Sequence[Block], mesh: Mesh, step: int) -> None:
-    """Collective. Check this rank's weights before a save.
+def not_finite(trained: Sequence[Block], mesh: Mesh, step: int) -> str:
+    """Collective. Return which trained weight is not finite on which rank, in words; empty if none is."""
+    found = mesh.gather(first_not_finite(trained))
+    where = ((name, rank) for rank, name in enumerate(found) if name)
+    return next((f"after step {step} {name} is not finite on rank {rank}" for name, rank in where), "")
+
+
+def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, last: bool) -> bool:
+    """Collective. Return whether all trained weights are finite, so that they may be saved.
+
+    A save that is not the last waits: the monitor ``guard`` may still go back to a checkpoint.
 
     Raises:
-        Diverged: a weight of some rank is not finite: on all ranks, with the first one's name and rank.
+        Diverged: they are not, and this save is the last.
     """
-    found = mesh.gather(first_not_finite(weights))
-    for rank, name in enumerate(found):
-        if name:
-            raise Diverged(
-                f"after step {step} {name} is not finite on rank {rank}, and no later step would mend it: "
-                "nothing was saved; go on from an older checkpoint with --resume STEP, with a lower learning "
-                "rate or the monitor guard, which rolls back by itself"
-            )
+    blocks = zip(run.placed, state.blocks, strict=False)  # weights come first
+    trained = [block for placed, block in blocks if placed.parameter.requires_grad]
+    problem = not_finite(trained, run.mesh, step)
+    if problem and last:
+        saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
+        raise Diverged(
+            f"{problem}, and nothing was saved of it: go on from an older one with --resume STEP, with "
+            "a lower learning rate, or with the monitor guard, which goes back by itself"
+        )
+    if problem and run.mesh.rank == 0:
+        structlog.get_logger("nanotrain.checkpoint").warning("nothing is saved for now", problem=problem)
+    return not problem

@@ -86,9 +86,13 @@ class Events:
         """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
         self._tell("on_step", report, to=[m for m in self.monitors if logged or m.every_step])
 
-    def metrics(self, report: MetricsReport) -> None:
+    def metrics(self, *reports: MetricsReport) -> None:
         """Metrics are known on every rank, and which monitors failed since the last logged step, and
         where."""
+        for report in reports:
+            self._metrics(report)
+
+    def _metrics(self, report: MetricsReport) -> None:
         if report.failed and self.together is not None:
             self.together.drain()
             if self.together.rank == 0:

@@ -16,6 +16,7 @@ import structlog
 
 from nanotrain_core.errors import FolderError, FolderLocked
 from nanotrain_core.run import log
+from nanotrain_core.watch.collectives import DUMPS
 
 #: Held by the launcher, or by rank 0 of ranks that others started.
 LOCK = ".lock"
@@ -62,7 +63,7 @@ class RunFolder:
 
 def holds_run(path: Path) -> bool:
     """Return whether a run has left anything in ``path``."""
-    return path.is_dir() and any(entry.name not in (LOCK, RANKS_LOCK) for entry in path.iterdir())
+    return path.is_dir() and any(entry.name not in (LOCK, RANKS_LOCK, DUMPS) for entry in path.iterdir())
 
 
 def newest(name: str) -> Path:
@@ -142,7 +143,7 @@ def hold_as_rank(path: Path) -> IO[str] | None:
     """Share the lock of a run's ranks until the file is closed, or this process ends; None without locks."""
     try:
         held = open(path / RANKS_LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
-        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_SH)  # who looks whether there is a rank holds it for a moment
     except OSError:
         return None
     return held
@@ -151,7 +152,7 @@ def hold_as_rank(path: Path) -> IO[str] | None:
 def _ranks_live(path: Path) -> bool:
     """Return whether some rank shares its lock of ``path``."""
     try:
-        with open(path / RANKS_LOCK, encoding="utf-8") as held:
+        with open(path / RANKS_LOCK, "a+", encoding="utf-8") as held:  # NFS locks only what may be written
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

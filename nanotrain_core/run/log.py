@@ -97,6 +97,13 @@ def kept_in(
         _file = before
 
 
+def begin(**fields: Any) -> None:
+    """Make the file, now that a run begins, and say so in it."""
+    if _file is not None:
+        _file.begin()
+    record("info", "run begins", **fields)
+
+
 def record(level: str, event: str, **fields: Any) -> None:
     """Add an entry to the file alone: people are told otherwise."""
     if _file is not None:

@@ -51,6 +51,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
     # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
+    engine._owes_save = False
     engine.stop.request_rollback(None)
     engine.reading.forget()
     engine.watching.board.forget()

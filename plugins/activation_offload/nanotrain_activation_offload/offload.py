@@ -42,7 +42,7 @@ class Layers:
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._open: list[saved_tensors_hooks | None] = []
+        self._open: list[tuple[SavedByLayer, saved_tensors_hooks] | None] = []
         self._last: tuple[int, SavedByLayer] | None = None
 
     def watch(self, block: nn.Module, number: int, least: float) -> None:
@@ -55,14 +55,16 @@ class Layers:
             self._open.append(self._hooks(module, number, least) if torch.is_grad_enabled() else None)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            hooks = self._open.pop()
-            if hooks is not None:
+            opened = self._open.pop()
+            if opened is not None:
+                saved, hooks = opened
                 hooks.__exit__()
+                saved.check()
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end, always_call=True)
 
-    def _hooks(self, block: nn.Module, number: int, least: float) -> saved_tensors_hooks:
+    def _hooks(self, block: nn.Module, number: int, least: float) -> tuple[SavedByLayer, saved_tensors_hooks]:
         last = self._last
         before = last[1] if last is not None and last[0] == number - 1 else None
         weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
@@ -70,4 +72,4 @@ class Layers:
         self._last = (number, saved)
         hooks = saved_tensors_hooks(saved.pack, saved.unpack)
         hooks.__enter__()
-        return hooks
+        return saved, hooks

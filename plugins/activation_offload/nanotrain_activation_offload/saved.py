@@ -19,14 +19,52 @@ from nanotrain_activation_offload.host_memory import HostMemory
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+CHANGED = (
+    "a tensor that is needed for gradients was changed in place after an operation had saved it; "
+    "without activation offload torch refuses this as well"
+)
+
+
+class Kept:
+    """A tensor that stays on the device. Autograd compares versions only where no hook packs tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = tensor._version
+        self.kept = tensor.detach()  # with its history it would keep the operation alive that made it
+
+    def tensor(self) -> torch.Tensor:
+        """Return it.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
+        if self.kept._version != self.version:
+            raise RuntimeError(CHANGED)
+        return self.kept
+
+
 class Region:
     """Consecutive elements of a storage, which several saved tensors may be views of: copied once."""
 
-    def __init__(self, memory: HostMemory, flat_N: torch.Tensor) -> None:
+    def __init__(self, memory: HostMemory, saved: torch.Tensor) -> None:
         self.memory = memory
+        self.version = saved._version
+        self.saved: torch.Tensor | None = saved.detach()
+        """Until the layer's forward pass is over: whether it was changed shows in this alone."""
+        flat_N = self.saved.as_strided((saved.numel(),), (1,))
         self.storage = StorageWeakRef(flat_N.untyped_storage())  # type: ignore[no-untyped-call]
         self.copied: Any = self.memory.copy_out(flat_N)
         self._take: Callable[[], torch.Tensor] | None = None
+
+    def check(self) -> None:
+        """Compare versions, and let the device's memory go.
+
+        Raises:
+            RuntimeError: it was changed in place: its copy may have been under way.
+        """
+        saved, self.saved = self.saved, None
+        if saved is not None and saved._version != self.version:
+            raise RuntimeError(CHANGED)
 
     def bring_back(self) -> None:
         """Begin to copy back, unless that was begun."""
@@ -72,10 +110,10 @@ class SavedByLayer:
         self.regions: weakref.WeakValueDictionary[Any, Region] = weakref.WeakValueDictionary()
         self._came_back = False
 
-    def pack(self, tensor: torch.Tensor) -> View | torch.Tensor:
-        """Return what to keep for backward: ``tensor`` itself if it stays on the device."""
+    def pack(self, tensor: torch.Tensor) -> View | Kept:
+        """Return what to keep for backward."""
         if not self.leaves(tensor):
-            return tensor
+            return Kept(tensor)
         key = (
             tensor.untyped_storage().data_ptr(),
             tensor.storage_offset(),
@@ -86,14 +124,26 @@ class SavedByLayer:
         region = self.regions.get(key)
         # Memory of a tensor that has left may be another's by now, at the same address.
         if region is None or region.storage.expired():  # type: ignore[no-untyped-call]
-            flat_N = tensor.detach().as_strided((tensor.numel(),), (1,))
-            region = self.regions[key] = Region(self.memory, flat_N)
+            region = self.regions[key] = Region(self.memory, tensor)
         return View(region, tensor)
 
-    def unpack(self, kept: View | torch.Tensor) -> torch.Tensor:
-        """Return the tensor that was saved, and begin with the next ones."""
+    def unpack(self, kept: View | Kept) -> torch.Tensor:
+        """Return the tensor that was saved, and begin with the next ones.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
         self.bring_back()
-        return kept.tensor() if isinstance(kept, View) else kept
+        return kept.tensor()
+
+    def check(self) -> None:
+        """Compare versions of what has left, at the end of the layer's forward pass, and free it.
+
+        Raises:
+            RuntimeError: a tensor that was saved was changed in place.
+        """
+        for region in list(self.regions.values()):
+            region.check()
 
     def leaves(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a large activation: of the device, no weight, and dense in memory."""

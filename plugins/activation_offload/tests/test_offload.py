@@ -8,6 +8,7 @@ from nanotrain_activation_offload.host_memory import HostMemory
 from nanotrain_activation_offload.offload import Layers
 from nanotrain_activation_offload.saved import SavedByLayer, is_dense
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from nanotrain_core.batch import Batch
@@ -71,7 +72,8 @@ def test_weights_small_tensors_integers_and_gaps_stay():
     layer = saved_by(memory, least=64 * 4, weights={weight.untyped_storage().data_ptr()})
     gaps = torch.ones(16, 8)[::2]
     for tensor in (weight, weight.detach().t(), torch.ones(63), torch.ones(64, dtype=torch.int64), gaps):
-        assert layer.pack(tensor) is tensor
+        kept = layer.pack(tensor)
+        assert kept.tensor().data_ptr() == tensor.data_ptr()
     assert not memory.log
     assert layer.pack(torch.ones(64)) is not None
     assert memory.log == [("out", 64)]
@@ -83,6 +85,32 @@ def test_weights_small_tensors_integers_and_gaps_stay():
 )
 def test_dense_is_what_fills_its_memory(shape, stride, dense):
     assert is_dense(torch.zeros(24).as_strided(shape, stride)) is dense
+
+
+@pytest.mark.parametrize("least", [1, math.inf], ids=["offloaded", "kept"])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(least):
+    """torch compares versions of saved tensors only where no hook packs them."""
+
+    class Changes(nn.Module):
+        def forward(self, x):
+            h = x * 1
+            y = h * h
+            h.add_(1)
+            return y + h
+
+    layers, block = Layers(Logged()), Changes()
+    layers.watch(block, 0, least)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        block(torch.ones(8, requires_grad=True)).sum().backward()
+
+
+def test_an_operation_that_saves_its_own_output_is_freed_without_a_backward_pass():
+    layers, block = Layers(Logged()), nn.Tanh()
+    layers.watch(block, 0, math.inf)
+    y = block(torch.ones(8, requires_grad=True))
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    assert storage.expired()
 
 
 def test_in_backward_copies_run_one_layer_ahead():
