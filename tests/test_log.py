@@ -1,6 +1,7 @@
 """run.log.jsonl: what every rank says, each entry a line, over resumes."""
 
 import json
+import math
 import threading
 
 import pytest
@@ -80,6 +81,29 @@ def test_a_folder_stays_empty_until_the_run_begins_and_a_launcher_makes_no_file(
     with log.kept_in(other, None):
         log.say("nothing began")
     assert not [*other.iterdir()]
+
+
+def test_every_entry_is_json(tmp_path):
+    itself = {}
+    itself["again"] = itself
+    with log.kept_in(tmp_path, 0) as kept:
+        kept.begin()
+        log.record(
+            "info", "odd", loads={(0, 1): 3}, itself=itself, path=tmp_path, loss=math.nan, of=[-math.inf]
+        )
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    (line,) = (tmp_path / log.FILE).read_text().splitlines()
+    entry = json.loads(line, parse_constant=refuse)
+    assert [entry[key] for key in ("loads", "itself", "path", "loss", "of")] == [
+        "{(0, 1): 3}",
+        "{'again': {...}}",
+        str(tmp_path),
+        "NaN",
+        ["-Infinity"],
+    ]
 
 
 def test_lines_of_many_writers_stay_whole(tmp_path):

@@ -64,7 +64,7 @@ class LogFile:
         own = {key: value for key, value in fields.items() if key not in ("time", "rank", "level", "event")}
         now = datetime.now(UTC).isoformat()
         first = {"time": now, "rank": self.rank, "step": self.step(), "level": level, "event": event}
-        line = json.dumps({**first, **own}, default=str) + "\n"
+        line = json.dumps(first | {key: _as_json(value) for key, value in own.items()}) + "\n"
         if self._waiting is None:
             self._append(line)
         else:
@@ -78,6 +78,14 @@ class LogFile:
                 os.write(file, line.encode())
             finally:
                 os.close(file)
+
+
+def _as_json(value: Any) -> Any:
+    """Return ``value`` as JSON can have it: what it cannot as text, as ``NaN``."""
+    try:
+        return json.loads(json.dumps(value, default=str), parse_constant=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or it contains itself
+        return repr(value)
 
 
 _file: LogFile | None = None
