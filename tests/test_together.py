@@ -1,5 +1,7 @@
 """A monitor that fails on one rank leaves no rank alone in a collective, and the run goes on."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.metrics.declared import Metric
+from nanotrain_core.run.together import Together
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.pool import RankFailure
 from nanotrain_core.testing.probe import Reports, make_engine, weights
@@ -138,6 +141,48 @@ def skip():
 def test_ranks_in_different_monitors_are_told_instead_of_hanging():
     with pytest.raises(RankFailure, match="ranks are in collectives of different monitors or events"):
         run_ranks(skip, 2, timeout=60)
+
+
+class AsksAlone(Monitor):
+    """Calls collectives that have one member, on rank 0 alone."""
+
+    def on_start(self, run):
+        self.run, self.found = run, []
+
+    def on_before_update(self, update):
+        if self.run.rank == 0:
+            one = torch.ones(1)
+            self.run.mesh.all_reduce(one, "tp")
+            self.found.append((one.item(), self.run.mesh.gather("here", "tp")))
+
+
+def ask_alone():
+    (asks, talks), *_ = watched(DDP, [AsksAlone(), Talks()])
+    return asks.found, talks.sums
+
+
+def test_a_collective_with_one_member_is_no_business_of_other_ranks():
+    (found, sums), _ = run_ranks(ask_alone, 2)
+    assert found == [(1.0, ["here"])] * 6
+    assert sums == [2.0] * 6
+
+
+def opened_and_closed(times):
+    """Return how many files this process has open after each of several agreements."""
+    mesh, used = make_engine(DDP, {}).run.mesh, []
+    for _ in range(times):
+        together = Together(mesh, 1)
+        with together.event(0, "first"):
+            together.enter()
+        together.close()
+        together.enter()  # nothing to agree on any more
+        used.append(len(os.listdir("/dev/fd")))
+    return used
+
+
+def test_agreements_that_are_over_hold_no_connections():
+    for used in run_ranks(opened_and_closed, 2, 4):
+        assert used[-1] == used[0]
 
 
 def strict():

@@ -49,6 +49,17 @@ class Together:
         self.forbidden = ""
         """Why there may be no collective now."""
 
+    def close(self) -> None:
+        """Give the group back, after an end that all ranks have reached; it is for ever without this.
+
+        A failure that nobody has heard of may still be on its way: then the group stays, as nothing can
+        take back what a rank has begun to send.
+        """
+        if self._group is not None and all(work.is_completed() for work, _ in self._told):
+            self._told.clear()
+            dist.destroy_process_group(self._group)
+        self._group = None
+
     @contextmanager
     def event(self, monitor: int, name: str) -> Iterator[None]:
         """Have a monitor hear of an event, whose ``name`` no other event of the run has."""
@@ -70,14 +81,17 @@ class Together:
             FailedElsewhere: on one it has failed in this event.
             PluginError: ranks are in different monitors or events, or there may be no collective now.
         """
-        if self.forbidden:
-            raise PluginError(f"a monitor may call no collective {self.forbidden}")
+        self._check_allowed()
         if self._group is None or self._at is None:
             return
         monitor, event = self._at
         for failed, ranks in self._rounds(monitor, event):
             if failed[monitor] == event:
                 raise FailedElsewhere(f"it failed on rank {ranks[monitor]}")
+
+    def _check_allowed(self) -> None:
+        if self.forbidden:
+            raise PluginError(f"a monitor may call no collective {self.forbidden}")
 
     def drain(self) -> None:
         """Hear of all failures that were told: all ranks call this at the same point."""
@@ -125,11 +139,16 @@ class Together:
         numbers: list[int] = round_.tolist()
         return numbers[:4], numbers[4 : 4 + self.monitors], numbers[4 + self.monitors :]
 
-    def before(self, collective: Callable[P, T]) -> Callable[P, T]:
-        """Return ``collective`` with an agreement before it."""
+    def before(self, collective: Callable[P, T], members: Callable[..., int] | None = None) -> Callable[P, T]:
+        """Return ``collective`` with an agreement before it, unless it has one member and does not talk.
+
+        ``members`` says how many it has, by its arguments; without, all ranks.
+        """
 
         def together(*args: P.args, **kwargs: P.kwargs) -> T:
-            self.enter()
+            self._check_allowed()
+            if members is None or members(*args, **kwargs) > 1:
+                self.enter()
             return collective(*args, **kwargs)
 
         return together
@@ -140,8 +159,13 @@ class MonitorMesh(Mesh):
 
     def __init__(self, mesh: Mesh, together: Together) -> None:
         vars(self).update(vars(mesh))
+        data = len(mesh.layout.members(mesh.rank, self._data))
+        members = {"all_reduce": self._members, "gather": self._members, "all_reduce_data": lambda *_: data}
         for name in ("all_reduce", "all_reduce_data", "gather", "barrier"):
-            setattr(self, name, together.before(getattr(mesh, name)))
+            setattr(self, name, together.before(getattr(mesh, name), members.get(name)))
+
+    def _members(self, value: Any = None, *dims: str, **options: Any) -> int:
+        return self.size(*dims) if dims else self.world_size
 
 
 def _group(mesh: Mesh) -> Any:
