@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 
+import attrs
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -11,7 +12,9 @@ from structlog.testing import capture_logs
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.metrics.board import pack
 from nanotrain_core.metrics.declared import Bins, Metric, Names, Rule
+from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.probe import make_engine
@@ -165,6 +168,10 @@ def test_an_undeclared_name_is_a_warning_and_told_or_an_error_in_a_strict_run(st
         (lambda metrics: metrics.scalar("spread", 1.0), "it is a histogram"),
         (lambda metrics: metrics.scalar("sum/x", torch.ones(2)), "has 2 values; expected one number"),
         (lambda metrics: metrics.scalar("sum/a b", 1.0), "'sum/a b' is no metric's name"),
+        (
+            lambda metrics: metrics.statistics("x/{statistic}", torch.ones(2), of=["rms", "nonfinite"]),
+            "nonfinite counts each element once",
+        ),
     ],
 )
 def test_what_cannot_be_published_is_told(publish, text):
@@ -181,6 +188,105 @@ def test_a_name_has_one_owner():
         make_engine(DDP.alone(), {}, callbacks=[Publishes(), Publishes()]).fit()
 
 
+class Alternates(Publishes):
+    """Publishes one name in odd steps or in even ones."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.odd = odd
+
+    def on_before_update(self, update):
+        if update.step % 2 == self.odd:
+            self.metrics.scalar("sum/host", 1.0)
+
+
+def test_a_name_has_one_owner_in_other_steps_too():
+    with pytest.raises(PluginError, match="'sum/host' is published by two monitors"):
+        make_engine(DDP.alone(), {"run": {"steps": 2}}, callbacks=[Alternates(1), Alternates(0)]).fit()
+
+
+class OnOneRank(Monitor):
+    """Publishes a name on one rank each, as other kinds, in steps before either rank has learned of it."""
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_before_update(self, update):
+        self.run.metrics.scalar("b", 5.0, reduce="max")
+        if update.step == 1 + self.run.rank:
+            self.run.metrics.scalar("alone", 1.0, reduce="max" if self.run.rank else "mean")
+
+
+def refused():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Mesh, "reads_late", True)
+        engine = make_engine(DDP, {"run": {"steps": 4, "strict_monitors": False}}, callbacks=[OnOneRank()])
+        with pytest.raises(PluginError) as caught:
+            engine.fit()
+    return str(caught.value)
+
+
+def test_ranks_that_publish_a_name_differently_in_other_steps_are_all_told():
+    for text in run_ranks(refused, 2):
+        assert text.startswith("ranks publish the metric 'alone' differently")
+
+
+@pytest.fixture
+def gather():
+    """Return a function that returns sums and maxima of one rank's values of one name."""
+
+    def gathered(publish, device="cpu", **options):
+        device = torch.device(device)
+        spec = Spec("x", 0, metric("x", **options))
+        found = Gathered(spec, device)
+        publish(found)
+        if device.type == "meta":
+            return found
+        sums = pack([spec], {"x": found}, device, [], []).tolist()
+        return dict(spec.read(sums[: spec.width], sums[spec.width])).get("x")
+
+    return gathered
+
+
+def test_a_mean_is_computed_in_float64_and_a_weight_of_0_counts_nothing(gather):
+    def publish(found):
+        for value, weight in ((3.0, 32768), (5.0, 32768), (math.nan, 0), (math.inf, 0)):
+            found.scalar(torch.tensor(value, dtype=torch.float16), weight)
+            found.scalar(torch.tensor(value, dtype=torch.float16), torch.tensor(weight))
+            found.scalar(value, weight)
+
+    assert gather(publish, reduce="mean") == 4.0
+
+
+@pytest.mark.parametrize(
+    ("reduce", "value"), [("sum", 10.0), ("mean", 2.5), ("max", 4.0), ("min", 1.0), ("last", 4.0)]
+)
+def test_a_published_tensor_may_be_changed_afterwards(gather, reduce, value):
+    def publish(found):
+        counter, weight = torch.zeros(()), torch.ones(1)
+        for _ in range(4):
+            counter += 1
+            found.scalar(counter, weight)
+        counter += 100
+        weight += 100
+
+    assert gather(publish, reduce=reduce) == value
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_a_number_on_the_host_joins_those_of_the_device(gather, reduce):
+    """``meta`` stands for a device here: tensors of it and of the host cannot be stacked."""
+
+    def publish(found):
+        for device in ["cpu", "meta"] * MOST_WAITING:
+            found.scalar(torch.ones(1, device=device), torch.ones((), device="cpu"))
+
+    found = gather(publish, device="meta", reduce=reduce)
+    waiting = [*found.device_most, *(each for some in found.device_sums.values() for each in some)]
+    assert 0 < len(waiting) <= 2 * MOST_WAITING
+    assert {(each.device.type, each.dtype) for each in waiting} == {("meta", torch.float64)}
+
+
 def test_jsonl_keeps_all_that_is_published_in_rows_of_their_own(tmp_path):
     changes = {"run": {"steps": 3}, "monitor": [{"use": "jsonl"}]}
     told, _ = publish(DDP.alone(), changes, False, folder=tmp_path)
@@ -195,9 +301,11 @@ def test_jsonl_keeps_all_that_is_published_in_rows_of_their_own(tmp_path):
 
 def test_console_shows_the_published_metrics_that_are_asked_for(capsys):
     case = Case("monitor", use="console", config={"metrics": ["max/*", "loss"]})
-    publish(case, {"run": {"steps": 1}}, False)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "max/host" in line]
-    assert line == "step=1 max/device=10 max/host=10 max/nan=1 max/of.rank.0=1"
+    case = attrs.evolve(case, config={**case.config, "every": 2})
+    publish(case, {"run": {"steps": 3}}, False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "max/host" in line]
+    assert [line.split()[0] for line in lines] == ["step=2", "step=3"]  # the last step too
+    assert lines[0] == "step=2 max/device=20 max/host=20 max/nan=1 max/of.rank.0=1"
 
 
 # --- declarations -----------------------------------------------------------------------------------

@@ -67,8 +67,10 @@ class Board:
         self.names = [Names(metrics) for metrics in declared.values()]
         self._failed = [0.0] * len(declared)
         """How often each monitor failed on this rank since the last logged step."""
-        self.table: list[Spec] = []
-        """Names that have a place, the same on every rank."""
+        self.table: dict[str, Spec] = {}
+        """Names that have a place, in the order of places: the same on every rank."""
+        self._metrics: dict[str, Metric] = {}
+        """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
@@ -83,10 +85,13 @@ class Board:
             PluginError: another monitor publishes it.
         """
         found = self.gathered.get(spec.name)
-        if found is None:
-            found = self.gathered[spec.name] = Gathered(spec)
-        elif found.spec != spec:
+        known = found.spec if found else self.table.get(spec.name, spec)
+        if known is not spec and known != spec:
             raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
+        if found is None:
+            found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
+            if spec.name in self.table:
+                self.table[spec.name] = spec  # from now on equal at a glance
         return found
 
     def fail(self, owner: int) -> None:
@@ -123,32 +128,35 @@ class Board:
     def _send(self, step: int, values: Mapping[str, float]) -> Sent:
         gathered, self.gathered = self.gathered, {}
         texts, self.texts = self.texts, {}
-        known = {spec.name for spec in self.table}
-        news = {name: each for name, each in gathered.items() if name not in known}
+        news = {name: each for name, each in gathered.items() if not self._has_place(each.spec)}
+        placed = {name: each for name, each in gathered.items() if name not in news}
+        table = tuple(self.table.values())
         header, self._failed = [float(bool(news or texts)), *self._failed], [0.0] * len(self.owners)
-        numbers, arrived = self._reduce(self.table, gathered, header), None
+        numbers, arrived = self._reduce(table, placed, header), None
         if self.mesh.device.type != "cpu":
             numbers = numbers.to("cpu", non_blocking=True)
             arrived = torch.Event(self.mesh.device)
             arrived.record()
-        return Sent(step, values, tuple(self.table), news, texts, numbers, arrived)
+        return Sent(step, values, table, news, texts, numbers, arrived)
+
+    def _has_place(self, spec: Spec) -> bool:
+        known = self.table.get(spec.name)
+        return known is spec or known == spec
 
     def _read(self, sent: Sent) -> MetricsReport:
         """Return a step's report; agree on new names, if any rank has one."""
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        table, numbers, count = list(sent.table), sent.numbers.tolist(), len(self.owners)
+        numbers, count = sent.numbers.tolist(), len(self.owners)
         news, failures, ranks = numbers[0], numbers[1 : 1 + count], numbers[len(numbers) - count :]
         failed = {n for n, times in enumerate(failures) if times}
-        found = _decode(table, numbers[1 + count :], failed)
+        found = _decode(sent.table, numbers[1 + count :], failed)
         texts: dict[str, tuple[str, Metric]] = {}
         if news:
             added, texts = self._agree(sent)
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
             found |= _decode(added, rest[1 + count :], failed)
-            table += added
-        metrics = {name: spec.metric_of(name, self.names) for spec in table for name in spec.names}
-        metrics |= {name: metric for name, (_, metric) in texts.items()}
+        metrics = self._metrics | {name: metric for name, (_, metric) in texts.items()}
         published = frozenset([*found, *texts])
         return MetricsReport(
             step=sent.step,
@@ -181,7 +189,8 @@ class Board:
                         f"{agreed.metric} on another"
                     )
         new = [added[name] for name in sorted(added)]
-        self.table = [*self.table, *new]
+        self.table |= {spec.name: spec for spec in new}
+        self._metrics |= {name: spec.metric_of(name, self.names) for spec in new for name in spec.names}
         return new, texts
 
     def _reduce(
@@ -231,31 +240,15 @@ def pack(
             broken_places.append(first + spec.broken)
     buffer = torch.tensor([*sums, *most, *ranks], dtype=torch.float64).to(device, non_blocking=True)
     if tops:
-        highest = joined([top for _, top in tops], device)
+        highest = torch.cat([top for _, top in tops])
         broken = highest.isnan()
-        values.append(broken)
+        values.append(broken.double())
         places += broken_places
         where = _index([len(sums) + number for number, _ in tops], device)
         buffer.scatter_reduce_(0, where, highest.masked_fill(broken, -math.inf), "amax")
     if values:
-        buffer.index_add_(0, _index(places, device), joined(values, device))
+        buffer.index_add_(0, _index(places, device), torch.cat(values))
     return buffer
-
-
-def joined(vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return vectors one after another, float64: one kernel for each dtype, not one for each vector."""
-    dtypes = {vector.dtype for vector in vectors}
-    if len(dtypes) == 1:
-        return torch.cat([*vectors]).to(device, torch.float64)
-    total = torch.empty(sum(len(vector) for vector in vectors), dtype=torch.float64, device=device)
-    starts = [0]
-    for vector in vectors:
-        starts.append(starts[-1] + len(vector))
-    for dtype in dtypes:
-        chosen = [n for n, vector in enumerate(vectors) if vector.dtype == dtype]
-        where = _index([place for n in chosen for place in range(starts[n], starts[n + 1])], device)
-        total[where] = torch.cat([vectors[n] for n in chosen]).to(device, torch.float64)
-    return total
 
 
 def _index(places: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -28,6 +28,12 @@ class Spec:
     metric: Metric
     statistics: tuple[Statistic, ...] = ()
     """Of a tensor's: ``{statistic}`` in the name stands for each of these."""
+    names: Sequence[str] = attrs.field(init=False, eq=False, repr=False)
+    """What its values are called."""
+
+    @names.default
+    def _names(self) -> Sequence[str]:
+        return [self.name.replace("{statistic}", each) for each in self.statistics] or [self.name]
 
     @property
     def width(self) -> int:
@@ -40,11 +46,6 @@ class Spec:
     def broken(self) -> int:
         """Which of its sums counts maxima that are NaN, since a maximum over ranks may lose them."""
         return BROKEN if self.statistics else 0
-
-    @property
-    def names(self) -> Sequence[str]:
-        """What its values are called."""
-        return [self.name.replace("{statistic}", each) for each in self.statistics] or [self.name]
 
     def metric_of(self, name: str, declared: Sequence[Names]) -> Metric:
         """Return the declaration of one of its names."""
@@ -78,8 +79,8 @@ class Spec:
 class Gathered:
     """Sums and a maximum of one name; numbers of the device stay there, and nothing waits for it."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
         self.sums = [0.0] * spec.width
         self.most = -math.inf
         self.device_sums: dict[int, list[torch.Tensor]] = {}
@@ -87,34 +88,53 @@ class Gathered:
         self.device_most: list[torch.Tensor] = []
 
     def scalar(self, value: Number, weight: Number) -> None:
-        """Take one value; ``weight`` is that of a mean."""
-        reduce = self.spec.metric.reduce
-        if reduce in ("sum", "mean"):
-            self.add(0, value * weight if reduce == "mean" else value)
-            self.add(1, weight if reduce == "mean" else 1.0)
+        """Take one value as it is now; ``weight`` is that of a mean."""
+        reduce, value = self.spec.metric.reduce, self._copy(value)
+        if reduce == "mean":
+            weight = self._copy(weight)
+            self.add(0, _product(value, weight))
+            self.add(1, weight)
+            return
+        if reduce == "sum":
+            self.add(0, value)
+            self.add(1, 1.0)
             return
         if reduce == "last":
-            self.__init__(self.spec)  # type: ignore[misc]
+            self.__init__(self.spec, self.device)  # type: ignore[misc]
         self.add(1, 1.0)
         self.top(-value if reduce == "min" else value)
 
     def add(self, place: int, value: Number) -> None:
-        """Add a number, or a vector from ``place`` on."""
+        """Add a number, or a float64 vector that nobody changes, from ``place`` on."""
         if not isinstance(value, torch.Tensor):
             self.sums[place] += value
             return
         waiting = self.device_sums.setdefault(place, [])
-        waiting.append(value.detach())
+        waiting.append(value.to(self.device, non_blocking=True))
         if len(waiting) > MOST_WAITING:
-            waiting[:] = [torch.stack([each.double() for each in waiting]).sum(0)]
+            waiting[:] = [torch.stack(waiting).sum(0)]
 
     def top(self, value: Number) -> None:
-        """Take what may be the largest."""
+        """Take what may be the largest; a tensor is float64, and nobody changes it."""
         if isinstance(value, torch.Tensor):
-            self.device_most.append(value.detach())
+            self.device_most.append(value.to(self.device, non_blocking=True))
             if len(self.device_most) > MOST_WAITING:
-                self.device_most[:] = [torch.stack([each.double() for each in self.device_most]).amax()]
+                self.device_most[:] = [torch.stack(self.device_most).amax()]
         elif math.isnan(value):
             self.sums[self.spec.broken] += 1
         else:
             self.most = max(self.most, value)
+
+    def _copy(self, value: Number) -> Number:
+        """Return a tensor's number as float64 of its own: the caller may change the tensor, or drop it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = value.detach().reshape(()).to(torch.float64, copy=True)
+        return own.to(self.device, non_blocking=True)
+
+
+def _product(value: Number, weight: Number) -> Number:
+    """Return ``value * weight``, and 0 where the weight is 0, whatever the value."""
+    if isinstance(weight, torch.Tensor):
+        return (weight * value).masked_fill(weight == 0, 0.0)
+    return value * weight if weight else 0.0

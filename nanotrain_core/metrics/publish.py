@@ -88,11 +88,15 @@ class Metrics:
         Args:
             name: ``residual/{statistic}/layers.3``, where ``{statistic}`` stands for ``rms`` and so on.
             tensor: floating-point.
-            of: which of :data:`~nanotrain_core.metrics.measure.STATISTICS`, but no norm.
+            of: which of :data:`~nanotrain_core.metrics.measure.STATISTICS`, but neither norm nor
+                nonfinite: ``max_abs`` tells whether an element is not finite.
+
+        Raises:
+            PluginError: it is one of those.
         """
-        if "norm" in of:
+        if refused := {"norm", "nonfinite"} & {*of}:
             raise PluginError(
-                "a norm counts each element once: publish tensors with their placements, by placed()"
+                f"{min(refused)} counts each element once: publish tensors with their placements, by placed()"
             )
         self._measured([(name, tensor, 1.0)], of)
 
@@ -121,9 +125,12 @@ class Metrics:
         if unknown := {*of} - {*STATISTICS}:
             raise PluginError(f"no statistic '{min(unknown)}'; expected some of {', '.join(STATISTICS)}")
         full = [(name, each, weight) for name, each, weight in found if each.numel()]
-        if not full:
-            return
-        sums, most = measure([each for _, each, _ in full], of)
+        for device in {each.device for _, each, _ in full}:  # state may be offloaded
+            self._measured_on([each for each in full if each[1].device == device], of)
+
+    def _measured_on(self, full: Sequence[tuple[str, torch.Tensor, float]], of: Sequence[Statistic]) -> None:
+        device = self._board.mesh.device
+        sums, most = (each.to(device, non_blocking=True) for each in measure([x for _, x, _ in full], of))
         if any(weight != 1.0 for *_, weight in full):
             weights = torch.tensor([weight for *_, weight in full], dtype=torch.float64)
             sums = sums * weights.to(sums.device, non_blocking=True).unsqueeze(1)

@@ -78,15 +78,18 @@ class Console(Monitor):
         fields = step_fields(report, self.run.steps, mfu)
         if self.live is not None:
             self.live.update(Text(pairs(fields)), refresh=True)
-        elif report.step % self.config.every == 0 or report.step == self.run.steps:
+        elif self._due(report.step):
             self._line(row(fields) if self.config.style == "table" else pairs(fields))
 
     def on_metrics(self, report: MetricsReport) -> None:
         """Show the published metrics that are asked for."""
         wanted = [name for name in sorted(report.published) if name in report.values and self._asked(name)]
-        if wanted and report.step % self.config.every == 0:
+        if wanted and self._due(report.step):
             fields = {name: f"{report.values[name]:.4g}" for name in wanted}
             self._line(pairs({"step": report.step, **fields}))
+
+    def _due(self, step: int) -> bool:
+        return step % self.config.every == 0 or step == self.run.steps
 
     def _asked(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.config.metrics)
