@@ -181,6 +181,7 @@ class RuntimeEngine:
         self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
+        self.watching.together.close()
         log.record("info", "run ends", reason=report.reason)
         return report
 
