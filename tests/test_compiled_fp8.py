@@ -2,7 +2,7 @@
 
 ``backend="eager"`` runs the traced graph with the kernels of an eager run; ``aot_eager``, which merges equal
 calls as inductor does, also writes norms and attention in bfloat16 otherwise than torch computes them, and
-is compared where there are none.
+is compared where there are none. Gradients of weights leave its graphs in float32, and are never rounded.
 """
 
 from collections import Counter
@@ -26,6 +26,7 @@ from nanotrain_core.models.ops import TORCH
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
+from nanotrain_core.precision.wgrad_carrier import wgrad_carrier
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import train
 
@@ -77,16 +78,16 @@ def train_split(model, degrees, wrappers, backend):
     return train(Case("topology", use="grid", topology=degrees, overrides=overrides), {})
 
 
-def trained(model, use, config, backend, wrappers=(), monitors=()):
-    """Train two steps of two microbatches; ``backend`` None: eager."""
+def trained(model, use, config, backend, wrappers=(), monitors=(), steps=2, microbatches=MICROBATCHES):
+    """Train; ``backend`` None: eager."""
     run = {"compile": True, "compile_backend": backend} if backend else {}
     overrides = {
         "model": model,
         "kernels": {"use": "torch"},
         "parallel": list(wrappers),
         "monitor": list(monitors),
-        "run": {"steps": 2, **run},
-        "batch": {"sequences": 2 * MICROBATCHES, "microbatch": 2, "length": 32},
+        "run": {"steps": steps, **run},
+        "batch": {"sequences": 2 * microbatches, "microbatch": 2, "length": 32},
     }
     return train(Case("precision", use=use, config=config, overrides=overrides), {})
 
@@ -222,13 +223,17 @@ def steps(make, backend, tokens=(24, 24)):
     """Return what a layer computes for two microbatches, and the gradients, in one step."""
     torch.manual_seed(0)
     passes, layer = Passes(), Layer().bfloat16()
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
     scratch = Scratch(passes)
     for child in layer.children():
         use_gemm(child, {"weight": make(scratch)}, passes)
     quantize_swiglu(layer)
     if backend:
         compile_blocks([nn.ModuleList([layer])], backend, passes=passes, log=False)
-    found = []
+    found, told = [], []
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: told.append(each.shape))
     with passes.weights_unchanged():
         for many in tokens:
             x = torch.randn(many, 128).bfloat16().requires_grad_()
@@ -236,7 +241,13 @@ def steps(make, backend, tokens=(24, 24)):
             with passes.backward():
                 y.backward(torch.randn(many, 128).bfloat16())
             found += [y.detach(), x.grad]
+    assert len(told) == len(tokens) * len(list(layer.parameters()))
     return [*found, *(each.grad for each in layer.parameters())]
+
+
+def is_bfloat16(gradient):
+    assert gradient.dtype == torch.float32
+    return torch.equal(gradient, gradient.bfloat16().float())
 
 
 ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
@@ -252,6 +263,7 @@ ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
     ids=["tiles", "tensors", "float32"],
 )
 def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
+    """Gradients of weights too, added up in float32; a parameter's hook is called once a microbatch."""
     eager = steps(make, None)
     counted = dict(seen)
     seen.clear()
@@ -262,6 +274,52 @@ def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
         assert seen["weights"] == 6
         again = 1 if make(None).recipe.quantize_swiglu else 0  # what SwiGLU makes again for down
         assert seen["inputs"] == MICROBATCHES * (inputs + again)
+
+
+@pytest.mark.parametrize(
+    ("model", "wrappers"),
+    [
+        (LLAMA, []),
+        pytest.param(LLAMA, RECOMPUTE, marks=full),
+        pytest.param(DEEPSEEK, [], marks=full),
+        pytest.param(DEEPSEEK, RECOMPUTE, marks=full),
+    ],
+)
+def test_wgrads_of_a_graph_are_not_rounded_to_their_weights_dtype(model, wrappers):
+    config = {"backend": "emulated"}
+    found = trained(model, "fp8_deepseek_v3", config, "aot_eager", wrappers, steps=1, microbatches=1)
+    of_gemms = {
+        each.name: each.tensor
+        for each in found.gradients
+        if each.name.startswith("layers.") and each.tensor.dim() > 1 and "router" not in each.name
+    }
+    assert len(of_gemms) >= 14
+    assert [name for name, gradient in of_gemms.items() if is_bfloat16(gradient)] == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "requires_grad", "enabled", "carried"),
+    [
+        (torch.bfloat16, torch.float32, True, True, True),
+        (torch.bfloat16, torch.float32, False, True, False),
+        (torch.bfloat16, torch.float32, True, False, False),
+        (torch.float32, torch.float32, True, True, False),
+        (torch.float64, torch.float64, True, True, False),
+    ],
+    ids=["wider", "frozen", "evaluation", "float32", "float64"],
+)
+def test_a_weight_has_a_carrier_where_its_gradient_is_wider(
+    dtype, grad_dtype, requires_grad, enabled, carried
+):
+    weight = nn.Parameter(torch.ones(4, 3, dtype=dtype), requires_grad=requires_grad)
+    weight.grad_dtype = grad_dtype
+    with torch.set_grad_enabled(enabled):
+        carrier = wgrad_carrier(weight)
+    assert (carrier is not None) == carried
+    if carrier is not None:
+        carrier.backward(torch.full((4, 3), 1 / 3))
+        assert weight.grad.unique().tolist() == torch.tensor([1 / 3]).tolist()
+        assert carrier.untyped_storage().nbytes() == 4
 
 
 COUNTS = [torch.tensor([10, 0, 30]), None]

@@ -25,6 +25,7 @@ def use_expert_gemms(
     module: nn.Module,
     backends: Mapping[str, GEMMBackend],
     prepared: Mapping[str, Kept],
+    carriers: Mapping[str, torch.Tensor | None],
     passes: Passes,
 ) -> None:
     """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
@@ -33,6 +34,7 @@ def use_expert_gemms(
         module: of that role, with ``gemm_weights`` in its tag: the parameters handed to ``ops.experts``.
         backends: for each of them; it is read in every call.
         prepared: of each parameter, what a compiled graph multiplies in its place.
+        carriers: of each parameter, what takes its gradient in a compiled graph; None: the parameter.
         passes: of the run.
     """
     found = tag_of(module)
@@ -47,8 +49,10 @@ def use_expert_gemms(
         compiling = torch.compiler.is_compiling()
         forms = [prepared.get(name, ()) if compiling else () for name in names]
         flat = tuple(chain.from_iterable(forms))
+        taken_by = [carriers.get(name) if compiling else None for name in names]
+        read = [w if carrier is None else w.detach() for w, carrier in zip(weights, taken_by, strict=True)]
         y_ND: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-            rows_ND, *weights, (gate, up, down), passes, tuple(map(len, forms)), *flat
+            rows_ND, *read, *taken_by, (gate, up, down), passes, tuple(map(len, forms)), *flat
         )
         return y_ND
 
@@ -68,6 +72,9 @@ class _Experts(torch.autograd.Function):
         gate_EFD: torch.Tensor,
         up_EFD: torch.Tensor,
         down_EDF: torch.Tensor,
+        carrier_of_gate: torch.Tensor | None,
+        carrier_of_up: torch.Tensor | None,
+        carrier_of_down: torch.Tensor | None,
         backends: tuple[GEMMBackend, GEMMBackend, GEMMBackend],
         passes: Passes,
         counts: tuple[int, int, int],
@@ -116,10 +123,13 @@ class _Experts(torch.autograd.Function):
             lambda: of_up.wgrad(d_u_NF, x_up),
             lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF)),
         )
-        wanted = zip(weights, of_weights, ctx.needs_input_grad[1:4], strict=True)
-        gradients = [
-            ctx.passes.weight_gradient(weight, wgrad) if needed else None for weight, wgrad, needed in wanted
+        to_each = ctx.needs_input_grad[1:7]  # the weights, or their carriers
+        wanted = zip(weights, of_weights, to_each[:3], to_each[3:], strict=True)
+        made = [
+            ctx.passes.weight_gradient(weight, wgrad) if any(needed) else None
+            for weight, wgrad, *needed in wanted
         ]
+        gradients = [each if needed else None for each, needed in zip(2 * made, to_each, strict=True)]
         return d_x_ND, *gradients, *(None,) * (3 + len(forms))
 
 

@@ -32,6 +32,7 @@ from nanotrain_core.precision.gemm_backend import (
     as_prepared,
 )
 from nanotrain_core.precision.placed_wgrad import Place
+from nanotrain_core.precision.wgrad_carrier import wgrad_carrier
 
 __all__ = [
     "GEMMBackend",
@@ -96,12 +97,16 @@ class LinearGEMMs:
         self.recomputed = Recomputed()
         self.prepared: dict[str, Kept] = {}
         """By parameter, what a compiled graph multiplies in its place: see :func:`prepare_weights`."""
+        self.carriers: dict[str, torch.Tensor | None] = {}
+        """By parameter, what takes its gradient in a graph: see :func:`wgrad_carrier`."""
 
     def prepare(self, module: nn.Module) -> None:
-        """Have at hand what the next call of a graph multiplies."""
+        """Have at hand what the next call of a graph multiplies, and what takes its wgrads."""
         for name, backend in self.backends.items():
+            weight = module.get_parameter(name)
             if isinstance(backend, PreparesWeights):
-                self.prepared[name] = backend.prepare(module.get_parameter(name))
+                self.prepared[name] = backend.prepare(weight)
+            self.carriers[name] = wgrad_carrier(weight)
 
     def take_place(self) -> Place | None:
         """Return the place for this call."""
@@ -135,7 +140,7 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
         if found.role in LINEAR:
             take_over(module, _forward)
         else:
-            use_expert_gemms(module, gemms.backends, gemms.prepared, passes)
+            use_expert_gemms(module, gemms.backends, gemms.prepared, gemms.carriers, passes)
 
 
 def gemms_of(module: nn.Module) -> LinearGEMMs | None:
@@ -145,6 +150,8 @@ def gemms_of(module: nn.Module) -> LinearGEMMs | None:
 
 def prepare_weights(modules: Iterable[nn.Module]) -> None:
     """Have what compiled layers multiply in the place of their weights made, where it does not hold any more.
+
+    And what takes the gradients of those weights, where they are wider.
 
     Call it before each call of their graph, outside of it.
     """
@@ -160,10 +167,14 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     assert gemms is not None
     place = gemms.take_place()
     recomputed, handle = gemms.recomputed.take(x), None if place is None else place.handle
-    forms = gemms.prepared.get("weight", ()) if torch.compiler.is_compiling() else ()
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    compiling = torch.compiler.is_compiling()
+    forms = gemms.prepared.get("weight", ()) if compiling else ()
+    carrier = gemms.carriers.get("weight") if compiling else None
+    weight = weight if carrier is None else weight.detach()
     of, make = recomputed or ((), None)
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, module.weight, gemms, make, len(of), place, handle, *of, *forms
+        x, weight, carrier, gemms, make, len(of), place, handle, *of, *forms
     )
     return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
@@ -176,6 +187,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight_NK: torch.Tensor,
+        carrier_NK: torch.Tensor | None,
         gemms: LinearGEMMs,
         make: Callable[..., torch.Tensor] | None,
         made_of: int,
@@ -203,7 +215,9 @@ class _Linear(torch.autograd.Function):
         forms, kept = tuple(saved[: ctx.forms]), saved[ctx.forms :]
         backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
         make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
-        if ctx.needs_input_grad[1] and ctx.again:  # begins now, while dgrad is made
+        to_weight, to_carrier = ctx.needs_input_grad[1:3]
+        needed = to_weight or to_carrier
+        if needed and ctx.again:  # begins now, while dgrad is made
             make = ctx.again(kept[0])
 
         def wgrad() -> torch.Tensor:
@@ -214,9 +228,10 @@ class _Linear(torch.autograd.Function):
         parameter = weight_NK if ctx.parameter is None else ctx.parameter
         if ctx.needs_input_grad[0]:
             d_x = backend.dgrad(d_y_MN, as_prepared(parameter, forms)).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
+        if needed:
             if ctx.place is not None and not ctx.passes.defers(parameter):
                 ctx.place.left.append(wgrad)
             else:
                 d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad)
-        return d_x, d_weight_NK, *(None,) * (5 + ctx.tensors)
+        carried, own = (d_weight_NK, None) if to_carrier else (None, d_weight_NK)
+        return d_x, own, carried, *(None,) * (5 + ctx.tensors)

@@ -91,6 +91,11 @@ class Prepared:
         """Return that of the weight."""
         return self.weight.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return that of the weight."""
+        return self.weight.dtype
+
 
 def as_prepared(weight: torch.Tensor, forms: Kept) -> torch.Tensor:
     """Return ``weight`` as a backend is given it: with what was prepared in its place, if anything was."""

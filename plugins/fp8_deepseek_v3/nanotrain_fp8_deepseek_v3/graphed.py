@@ -118,8 +118,8 @@ class Products(QuantizedActivations, GEMMBackend):
     def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
         """Return x times each transposed weight, and what to keep of x."""
         x, kept = self._input(x_MK)
-        forms = [_form(weight) for weight in weights_NK]
-        return [emulated_forward(x, form, self.counts_E, self.key).to(x_MK.dtype) for form in forms], kept
+        made = [emulated_forward(x, _form(weight), self.counts_E, self.key) for weight in weights_NK]
+        return [y.to(weight.dtype) for y, weight in zip(made, weights_NK, strict=True)], kept
 
     def keep(self, x_MK: Tensor) -> Kept:
         """Return what to keep of x."""
