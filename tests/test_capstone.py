@@ -27,6 +27,7 @@ def test_it_learns_and_shows_that_state_is_shared_out(tmp_path):
         assert float(optimizer) == pytest.approx(8 * parameters / RANKS, abs=0.002)
 
 
+@pytest.mark.full
 def test_resumed_from_step_ten_it_arrives_at_the_same_bytes(tmp_path):
     assert nanotrain("run", "capstone", cwd=tmp_path).code == Exit.DONE
     shown = nanotrain("ckpt", "show", "runs/capstone", "--step", "10", cwd=tmp_path)

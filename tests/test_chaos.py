@@ -24,9 +24,11 @@ def bench(tmp_path_factory):
     return Bench(settings, root / "runs")
 
 
-#: A hang of a run has tests of its own, in ``test_hang.py``.
+#: Hangs, signals and flipped bits have tests of their own: ``test_hang.py``, ``test_run.py``, and the
+#: harness of checkpoints.
+ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit")
 SHORT = [
-    pytest.param(row, marks=[pytest.mark.full] * (row.__name__ == "HangStopped"), id=row.__name__)
+    pytest.param(row, marks=[pytest.mark.full] * (row.__name__ in ELSEWHERE), id=row.__name__)
     for row in chosen((), short=True)
 ]
 

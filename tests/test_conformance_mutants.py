@@ -299,6 +299,7 @@ def test_an_expected_failure_that_names_no_check_is_refused():
         )
 
 
+@pytest.mark.full
 def test_an_expected_failure_is_strict(pytester_file):
     code = (
         "from nanotrain_core.testing import Case, conformance\n"

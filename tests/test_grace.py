@@ -66,6 +66,7 @@ def test_ranks_of_nanotrain_are_ended_and_the_last_checkpoint_is_there(here, ran
     assert nanotrain("ckpt", "verify", "here", cwd=here).out == "step 3: whole\n"
 
 
+@pytest.mark.full
 def test_ranks_that_torchrun_or_srun_started_end_themselves(here):
     port, processes = free_port(), []
     for rank in (0, 1):

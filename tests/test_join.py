@@ -117,7 +117,8 @@ def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_p
     assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [3, again]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_torchrun_starts_again_without_counting_go_on_in_their_folder(tmp_path, ranks):
     """A host that joins or comes back makes it start all ranks again, and that is no restart to it."""
     (tmp_path / "small.toml").write_text(SMALL)
@@ -154,6 +155,7 @@ def test_a_folder_in_use_is_told_on_every_rank_with_its_code(tmp_path):
     lock.release()
 
 
+@pytest.mark.full
 def test_ranks_with_different_words_are_told_so_before_they_train(tmp_path):
     """Only rank 0's would count, and which host has it is chance."""
     for outcome in run_both(tmp_path, torchrun, (), ("--resume", "auto")):
@@ -161,6 +163,7 @@ def test_ranks_with_different_words_are_told_so_before_they_train(tmp_path):
         assert "--resume is auto there and None on rank 0" in outcome.err
 
 
+@pytest.mark.full
 def test_a_refused_folder_is_told_on_every_rank(tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here/metrics.jsonl").write_text("{}\n")

@@ -156,6 +156,7 @@ def listens(at):
         return probe.connect_ex(("127.0.0.1", int(at.rpartition(":")[2]))) == 0
 
 
+@pytest.mark.full
 def test_a_host_whose_run_another_one_ends_says_so_and_blames_no_mistake(tmp_path):
     """One launcher has no restarts left, the other has: it cannot go on alone."""
     write_small(tmp_path)

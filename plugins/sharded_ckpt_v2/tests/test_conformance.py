@@ -9,7 +9,14 @@ SUMMED = {"parallel": [{"use": "summed"}]}
 test_conformance = conformance(
     Case("checkpoint", use="sharded_v2", topology={"dp": 2}, overrides=SUMMED),
     # test_killed.py kills saves too.
-    marks={f"killed_rank_leaves_the_last[{rank}]": pytest.mark.full for rank in ("first", "last")},
+    marks=dict.fromkeys(
+        (
+            "killed_rank_leaves_the_last[first]",
+            "killed_rank_leaves_the_last[last]",
+            "interrupted_save_leaves_the_last[killed]",
+        ),
+        pytest.mark.full,
+    ),
 )
 
 test_exhaustively = pytest.mark.full(
