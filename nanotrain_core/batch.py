@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import attrs
 import torch
 
+from nanotrain_core.models.cache import Cache, LayerCache
+
 #: A target with this value is not predicted and not counted.
 IGNORE = -100
 
@@ -18,6 +20,18 @@ class Batch:
     tokens: torch.Tensor
     targets: torch.Tensor | None = None
     """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
+    cache: Cache | None = None
+    """What the model's layers kept of the tokens before these, while text is generated: these tokens follow
+    :attr:`start` others. None: they are whole sequences."""
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return 0 if self.cache is None else self.cache.start
+
+    def cache_of(self, layer: str) -> LayerCache | None:
+        """Return what that layer kept of the tokens before; None where there is no cache, as in training."""
+        return None if self.cache is None else self.cache.layer(layer)
 
     @property
     def sequences(self) -> int:

@@ -13,7 +13,7 @@ import attrs
 
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 from nanotrain_core.layout.roles import Role
-from nanotrain_core.metrics.declared import Metric
+from nanotrain_core.metrics.declared import Metric, check_distinct
 
 if TYPE_CHECKING:
     from nanotrain_core.errors import Problem
@@ -74,6 +74,12 @@ class StaysEager:
 EagerRule = Callable[["Recipe", Any, "Layout"], Iterable[StaysEager]]
 
 
+#: Yields a key of a config and the metric that it names.
+MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
+#: The same of modules.
+ModulePatterns = Callable[[Any], Iterable[tuple[str, str]]]
+
+
 def _words(value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         text = f"the string {value!r}: write {{{value!r}}}" if isinstance(value, str) else repr(value)
@@ -86,6 +92,7 @@ def _metrics(value: Iterable[Metric]) -> tuple[Metric, ...]:
     for each in found:
         if not isinstance(each, Metric):
             raise PluginError(f"metrics of a component are Metric objects, got {each!r}")
+    check_distinct(found)
     return found
 
 
@@ -120,6 +127,15 @@ class Component:
 
     metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
     """What a monitor publishes: ``nanotrain metrics`` lists it, and sinks are told unit, group and rule."""
+
+    reads_metrics: MetricPatterns | None = None
+    """Yields the metrics that a monitor's config names, each as its key in the table, ``rules.0.metric``,
+    and a name or a pattern as of a shell. One that nothing in the recipe publishes is refused, with the
+    nearest."""
+
+    reads_modules: ModulePatterns | None = None
+    """Yields the modules that a monitor's config names, likewise: ``modules.0``, ``layers.*.attn``. One that
+    fits no module or parameter of the recipe's model is refused before ranks start, with the nearest."""
 
     hf: str | None = None
     """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: what its parameters

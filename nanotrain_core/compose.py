@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.batch import Shard
@@ -30,24 +29,33 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import DataError, PluginError, RecipeError
+from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.initialisation import equalise, materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
-from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.moe.routing import counting_routers
-from nanotrain_core.pipeline.actions import Action, Costs, Part, describe_stages
+from nanotrain_core.moe.routing import any_routers
+from nanotrain_core.phases.in_run import RunPhases
+from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.quantized_storage import settle
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.feed import OWN_KEYS, DataFeed, Feed
+from nanotrain_core.run.feed import DataFeed, Feed
+from nanotrain_core.run.returned import (
+    check_costs,
+    check_experts,
+    check_meta,
+    check_vocabulary,
+    check_wrapped,
+    placed_by,
+)
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -76,9 +84,15 @@ class Run:
     loss_scale: LossScale
     actions: Sequence[Action]
     """This rank's part of the schedule."""
+    schedule: Sequence[Sequence[Action]] = ()
+    """That of every pipeline rank."""
+    pipeline_share: float = 1.0
+    """FLOPs of this rank's stages over the mean of pipeline ranks."""
     passes: Passes = attrs.field(factory=Passes)
     """What layers may ask of the pass that they are in."""
     feed: Feed
+    phases: RunPhases | None = None
+    """What the recipe changes in the course of the run; None: it is a script's."""
     evaluation: EvaluationConfig
     checkpoint: Checkpoint | None = None
     monitors: Sequence[Monitor] = ()
@@ -95,6 +109,8 @@ def compose(
     rank: int = 0,
     device: torch.device | str = "cpu",
     weights: str | None = None,
+    make_mesh: Callable[..., Mesh] | None = None,
+    trains: bool = True,
 ) -> Run:
     """Build this rank's run. Collective over the world: every rank must call it with an equal recipe.
 
@@ -102,10 +118,12 @@ def compose(
         recipe: resolved.
         registry: the plugins.
         rank: this process's.
-        device: where it computes.
+        device: where it computes; on ``meta`` tensors have shapes and no numbers, for a dry run.
         weights: what to start from in place of random weights.
+        make_mesh: called in place of :class:`Mesh`: a dry run has no other ranks to ask.
+        trains: false leaves out gradients and the optimizer's state, where only forward passes are wanted.
     """
-    build = registry.build
+    build, device = registry.build, torch.device(device)
     topology: Topology = build(recipe.topology)
     model: Model = build(recipe.model)
     wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
@@ -117,26 +135,25 @@ def compose(
     monitors = [_monitor(selection, registry) for selection in recipe.monitor]
 
     data.open(length=recipe.batch.length, seed=recipe.run.seed)
-    _check_vocabulary(data, model, recipe)
+    check_vocabulary(data, model, recipe)
 
     layout = topology.layout(recipe.run.ranks)
-    timeout = timedelta(seconds=recipe.run.timeout)
-    kernels_used, kernels = kernels_for(recipe.kernels, registry, torch.device(device))
-    kernels.prepare(torch.device(device))
+    kernels_used, kernels = kernels_for(recipe.kernels, registry, device)
+    kernels.prepare(device)
     passes = Passes()
     precision.setup(recipe.run.seed, passes, kernels.gemm())
-    mesh = Mesh(
+    mesh = (make_mesh or Mesh)(
         layout,
         rank=rank,
         device=device,
-        timeout=timeout,
+        timeout=timedelta(seconds=recipe.run.timeout),
         transport=StagedTransport() if recipe.run.share_device else kernels.transport(),
     )
-    _check_meta(data, mesh, recipe)
+    check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
     costs = model.flops(recipe.batch.length)
-    _check_costs(costs, model, recipe)
+    check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
     placements = share_between_stages(place(stages.values(), layout), mesh)
@@ -144,7 +161,8 @@ def compose(
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
     actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
-    passes.splits_backward = any(action.kind == "W" for rank in actions for action in rank)
+    phases = RunPhases(recipe, model, schedule, pp, mesh.size("dp"))
+    passes.splits_backward = phases.split_backward(actions)
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
@@ -155,20 +173,20 @@ def compose(
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
 
-    of_parameters = (Placement.sync_span, Placement.replica_span)
-    mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in of_parameters)
+    spans = (Placement.sync_span, Placement.replica_span)
+    mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in spans)
     equalise(placed, mesh)
     precision.pack(tuple(stages.values()))
-    placed = _placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
+    placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
     )
-    gradients.attach(placed, mesh, precision.gradient_dtype, passes)
-    optimizer.setup(placed, precision, gradients, mesh)
+    if trains:
+        gradients.attach(placed, mesh, precision.gradient_dtype, passes)
+        optimizer.setup(placed, precision, gradients, mesh)
     for parameter in placed:
         settle(parameter.parameter)
 
-    shard = Shard(mesh.coordinate("dp"), mesh.size("dp"))
     return Run(
         name=recipe.run.name,
         recipe=recipe,
@@ -176,7 +194,7 @@ def compose(
         mesh=mesh,
         stages=stages,
         owners=[part.rank for part in parts],
-        has_routers=_any_routers(stages.values(), mesh),
+        has_routers=any_routers(stages.values(), mesh),
         placed=placed,
         model=recipe.model,
         loss_weights=model.loss_weights,
@@ -186,8 +204,18 @@ def compose(
         optimizer_config=recipe.optimizer.config,
         loss_scale=precision.loss_scale,
         actions=actions[pp_rank],
+        schedule=actions,
+        pipeline_share=pp * sum(costs.of(part) for part in parts if part.rank == pp_rank) / costs.total,
         passes=passes,
-        feed=DataFeed(data, model, recipe.batch, recipe.evaluation, shard, mesh.device),
+        feed=DataFeed(
+            data,
+            model,
+            recipe.batch,
+            recipe.evaluation,
+            Shard(mesh.coordinate("dp"), mesh.size("dp")),
+            mesh.device,
+        ),
+        phases=phases,
         evaluation=recipe.evaluation,
         checkpoint=checkpoint,
         monitors=monitors,
@@ -267,8 +295,8 @@ def _wrap(
     """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
     for selection, wrapper in wrappers:
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
-        _check_wrapped(selection, stages.values(), placements)
-    _check_experts(stages.values(), mesh)
+        check_wrapped(selection, stages.values(), placements)
+    check_experts(stages.values(), mesh)
     return stages
 
 
@@ -295,12 +323,6 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
     return placements
 
 
-def _any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
-    """All-gather along pp: return whether any rank's part of the model has a router that counts tokens."""
-    mine = bool(counting_routers(parts))
-    return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
-
-
 def _gradient_sync(
     recipe: Recipe, registry: Registry, built: Sequence[tuple[Selection, Any]]
 ) -> GradientSync:
@@ -310,84 +332,3 @@ def _gradient_sync(
             sync: GradientSync = component
             return sync
     return AllReduceGradients()
-
-
-def _check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
-    if data.vocab_size > model.vocab_size:
-        raise DataError(
-            f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
-            f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
-        )
-
-
-def _check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
-    """Refuse ranks that opened different data, which they would train on without a word, and taken keys."""
-    meta = data.meta()
-    if not isinstance(meta, Mapping) or OWN_KEYS & meta.keys():
-        text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(OWN_KEYS))}"
-        raise PluginError(f"data '{recipe.data.use}': {text}, which the core keeps there")
-    prints = mesh.gather(str(meta.get("fingerprint")))
-    for rank, found in enumerate(prints):
-        if found != prints[0]:
-            raise DataError(
-                f"rank {rank} has other data than rank 0: its fingerprint is {found}, not {prints[0]}"
-            )
-
-
-def _check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
-    """Refuse costs of other layers than the model has: by them it is cut up, and it would lose some."""
-    if not isinstance(costs, Costs) or len(costs.layers) != model.layers or costs.total <= 0:
-        raise PluginError(
-            f"model '{recipe.model.use}': flops returned {str(costs)[:200]}; "
-            f"expected Costs of {model.layers} layers, with a total of more than 0"
-        )
-
-
-def _check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Refuse what a parallel wrapper returned if it does not match the placements it left."""
-    for part in parts:
-        if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
-            raise PluginError(
-                f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
-                "part: return the part, or a module that passes its initializer(name) on"
-            )
-    _placed_by(f"parallel '{selection.use}'", parts, placements)
-
-
-def _placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> list[PlacedParameter]:
-    """Return parameters with their placements; refuse those that are not what the placements say."""
-    try:
-        return placed_parameters(parts, placements)
-    except ValueError as problem:
-        raise PluginError(f"{who}: {problem}") from None
-
-
-def _check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
-    layout = mesh.layout
-    alike = {*layout.views["dense"].dims} - {"pp", *layout.data_dims}
-    alike = {dim for dim in alike if mesh.size(dim) > 1}
-    for part in parts:
-        for name, module, found in tagged(part):
-            missing = alike - shared_tokens(module) if found.role is Role.EXPERTS else set()
-            if missing:
-                dim = min(missing)
-                raise PluginError(
-                    f"{name}: all ranks along {dim} would send the same tokens to these experts. The wrapper "
-                    f"that handles {dim} must give each a share of them, and say so with roles.share_tokens"
-                )
-
-
-@torch.no_grad()
-def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
-    """Broadcast: give all holders of a block the bits of the first.
-
-    They drew the same numbers from the same streams, but vector units of different processors round
-    the last bit differently, and replicas that start apart stay apart. Stages register parameters in orders
-    of their own, so all ranks go by name, and last through what several stages hold.
-    """
-    for parameter in sorted(placed, key=lambda each: (each.placement.stages, each.placement.name)):
-        span = parameter.placement.replica_span(mesh.layout)
-        group = mesh.group_of(span)
-        if group is not None:
-            dist.broadcast(parameter.parameter.data, src=mesh.layout.members(mesh.rank, span)[0], group=group)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
     EndReport,
-    EvaluationReport,
     Monitor,
     StepStats,
     TrainState,
@@ -26,7 +24,8 @@ from nanotrain_core.contracts import (
 from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
-from nanotrain_core.optim.lr_schedule import lr_scheduler
+from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
+from nanotrain_core.phases.in_run import begin_step
 from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
@@ -37,12 +36,12 @@ from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
 from nanotrain_core.run.random_state import stream_seed
-from nanotrain_core.run.rollback import become, roll_back
+from nanotrain_core.run.rollback import become, go_on, roll_back
 from nanotrain_core.run.run_info import run_info
-from nanotrain_core.run.step_report import tell_step
+from nanotrain_core.run.step_readback import StepFlags, StepReadback
+from nanotrain_core.run.step_report import evaluation, tell_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
-from nanotrain_core.run.told import Reading, Told
 from nanotrain_core.run.watching import Watching
 from nanotrain_core.watch.progress import Progress
 
@@ -86,7 +85,7 @@ class RuntimeEngine:
         folder: Path | None = None,
         resume: str | None = None,
         callbacks: Sequence[Monitor] = (),
-    ) -> RuntimeEngine:
+    ) -> Self:
         """Compose a recipe on this rank.
 
         Args:
@@ -116,6 +115,7 @@ class RuntimeEngine:
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.step, self.owes_evaluation = 0, False
+        self.evaluated: int | None = None  # the last step whose validation loss was finite
         """Optimizer steps done, those before a resume included; and whether a stop request cut the evaluation
         of this one short: who resumes the run makes it."""
         log.ensure(run.mesh.rank)
@@ -126,8 +126,7 @@ class RuntimeEngine:
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
-        self.pace = Throughput()
-        self.progress = Progress()
+        self.pace, self.progress = Throughput(), Progress(run.mesh.waits)
 
     # --- the story ----------------------------------------------------------------------------
 
@@ -156,16 +155,17 @@ class RuntimeEngine:
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of a step that was broken off: the next one would count it too
         self._saved, self._owes_save = -1, False
-        self.reading = Reading(late=self.run.mesh.reads_late)
+        self.readback = StepReadback(late=self.run.mesh.device_is_async)
         self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
-        self.saves = CheckpointSaver(checkpoint, self.events.checkpoint, self.events.save_failed)
+        tell = self.events.checkpoint, self.events.save_failed
+        self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.skipped = SkippedSteps(self.saves)
         self.watching = Watching(self.run, self.events)
         self._restore()
-        self._first = self.step
+        self._first, self.run = self.step, begin_step(self.run)
         info = run_info(self)
-        self.pace.restart(self.step)
+        self.pace.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
         self.events.start(info, self.watching.board, self.watching.together)
         try:
@@ -191,10 +191,12 @@ class RuntimeEngine:
         if self.owes_evaluation or (run.evaluation.every and self.step == 0):
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
+            run = self.run = begin_step(self.run, scheduler)
             lr = float(scheduler.get_last_lr()[0])
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1
+            run.feed.step_done()
             last = self.step == self.steps
             logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
             if logged or self.events.every_step:
@@ -206,7 +208,7 @@ class RuntimeEngine:
             if last:
                 self.events.metrics(*self.watching.board.rest())
             if last or due:  # a state that somebody wants to leave is not worth saving
-                self._learn(self.reading.rest())
+                self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
             # Skipped steps change no weight: saves of them would only rotate older ones out.
             self._owes_save = due and self.skipped.in_a_row > 0
@@ -216,15 +218,15 @@ class RuntimeEngine:
             elif due and not (last or self._owes_save or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
-        self.events.metrics(*self.watching.board.rest())
-        if self._saved != self.step:
+        self.events.metrics(*self.watching.board.last(self.step))
+        if self._saved != self.step and self.stop.reason != "lost":  # there is no place to save in
             self._save(last=True)
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
         self.note("end")
         self.skipped.expect_few(self.step, self.run.loss_scale, stopped=self.stop.reason is not None)
 
-    def _lr_scheduler(self) -> LRScheduler:
+    def _lr_scheduler(self) -> Scheduler:
         run = self.run
         return lr_scheduler(run.optimizer.inner, run.optimizer_config.lr_schedule, self.steps, done=self.step)
 
@@ -248,28 +250,29 @@ class RuntimeEngine:
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
+        now, tokens = (self.step + 1, scale, logged), run.feed.tokens_per_step
         update = UpdateReport(
-            self.step + 1, scale, logged, run.gradients, self.watching.mesh, names=self._trained
+            *now, run.gradients, self.watching.mesh, counts, tokens=tokens, names=self._trained
         )
         self.events.before_update(update)
         self.saves.settle()
         self.note("optimizer")
         stats = run.optimizer.step(loss_scale=scale)
-        told = self.reading.after(self.step + 1, stop_flags, stats)  # on a CPU, here the host waits for it
+        flags = self.readback.after(self.step + 1, stop_flags, stats)  # on a GPU those of the step before
         run.gradients.zero()
         self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
         update.loads.update(self.loads)
         self.events.after_update(update)
-        self._learn(told)
+        self._handle_flags(flags)
         return losses, counts, stats
 
-    def _learn(self, told: Told | None) -> None:
-        """Act on what a step told the host: this one, or the one before it where numbers are read late."""
-        if told is None:
+    def _handle_flags(self, flags: StepFlags | None) -> None:
+        """Act on the flags of a step: of this one, or of the one before it where numbers are read late."""
+        if flags is None:
             return
-        self.stop.agree(told.requests)
-        self.skipped.learn(told)
+        self.stop.agree(flags.requests)
+        self.skipped.learn(flags)
 
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks.
@@ -291,7 +294,7 @@ class RuntimeEngine:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Mean next-token loss over the validation batches, equal on every layout."""
-        mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=self.run.mesh.device)
+        mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
@@ -300,13 +303,11 @@ class RuntimeEngine:
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
-        loss = sum_over_data(mine, self.run.mesh).item()
-        if not (count := sum_over_data(counted, self.run.mesh, once_per_pipeline=True).item()):
-            return
-        per_token = self.run.feed.bytes_per_token
-        bits = loss / count / per_token / math.log(2) if per_token else None
-        self.events.evaluation(EvaluationReport(self.step, loss / count, bits, int(count)))
-        self.pace.restart(self.step)
+            seen += batch.tokens.numel()
+        if report := evaluation(self, mine, counted, seen):
+            self.evaluated = self.step if isfinite(report.loss) else self.evaluated
+            self.events.evaluation(report)
+        self.pace.restart(self.step, self.run.feed.tokens)
 
     def _save(self, *, last: bool = False) -> None:
         """Begin a checkpoint; nothing without a run folder. The last one is complete when this returns."""
@@ -320,7 +321,7 @@ class RuntimeEngine:
             return
         self._saved = self.step
         self.saves.begin(self.step, state, last=last)
-        self.pace.restart(self.step)
+        self.pace.restart(self.step, self.run.feed.tokens)
 
     def _restore(self) -> None:
         """Open the run folder's checkpoints and go back to the one asked for."""
@@ -344,10 +345,8 @@ class RuntimeEngine:
             return False
         for placed, block in zip(run.placed, state.blocks, strict=False):
             quantize_into(placed.parameter, block.tensor)
-        become(self, saved.meta)  # whatever the checkpoint has called
+        go_on(self, saved)
         self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
-        run.optimizer.load_meta(saved.meta["optimizer"])
-        random_state.restore(saved.rank_tensors)
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
             random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)
         return True
@@ -359,6 +358,7 @@ class RuntimeEngine:
         meta = {
             "step": self.step,
             "owes_evaluation": self.owes_evaluation,
+            "evaluated": self.evaluated,
             "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
             "model": model_table(run.model) if run.model else {},
             "optimizer": run.optimizer.meta(),

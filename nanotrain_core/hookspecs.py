@@ -1,4 +1,4 @@
-"""The whole contract between nanotrain and a plugin: one hook for each kind of component.
+"""The whole contract between nanotrain and a plugin: a hook for each kind of component, one for commands.
 
 A plugin implements the hooks of the kinds it offers and calls ``register`` once per component,
 with a :class:`~nanotrain_core.component.Component`. A hook describes; it never builds, and it
@@ -9,14 +9,16 @@ from collections.abc import Callable
 
 import pluggy
 
+from nanotrain_core.command import Command
 from nanotrain_core.component import Component
 
-#: Grows by a minor number when a hook gains an argument, by a major one when a hook changes meaning.
-HOOKSPEC_VERSION = "1.1"
+#: Grows by a minor number when a hook is new or gains an argument, by a major one when it changes meaning.
+HOOKSPEC_VERSION = "1.2"
 
 hookspec = pluggy.HookspecMarker("nanotrain")
 
 Register = Callable[[Component], None]
+RegisterCommand = Callable[[Command], None]
 
 
 @hookspec
@@ -67,3 +69,8 @@ def nanotrain_register_monitor(register: Register) -> None:
 @hookspec
 def nanotrain_register_data(register: Register) -> None:
     """Register data sources: batches with a position that can be saved and restored."""
+
+
+@hookspec
+def nanotrain_register_command(register: RegisterCommand) -> None:
+    """Register commands: words after ``nanotrain`` that do something with recipes, runs or checkpoints."""

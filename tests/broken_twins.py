@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from nanotrain_core import hookimpl
-from nanotrain_core.batch import Shard
+from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.builtin import configs
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, Parallel, PartOutput
@@ -28,6 +28,7 @@ from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
+from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.testing.routed import RoutedConfig
 from nanotrain_core.testing.routed_model import Routed
 from nanotrain_core.testing.sliced_layers import Sliced
@@ -52,6 +53,24 @@ class RankInTwoGroups(Grid):
         layout = super().layout(world_size)
         views = {name: OverlappingView(v.dims, v.sizes) for name, v in layout.views.items()}
         return Layout(views, layout.data_dims)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class WeightedConfig(configs.TransformerConfig):
+    """A model with a number that phases may change."""
+
+    lm_weight: float = attrs.field(default=1.0, metadata={CHANGES: True})
+
+
+class ForgetsToChange(Transformer):
+    """Weighs its loss, and goes on doing so as it was built."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.loss_weights = {"lm": config.lm_weight}
+
+    def change(self, config, parts):
+        pass
 
 
 class MeanLoss(Transformer):
@@ -94,6 +113,16 @@ class CountsAll(Transformer):
 
     def loss_counts(self, batch):
         return {"lm": torch.tensor(batch.targets.numel())}
+
+
+class ForgetsItsPlace(Transformer):
+    """Turns the tokens of every pass as if they were the first ones."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        rotation = module._rotation
+        module._rotation = lambda batch, like: rotation(Batch(batch.tokens), like)
+        return module
 
 
 class HidesExperts(Routed):
@@ -367,9 +396,11 @@ def nanotrain_register_topology(register):
 @hookimpl
 def nanotrain_register_model(register):
     register(twin(MeanLoss, configs.TransformerConfig))
+    register(twin(ForgetsToChange, WeightedConfig))
     register(twin(ReadsAhead, configs.TransformerConfig))
     register(twin(MixesHeads, configs.TransformerConfig))
     register(twin(CountsAll, configs.TransformerConfig))
+    register(twin(ForgetsItsPlace, configs.TransformerConfig))
     register(twin(NumbersExperts, RoutedConfig))
     register(twin(CountsTwice, RoutedConfig))
     register(twin(HidesExperts, RoutedConfig))

@@ -17,33 +17,39 @@ LEVELS = (
     (
         "vocabulary",
         "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover compile "
-        "checkpoint.info checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope layout layout.layout "
-        "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.report moe moe.grouped_mm "
-        "models models.cross_entropy models.feed_forward "
+        "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope "
+        "layout layout.layout "
+        "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
+        "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
-        "recipe.divisibility run run.files run.log run.plain_json run.random_state run.stop "
-        "run.throughput run.upload",
+        "recipe.cached_token "
+        "recipe.divisibility run run.files run.near run.owner run.log run.plain_json run.random_state "
+        "run.stop run.throughput run.upload run.working",
     ),
     ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
-        "contracts.* builtin.configs component hookspecs recipe.frozen recipe.locate recipe.tree "
-        "recipe.types",
+        "contracts.* builtin.configs command component hookspecs recipe.frozen recipe.locate recipe.phase "
+        "recipe.ranges recipe.tree recipe.types phases phases.timeline",
     ),
     (
         "mechanisms",
         "checkpoint.safetensors_files checkpoint.saver layout.initialisation optim.lr_schedule "
-        "pipeline.executor pipeline.p2p pipeline.simulator run.events run.feed run.folder "
+        "pipeline.annotation pipeline.executor "
+        "pipeline.p2p pipeline.simulator run.events run.feed run.folder "
         "run.global_metrics run.together",
     ),
-    ("recipe and registry", "recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager"),
+    (
+        "recipe and registry",
+        "phases.tables recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager",
+    ),
     (
         "built-ins",
         "builtin.* checkpoint.* compile.* data.* models.* monitors.* optim.* pipeline.* layout.grid "
         "precision.loss_scale precision.uniform",
     ),
-    ("engine", "compose engine run.* script.*"),
+    ("engine", "compose engine phases.in_run run.* script.*"),
     ("launch", "launch.*"),
     ("harness", "testing.*"),
     ("commands and doors", "cli.* api.*"),
@@ -168,28 +174,29 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 920,
-    "api": 355,
-    "builtin": 420,
-    "checkpoint": 670,
-    "cli": 1030,
+    "api": 560,
+    "builtin": 455,
+    "checkpoint": 870,
+    "cli": 1180,
     "compile": 350,
-    "contracts": 520,
-    "data": 480,
-    "hf": 810,
-    "launch": 825,
-    "layout": 950,
-    "models": 560,
-    "moe": 300,
-    "metrics": 740,
-    "monitors": 460,
-    "optim": 510,
+    "contracts": 575,
+    "data": 575,
+    "hf": 860,
+    "launch": 1105,
+    "layout": 1020,
+    "models": 630,
+    "moe": 315,
+    "metrics": 1150,
+    "monitors": 985,
+    "optim": 520,
+    "phases": 325,
     "pipeline": 570,
     "precision": 610,
-    "recipe": 1307,
-    "registry": 530,
-    "run": 1245,
+    "recipe": 1660,
+    "registry": 580,
+    "run": 1760,
     "script": 500,
-    "watch": 250,
+    "watch": 375,
 }
 
 

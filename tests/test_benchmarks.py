@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from nanotrain_pp_1f1b import PipelineConfig
-from nanotrain_pp_1f1b.schedules import OneForwardOneBackward
+from nanotrain_pp_1f1b.components import OneForwardOneBackward
 
 from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged

@@ -30,6 +30,7 @@ def test_lists_steps_with_kind_and_ranks(run):
     rows = [line.split() for line in ended.out.splitlines()[1:]]
     assert ended.code == Exit.DONE, ended.err
     assert [(row[0], row[1], row[4]) for row in rows] == [("3", "simple", "1"), ("6", "simple", "1")]
+    assert ckpt("list", "run", cwd=run).out == ended.out
 
 
 def test_shows_one_step_and_its_recipe(run):

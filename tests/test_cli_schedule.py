@@ -108,7 +108,7 @@ def test_a_recipe_has_the_stages_of_its_run(capsys, tmp_path):
         (["accumulate", "--pp", "2"], "schedule 'accumulate' has no pipeline: expected --pp 1, got 2"),
         (["1f1b", "--layers", "3"], "1f1b: 3 layers cannot fill 4 stages (pp 4): at most pp = 3"),
         (["1f1b", "--v", "2"], "schedule.v: unknown key 'v'"),
-        (["interleaved_1f1b", "--set", "v=0"], "schedule.v: 'v' must be >= 1: 0"),
+        (["interleaved_1f1b", "--set", "v=0"], "schedule.v: expected an integer from 1 to 10,000, got 0"),
         (["laptop", "--pp", "2"], "--pp goes with a schedule's name; of a recipe --set topology.pp=N"),
         (["nowhere.toml"], "nowhere.toml: no such recipe"),
     ],

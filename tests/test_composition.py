@@ -40,10 +40,14 @@ def alone(model: str, layers: int, tied: bool) -> dict[str, Trace]:
     return traces
 
 
-def assert_trains_the_same(composition: Composition) -> None:
-    """Compare every rank's reports, and the tensors that all ranks hold together, with one process."""
+def assert_trains_the_same(composition: Composition, *of_optimizers: str) -> None:
+    """Compare every rank's reports, and the tensors that all ranks hold together, with one process.
+
+    Trained with those of its optimizers, or with all of them.
+    """
     expected = alone(composition.model, composition.layers, composition.tied)
     optimizers = composition.optimizers()
+    optimizers = {name: optimizers[name] for name in of_optimizers or optimizers}
     ranks = run_ranks(train_each, composition.ranks, composition.case(), optimizers)
     for name in optimizers:
         want = expected[name]
@@ -84,7 +88,14 @@ def numbers(trace: Trace) -> list[float]:
 
 @pytest.mark.parametrize("composition", pairwise(), ids=lambda c: c.id)
 def test_pairwise(composition):
-    assert_trains_the_same(composition)
+    """With ``zero12``, where that is the composition's, else with SGD, which shows a gradient's scale."""
+    assert_trains_the_same(composition, *([] if composition.zero else ["sgd"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("composition", [c for c in pairwise() if not c.zero], ids=lambda c: c.id)
+def test_pairwise_with_adamw(composition):
+    assert_trains_the_same(composition, "adamw")
 
 
 def others() -> list[Composition]:

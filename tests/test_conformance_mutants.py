@@ -65,8 +65,13 @@ FAULTS = [
         Case("model", use="reads_ahead", config=MODEL, plugins=TWINS),
         {"weights_may_arrive_at_the_last_moment"},
     ),
+    (
+        Case("model", use="forgets_to_change", config=MODEL, plugins=TWINS),
+        {"changes_in_a_run_are_those_of_a_model_built_so"},
+    ),
     (Case("model", use="mixes_heads", config=MODEL, plugins=TWINS), {"roles_are_true"}),
     (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
+    (Case("model", use="forgets_its_place", config=MODEL, plugins=TWINS), {"goes_on_from_its_cache"}),
     (Case("model", use="numbers_experts", plugins=TWINS), {"experts_may_be_anywhere"}),
     (Case("model", use="hides_experts", plugins=TWINS), {"every_layer_has_a_role", "divisibility_is_true"}),
     (Case("model", use="counts_twice", plugins=TWINS), {"layers_may_be_run_again"}),

@@ -1,5 +1,6 @@
 """The data component ``text``, and the order of sequences that it shares with ``synthetic``."""
 
+import os
 import sys
 
 import numpy as np
@@ -11,7 +12,9 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.data import token_cache
 from nanotrain_core.data.text import Text, split
+from nanotrain_core.data.token_cache import TokenCache
 from nanotrain_core.errors import DataError
 
 WHOLE = Shard()
@@ -291,6 +294,46 @@ def test_damaged_tokens_in_the_cache_are_made_anew(words, sentences, tmp_path, c
     (again,) = (tmp_path / "cache").rglob("*.tokens")
     assert again == cached
     assert np.fromfile(again, np.uint16).tolist() == first
+
+
+def test_tokens_are_compared_once_for_a_host_and_then_where_they_are_read(tmp_path, monkeypatch):
+    """All of them were hashed at each start by each rank, which takes minutes for 100 GB."""
+    hashed, real = [], token_cache._hash
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(token_cache, "PIECE", 64)
+    monkeypatch.setattr(token_cache, "_hash", lambda piece: hashed.append(bytes(piece)) or real(piece))
+    cache = TokenCache("text", np.dtype(np.uint16))
+    cache.write(np.arange(1000, dtype=np.uint16))
+    (path,) = tmp_path.rglob("*.tokens")
+
+    def compared(places=()):
+        """Return the pieces that are compared at a start, and then to read some rows."""
+        hashed.clear()
+        found = cache.read()
+        if len(places):
+            assert found[places].tolist() == places.tolist()
+        return [int.from_bytes(piece[:2], "little") // 32 for piece in hashed]
+
+    rows = np.array([[40, 41, 42], [63, 64, 65], [999, 998, 997]])
+    assert compared() == []
+    assert compared(rows) == [1, 2, 31]
+    path.touch()  # as if somebody had written to it
+    assert compared(rows) == [*range(32)]
+    assert compared(rows) == [1, 2, 31]
+
+
+def test_a_bit_that_flips_behind_the_back_of_the_file_system_is_not_trained_on(words, sentences, tmp_path):
+    opened(sentences, length=16, tokenizer=str(words))
+    (cached,) = (tmp_path / "cache").rglob("*.tokens")
+    before = cached.stat()
+    content = bytearray(cached.read_bytes())
+    content[500] ^= 4
+    with cached.open("r+b") as file:
+        file.write(content)
+    os.utime(cached, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=r"\.tokens are damaged at byte 0, and were deleted: start again"):
+        opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()
+    assert opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()[:3] == [2, 3, 4]
 
 
 def test_changed_text_does_not_come_from_the_cache(words, sentences):

@@ -83,7 +83,7 @@ REFUSED = {
         ["topology.tp=3", "model.ffn=100"],
         [
             "--set #2: model.ffn: 100 columns of the feed-forward layer do not divide by tp = 3; tp could be "
-            "2 or 4, their number 99 or 102"
+            "2, their number 99 or 102"
         ],
     ),
     "length": (

@@ -9,7 +9,7 @@ from math import frexp
 
 import pytest
 import torch
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, at_random, to_nearest
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, stochastic_round, to_nearest
 from nanotrain_fp4_master.lowbit import follow, residual_of, units
 from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp8_deepseek_v3 import scaled
@@ -166,7 +166,7 @@ def four_bits(form):
     moved, parts = follow(blocks * 1.0078125, near, of_all, noise)
     return [
         near,
-        at_random(blocks, of_all, noise, of_scales),
+        stochastic_round(blocks, of_all, noise, of_scales),
         packed,
         packing.unpack(packed),
         units(near, form.scales_of(near), of_all),

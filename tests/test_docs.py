@@ -24,8 +24,8 @@ PLUGINS = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("nanotrain_register_")}
 
 
-def test_there_is_a_hook_for_every_kind():
-    assert set(HOOKS) == {f"nanotrain_register_{kind}" for kind in KINDS}
+def test_there_is_a_hook_for_every_kind_and_one_for_commands():
+    assert set(HOOKS) == {f"nanotrain_register_{kind}" for kind in (*KINDS, "command")}
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -111,7 +111,12 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
 
 @pytest.mark.parametrize(
     ("kind", "use"),
-    [("model", "bigram"), ("data", "counting"), ("kernels", "lean"), ("monitor", "agreement")],
+    [
+        ("model", "bigram"),
+        ("data", "counting"),
+        pytest.param("kernels", "lean", marks=pytest.mark.full),
+        ("monitor", "agreement"),
+    ],
 )
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}

@@ -1,5 +1,7 @@
 """A monitor that fails does not take the run with it, unless it means to."""
 
+import json
+
 import pytest
 import structlog
 import torch
@@ -7,6 +9,7 @@ import torch
 from nanotrain_core.contracts import EndReport, EvaluationReport, Monitor
 from nanotrain_core.errors import Diverged
 from nanotrain_core.run.events import Events
+from nanotrain_core.run.log import FILE, kept_in
 from nanotrain_core.run.stop import Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
@@ -36,6 +39,28 @@ def test_a_failing_monitor_is_logged_and_the_next_one_still_hears():
     (entry,) = logs
     assert (entry["monitor"], entry["log_level"]) == ("Fails.on_end", "error")
     assert other.seen is END
+
+
+class FailsInEachStep(Monitor):
+    def on_before_save(self, step):
+        raise ValueError(f"no shape for step {step}" if step < 5 else "another reason")
+
+
+def test_a_failure_is_told_in_full_once_and_counted_at_the_end(tmp_path):
+    events = Events([FailsInEachStep()], StopRequest())
+    with structlog.testing.capture_logs() as logs, kept_in(tmp_path, 0) as file:
+        file.begin()
+        for step in range(1, 6):
+            events.before_save(step)
+        events.end(END)
+    told = [(entry["log_level"], entry["monitor"], entry.get("times")) for entry in logs]
+    name = "FailsInEachStep.on_before_save"
+    assert told == [("error", name, None), ("error", name, None), ("warning", name, 3)]
+    assert [entry.get("exc_info") for entry in logs] == [True, True, None]
+    rows = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [row["error"].partition(" (")[0] for row in rows] == [
+        f"ValueError: no shape for step {step}" for step in (2, 3, 4)
+    ]
 
 
 def test_strict_monitors_and_deliberate_errors_stop_the_run():

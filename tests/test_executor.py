@@ -6,7 +6,7 @@ import torch
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.compose import split_linear_layers
-from nanotrain_core.layout.gradients import LocalGradients, watch
+from nanotrain_core.layout.gradients import LocalGradients, register_gradient_hook
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.models.transformer import Transformer
@@ -141,7 +141,7 @@ def test_gradients_deferred_by_a_step_that_broke_off_are_not_waited_for(world):
     modules = stages(*HALVES, passes=passes)
     placed = [parameter for module in modules.values() for parameter in module.parameters()]
     for parameter in placed:
-        watch(parameter, gradients)
+        register_gradient_hook(parameter, gradients)
     gradients.dtype, gradients.on_final_gradient = None, complete.append
     executor = Executor(modules, gradients, world, owners=[0, 0], passes=passes)
     with pytest.raises(KeyError):

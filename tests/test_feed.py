@@ -2,11 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from test_run import metrics
 
 from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.checkpoint.run_state import state_problems
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.data.order import SequenceData
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.feed import DataFeed
@@ -171,3 +175,89 @@ def test_rows_that_are_not_this_ranks_are_refused(batch, found):
             ask()
         assert str(error.value).startswith(f"Shaped.{what} returned {found}")
         assert str(error.value).endswith("expected a Batch of torch.int64 [2, 3], this rank's rows")
+
+
+def test_going_on_with_the_same_batches_leaves_the_same_bytes():
+    """A resume in a phase that changes the batch takes it up once more."""
+    fed = feed(8)
+    take(fed, 2)
+    fed.resize(4)
+    take(fed, 1)
+    for at in (4, 4):
+        again = feed(8, before=fed)
+        again.resize(at)
+        assert again.meta() == fed.meta()
+        fed = again
+
+
+class Ordered(SequenceData):
+    """Data with numbers for sequences."""
+
+    bytes_per_token, loss_counts, vocab_size = None, None, 1000
+
+    def read_sequences(self, numbers, *, validation):
+        return np.asarray(numbers)[:, None].repeat(2, 1)
+
+
+class Counting(Ordered):
+    """Keeps more than a position, as a mixture of sources does."""
+
+    seen = 0
+
+    def train_batch(self, sequences, shard):
+        self.seen += sequences
+        return super().train_batch(sequences, shard)
+
+
+class Told(Counting):
+    """And says what to do with it where data is left out."""
+
+    def skip(self, sequences):
+        super().skip(sequences)
+        self.seen += sequences
+
+
+@pytest.mark.parametrize("kind", [Ordered, Counting, Told])
+def test_what_is_left_out_moves_all_of_the_datas_state(kind):
+    """An inherited skip knew nothing of what a train_batch of one's own counts."""
+    data = kind()
+    data.prepare(length=1, seed=1, train=100, validation=0, fingerprint="numbers")
+    shape = BatchConfig(sequences=4, microbatch=4, length=1)
+    fed = DataFeed(data, data, shape, EvaluationConfig(), Shard(0, 1), torch.device("cpu"))
+    fed.skipped = [(4, 16)]
+    fed.microbatches(), fed.microbatches()
+    assert (fed.taken, data.position) == (20, 20)
+    assert kind is Ordered or data.seen == 20
+
+
+@pytest.mark.parametrize("position", [{"web": 24, "code": 0}, [3, 4], "page 7"])
+def test_a_components_own_position_may_be_anything(position):
+    own = {"position": position, "taken": 8, "tokens": 8, "skipped": [], "batch_sizes": [[0, 8]]}
+    meta = {"step": 1, "recipe": "", "data": own, "model": {}, "optimizer": {}, "loss_scale": {}}
+    assert not state_problems(meta)
+    assert state_problems({**meta, "data": {**own, "position": -1}})
+
+
+class BreaksOff(Monitor):
+    """Ends a call of fit within its third step, once."""
+
+    armed = True
+
+    def on_before_update(self, update):
+        if update.step == 3 and self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+
+def test_a_step_that_was_broken_off_is_left_out_and_the_run_can_be_resumed(tmp_path):
+    """As in a notebook: its batch had been counted as a step more, and later checkpoints were refused."""
+    case, changes = Case("schedule", use="accumulate"), {"run": {"steps": 6}, "checkpoint": {"every": 2}}
+    engine = make_engine(case, changes, folder=tmp_path, callbacks=[BreaksOff()])
+    with pytest.raises(KeyboardInterrupt):
+        engine.fit()
+    engine.fit()
+    meta, size = engine.run.feed.meta(), engine.run.feed.batch.sequences
+    assert (meta["taken"], meta["skipped"]) == (7 * size, [[2 * size, 3 * size]])
+    assert meta["tokens"] == 6 * engine.run.feed.tokens_per_step
+    again = make_engine(case, {"run": {"steps": 8}}, folder=tmp_path, resume="auto")
+    assert again.fit().step == 8

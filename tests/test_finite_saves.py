@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import listing
@@ -11,6 +12,7 @@ from nanotrain_core.checkpoint.simple_names import saved_steps
 from nanotrain_core.contracts import Monitor, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
+from nanotrain_core.run.step_report import evaluation
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import rank
 
@@ -34,6 +36,7 @@ class Poison(Monitor):
 def engine(folder, ranks=1, callbacks=(), **checkpoint):
     checkpoint = {"use": "simple", "every": 2, "keep": 2, **checkpoint}
     overrides = {"checkpoint": checkpoint, "run": {"steps": 6, "log_every": 1}, **DDP}
+    overrides["evaluation"] = {"every": 1, "sequences": 8}
     case = Case("topology", use="grid", topology={"dp": ranks}, overrides=overrides)
     return RuntimeEngine.from_recipe(
         case.recipe(),
@@ -136,6 +139,23 @@ def test_a_checkpoint_with_what_is_not_finite_is_not_whole(tmp_path, monkeypatch
     assert "layers.0.attn_norm.weight" in problems[0]
     assert "is not finite" in problems[0]
     assert not any("exp_avg" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("use", "kept"), [("simple", [4, 10]), ("sharded_v2", [4, 8, 10])])
+def test_the_newest_checkpoint_that_was_evaluated_stays(tmp_path, monkeypatch, use, kept):
+    """Weights may be finite and worth nothing: then those before would be rotated out, as NaN once did."""
+    real = evaluation
+
+    def worthless(engine, *sums):
+        report = real(engine, *sums)
+        return attrs.evolve(report, loss=torch.nan) if engine.step > 5 else report
+
+    monkeypatch.setattr("nanotrain_core.engine.evaluation", worthless)
+    made = engine(tmp_path, use=use, keep=1)
+    assert made.run.evaluation.every == 1
+    made.fit(steps=10)
+    list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
+    assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == kept
 
 
 ODD = {

@@ -7,11 +7,15 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
-from nanotrain_core.run.folder import RunFolder
+from nanotrain_core.run import folder as folders
+from nanotrain_core.run.folder import LOOKS, RunFolder, hold_as_rank, stop_without
+from nanotrain_core.run.stop import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +82,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         RunFolder.claim("a", folder="file/run")
 
 
-def test_a_file_system_without_locks_is_told_and_borne(monkeypatch, capsys, tmp_path):
+def test_a_file_system_without_locks_is_told_and_borne(monkeypatch, tmp_path):
     def refuse(file, how):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    claimed = RunFolder.claim("first", folder=str(tmp_path / "here"))
+    with capture_logs() as logs:
+        claimed = RunFolder.claim("first", folder=str(tmp_path / "here"))
     assert json.loads((tmp_path / "here/.lock").read_text())["pid"] == os.getpid()
-    told = capsys.readouterr().err
-    assert "nothing keeps a second run out" in told
-    assert 'problem="Function not implemented"' in told
+    assert [entry["problem"] for entry in logs] == ["Function not implemented"]
+    assert "nothing keeps a second run out" in logs[0]["event"]
     claimed.release()
 
 
@@ -99,3 +103,23 @@ def test_a_disk_without_space_is_told(tmp_path):
             RunFolder.claim("a", folder="here")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_folder_is_lost_after_several_looks_and_not_in_a_remount(tmp_path, monkeypatch):
+    lost = threading.Event()
+
+    class Stop(StopRequest):
+        def request(self, reason):
+            super().request(reason)
+            lost.set()
+
+    remount = [True] * (LOOKS - 1) + [False]
+    looks = remount + [True] * LOOKS
+    monkeypatch.setattr(folders, "BETWEEN", 0)
+    monkeypatch.setattr(folders, "is_gone", lambda path, held: looks.pop(0))
+    stop = Stop()
+    with hold_as_rank(tmp_path) as held:
+        stop_without(tmp_path, held, stop)
+        assert lost.wait(60)
+    assert stop._requested == {"lost"}
+    assert looks == []

@@ -1,6 +1,6 @@
 """The table of the ``fp8`` monitor has the modules of all ranks, with the counts of one process.
 
-In the first step every rank multiplies numbers that one process multiplies too, so shares and largest
+In the first step every rank multiplies numbers that one process multiplies too, so counts and largest
 numbers are equal, not near, wherever the same elements share a tile.
 """
 
@@ -17,6 +17,7 @@ from nanotrain_core.testing.checks.parallel import assert_same_reports, traces
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import train
 
+SHARES = ("underflow", "overflow", "at_largest")
 EXPERTS = ("layers.1.moe.experts", "mtp.0.block.moe.experts")
 
 
@@ -46,7 +47,15 @@ def first_table(layout, precision):
     with TemporaryDirectory() as folder:
         run_ranks(train, case.world_size, case, {"run": {"steps": 1}}, folder=Path(folder))
         (line,) = (Path(folder) / "fp8.jsonl").read_text().splitlines()
-    return json.loads(line)["modules"]
+    return {
+        module: {operand: as_counted(figures) for operand, figures in operands.items()}
+        for module, operands in json.loads(line)["modules"].items()
+    }
+
+
+def as_counted(figures):
+    """Return shares without what their means over ranks round."""
+    return {name: round(x, 12) if name in SHARES else x for name, x in figures.items()}
 
 
 @pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "fp8_hybrid"])
@@ -81,7 +90,7 @@ def test_what_is_rounded_on_the_way_to_experts_is_what_one_process_rounds_there(
     assert sent["amax"] == max(part["amax"] for part in parts)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "ep2"])
+@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.full), "ep2"])
 def test_a_run_over_ranks_has_the_numbers_of_one_without_it(layout):
     case = case_of(layout, "fp8_deepseek_v3", every=2)
     evaluated = {"evaluation": {"every": 2, "sequences": 8}}

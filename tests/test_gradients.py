@@ -80,8 +80,10 @@ def test_without_a_wider_dtype_a_gradient_has_its_weights_again():
 )
 def test_a_parameter_has_a_python_hook_only_where_somebody_listens(make, hooks, monkeypatch):
     """It is called for each parameter in each microbatch."""
-    watched, watch = [], layer.watch
-    monkeypatch.setattr(layer, "watch", lambda *each: (watched.append(each[0]), watch(*each)))
+    watched, register = [], layer.register_gradient_hook
+    monkeypatch.setattr(
+        layer, "register_gradient_hook", lambda *each: (watched.append(each[0]), register(*each))
+    )
     module, gradients = nn.Linear(2, 3), make()
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
     gradients.attach(placed_parameters([module], place([module], mesh.layout)), mesh, torch.float32)

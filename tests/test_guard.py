@@ -13,7 +13,7 @@ from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
 from nanotrain_core.monitors.guard import Guard
-from nanotrain_core.run.stop import Rollback, StopRequest
+from nanotrain_core.run.stop import REASONS, Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -48,6 +48,15 @@ def test_a_spike_that_stays_is_taken_back_to_the_step_before_it_showed():
 
 def test_a_spike_that_passes_is_left_alone():
     assert feed(Guard(GuardConfig(patience=3)), [*noisy(50), 9.0, 9.5, *noisy(20)]) == {}
+
+
+def test_another_weight_of_a_term_is_no_divergence():
+    """A phase raises mtp_weight: the sum of the terms jumps, the language model's loss does not."""
+    guard = Guard(GuardConfig(patience=1, warmup=5))
+    for step in range(1, 41):
+        total = 3.0 + (0.1 if step < 20 else 0.8) * 3.0
+        seen = attrs.evolve(report(step, total), losses={"lm": 3.0, "mtp": 3.0})
+        assert guard.on_step(seen) is None
 
 
 def test_a_nan_neither_enters_the_history_nor_blinds_it():
@@ -166,7 +175,7 @@ def test_a_second_request_takes_nothing_from_the_first():
     """Ranks that know of one go back: none may be left behind, and none may forget how far."""
     stop = StopRequest()
     stop.request_rollback(Rollback(3, "first"))
-    stop.agree([0.0, 0.0, 0.0, 2.0])
+    stop.agree([0.0] * len(REASONS) + [2.0])
     stop.request_rollback(Rollback(5, "second"))
     assert stop.rollback_agreed
     assert stop.rollback == Rollback(3, "first")

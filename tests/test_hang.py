@@ -117,6 +117,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path, how):
     assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [0, 3]
 
 
+@pytest.mark.full
 def test_without_restarts_a_hang_ends_the_run_with_its_own_code(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "hangs.py").write_text(HANGS)
@@ -159,12 +160,27 @@ ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
         ({0: {"trace": None, "echo": True}}, {1: -9}, "rank 1 was killed by SIGKILL", Exit.FAILED),
         ({0: {"trace": None, "text": "unsaved"}}, {1: -9}, "rank 1 was killed by SIGKILL", Exit.FAILED),
         ({0: {"trace": None, "echo": True}}, {0: 2}, "rank 0 failed: boom", Exit.FAILED),
-        ({}, {2: 4}, "rank 2 ended with exit code 4", Exit.FAILED),
+        ({}, {2: 4}, "rank 2 ended in the middle of the run with exit code 4, without a word", Exit.FAILED),
+        (
+            {0: {"echo": True}},
+            {1: 9},
+            "rank 1 ended in the middle of the run with exit code 9, without a word",
+            Exit.FAILED,
+        ),
+        (
+            {0: {"echo": True}, 1: None},
+            {0: 1},
+            "rank 1 ended in the middle of the run, without a word",
+            Exit.FAILED,
+        ),
+        ({0: {}, 1: None}, {0: 1}, "rank 0 failed: boom", Exit.FAILED),
     ],
 )
 def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports, codes, said, code):
     for rank, report in reports.items():
-        leave(tmp_path, rank, **report)
+        (tmp_path / f"pid-{rank}").write_text("1")
+        if report is not None:
+            leave(tmp_path, rank, **report)
     cause = first_cause(tmp_path, codes, None)
     assert (cause.text, cause.code) == (said, code)
     assert first_cause(tmp_path, codes, "rank 1 hung").code == Exit.HUNG

@@ -124,6 +124,7 @@ def go_back(folder, seconds):
     return engine.run.feed.meta()
 
 
+@pytest.mark.full
 def test_a_rollback_takes_a_save_on_its_way_and_shared_out_state_back_too(tmp_path):
     metas = [run_ranks(go_back, 2, tmp_path / name, wait) for name, wait in (("a", 0.0), ("b", 0.05))]
     assert metas[0] == metas[1]

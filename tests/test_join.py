@@ -1,17 +1,24 @@
 """Ranks that torchrun or srun started join one another, or find out why they must not."""
 
+import argparse
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
+from random import Random
 
 import pytest
 from command import COMMAND, finish, nanotrain
 from test_run import SMALL, metrics
 from torch.distributed import TCPStore
 
-from nanotrain_core.errors import Exit
+from nanotrain_core.cli.run import is_rank
+from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.launch import meeting
+from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import RunFolder
 
 
@@ -59,6 +66,97 @@ def test_two_started_processes_train_together(tmp_path, launcher):
     assert len(metrics(tmp_path / "here")) == 6
 
 
+def without_port(rank, port):
+    """As srun alone: the port follows from the job's number, and is taken where that is another's."""
+    places = srun(rank, port)
+    del places["MASTER_PORT"]
+    return {**places, "SLURM_JOB_ID": int(port) - 20_000, "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("stranger", ["silent", "a store"])
+def test_a_port_that_another_program_has_is_passed_over(monkeypatch, stranger):
+    """Rank 0 failed, and the others waited at the stranger's for ever."""
+    monkeypatch.setattr(meeting, "_SOON", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        ports = meeting.candidates(free.getsockname()[1], named=False)
+    if stranger == "silent":
+        taken = socket.create_server(("127.0.0.1", ports[0]))
+    else:
+        taken = TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False)
+    served = meeting.serve("127.0.0.1", ports, "ours")
+    assert served.port in ports[1:]
+    assert meeting.find("127.0.0.1", ports, "ours", 60).port == served.port
+    with pytest.raises(LaunchError, match="rank 0 has not been found"):
+        meeting.find("127.0.0.1", ports, "another", 0.5)
+    with pytest.raises(
+        LaunchError, match=f"port {ports[0]} of 127.0.0.1, where the ranks would meet, cannot"
+    ):
+        meeting.serve("127.0.0.1", ports[:1], "ours")
+    del taken
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stranger", ["silent", "a store"])
+def test_ranks_of_srun_pass_over_a_port_that_is_taken(tmp_path, monkeypatch, stranger):
+    taken = None
+    while taken is None:  # a port that a job's number may give
+        with contextlib.suppress(OSError):
+            taken = socket.create_server(("127.0.0.1", Random().randrange(21_000, 32_000)))
+    port = taken.getsockname()[1]
+    if stranger == "a store":
+        taken.close()
+        taken = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(sys.modules[__name__], "free_port", lambda: str(port))
+    outcomes = run_both(tmp_path, without_port, (), ())
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(Exit.DONE, "")] * 2
+    assert len(metrics(tmp_path / "here")) == 6
+    del taken
+
+
+@pytest.mark.full
+def test_a_named_port_that_is_taken_is_told(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys.modules[__name__], "free_port", lambda: port)
+        outcomes = run_both(tmp_path, srun, (), ("--set", "run.timeout=15"))
+    assert [outcome.code for outcome in outcomes] == [Exit.USER] * 2
+    assert f"port {port} of 127.0.0.1, where the ranks would meet, cannot be had" in outcomes[0].err
+    assert "rank 0 has not been found at 127.0.0.1" in outcomes[1].err
+
+
+def test_a_single_task_of_slurm_is_no_rank():
+    """A run of several was one rank inside of `srun --pty bash`, without a word."""
+    plain, hosts = argparse.Namespace(rdzv_endpoint=""), argparse.Namespace(rdzv_endpoint="a:29400")
+    shell = Ranks(launcher="srun")
+    assert not is_rank(shell, plain)
+    assert is_rank(Ranks(0, 2, 0, 2, "srun"), plain)
+    assert not is_rank(Ranks(0, 2, 0, 1, "srun"), hosts)
+    assert is_rank(Ranks(launcher="torchrun"), plain)
+
+
+@pytest.mark.full
+def test_inside_a_shell_that_srun_has_started_all_ranks_of_the_recipe_train(tmp_path):
+    """Its one task was taken for the only rank, without a word."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    shell = {**srun(0, "1"), "SLURM_STEP_NUM_TASKS": 1, "SLURM_STEP_TASKS_PER_NODE": 1}
+    environment = {**os.environ, **{key: str(value) for key, value in shell.items()}}
+    command = [*COMMAND, "run", "small.toml", "--folder", "here", "--nproc", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == Exit.DONE, done.stderr
+    assert "2 ranks on cpu" in done.stdout
+
+
+def test_with_an_endpoint_a_task_of_srun_is_a_launcher(tmp_path, monkeypatch):
+    """One task a node, which starts the ranks there: as scripts of `nanotrain launch` do."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    for name, value in srun(1, free_port()).items():
+        monkeypatch.setenv(name, str(value))
+    done = nanotrain("run", "small.toml", "--folder", "here", "--rdzv-endpoint", "away:29400", cwd=tmp_path)
+    assert done.code == Exit.DONE, done.err
+    (begun,) = metrics(tmp_path / "here", "start")
+    assert begun["world_size"] == 1
+
+
 def test_torchrun_itself_starts_ranks(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -98,7 +196,8 @@ def nanotrain_register_monitor(register):
 """
 
 
-@pytest.mark.parametrize(("at", "again", "ranks"), [(1, 3, 1), pytest.param(4, 6, 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("at", "again", "ranks"), [(1, 3, 1), (4, 6, 2)])
 def test_torchrun_starts_again_from_where_the_run_began_until_it_has_saved(tmp_path, at, again, ranks):
     """A run that goes on from another one's checkpoint must not begin anew because it died early."""
     (tmp_path / "small.toml").write_text(SMALL)

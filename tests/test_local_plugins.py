@@ -181,7 +181,7 @@ def test_every_rank_trains_with_a_package(tmp_path):
         "class Thing(Monitor):\n    def __init__(self, config): pass\n"
         "    def on_start(self, run): Path(f'seen-{run.mesh.rank}').touch()\n"
     )
-    words = ("--nproc", "2", "--set", "run.steps=1", "--set", "monitor=[{use='box_on_ranks'}]")
+    words = ("--nproc", "2", "--set", "run.steps=1", "--set", "monitor=[{use='jsonl'},{use='box_on_ranks'}]")
     done = nanotrain("run", "capstone", *words, "--plugin", "box_on_ranks", cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")
     assert sorted(file.name for file in tmp_path.glob("seen-*")) == ["seen-0", "seen-1"]

@@ -2,7 +2,6 @@
 
 import math
 
-import attrs
 import pytest
 import torch
 from compositions import Composition, compiled, pairwise
@@ -10,8 +9,8 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
-from nanotrain_core.metrics.declared import Metric
-from nanotrain_core.metrics.measure import STATISTICS
+from nanotrain_core.layout.roles import main_layers
+from nanotrain_core.metrics.declared import STATISTICS, Metric
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import Reports, make_engine, train, weights
 
@@ -118,6 +117,7 @@ def assert_looks_the_same(composition, modules, steps):
     return alone
 
 
+@pytest.mark.full  # of the first tier: that of health
 def test_on_eight_ranks_every_statistic_is_that_of_one_process():
     """Over pp, tp with sequence parallelism, dp, ep and ZeRO, with recomputed layers and a tied head."""
     alone = assert_looks_the_same(FOUR, MODULES, TWO_STEPS)
@@ -157,6 +157,21 @@ def test_the_sentinels_are_the_first_the_middle_and_the_last_layer():
     assert look(case, {"run": {"steps": 1}})[1] == ["layers.0", "layers.2", "layers.4"]
 
 
+def test_a_block_of_multi_token_prediction_is_not_the_last_layer():
+    assert main_layers(["mtp.0.block", "layers.10", "layers.2", "layers.0"]) == [
+        "layers.0",
+        "layers.2",
+        "layers.10",
+    ]
+    assert main_layers([]) == []
+    case = FOUR.case().alone()
+    layers = case.recipe().model.config.layers
+    assert case.recipe().model.config.mtp
+    assert look(case, {"run": {"steps": 1}})[1] == [
+        f"layers.{n}" for n in sorted({0, layers // 2, layers - 1})
+    ]
+
+
 @pytest.mark.parametrize(
     "composition",
     [pytest.param(FOUR, id="4d"), pytest.param(compiled, marks=pytest.mark.full, id="compiled")],
@@ -185,12 +200,59 @@ def graphs(case, modules, tapped):
     return counters["stats"]["unique_graphs"]
 
 
-def test_a_tap_on_a_compiled_layer_makes_no_graph_more_and_one_inside_is_refused():
+@pytest.mark.full
+def test_a_tap_on_a_compiled_layer_makes_no_graph_more():
     case = compiled(DDP).alone()
     ((more,), (none,)) = (run_ranks(graphs, 1, case, (), tapped) for tapped in (True, False))
     assert more == none > 0
+
+
+def test_a_tap_inside_of_a_compiled_layer_is_refused():
     with pytest.raises(PluginError, match=r"layers\.0\.attn is inside of layers\.0, which is compiled"):
-        graphs(attrs.evolve(case), ["layers.0.attn"], True)
+        graphs(compiled(DDP).alone(), ["layers.0.attn"], True)
+
+
+class LooksAtAttention(Monitor):
+    """Publishes the largest logit of the last query, over all heads and layers."""
+
+    declared = (Metric(name="logit/{layer}", unit="1", group="attention", summary="", reduce="max"),)
+
+    def on_start(self, run):
+        self.run, self.told = run, []
+        run.tap_calls("attention", self.look)
+
+    def look(self, name, q, k, v, scale=None):
+        assert (q.requires_grad, scale) == (False, None)
+        scores = torch.einsum("bhk,bshk->bhs", q[:, -1], k) * q.shape[-1] ** -0.5
+        self.run.metrics.scalar(f"logit/{name}", scores.amax())
+
+    def on_metrics(self, report):
+        self.told.append({name: report.values[name] for name in report.published})
+
+
+def attention_of(case, changes, looked=True):
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    seen, looks = Reports(), LooksAtAttention()
+    engine = make_engine(case, changes, callbacks=[seen, *([looks] if looked else [])])
+    engine.fit()
+    losses = [report.loss for report in seen.reports]
+    return looks.told if looked else [], losses, weights(engine.run), counters["stats"]["unique_graphs"]
+
+
+def test_calls_of_attention_are_told_of_inside_of_a_graph_too():
+    """As many graphs as without, the same numbers, and what layers that run eager are called with."""
+    changes = {"run": {"steps": 3, "log_every": 2}, "parallel": [{"use": "recompute"}]}
+    case = compiled(DDP).alone()
+    changes["run"] |= case.overrides["run"] | {"steps": 3, "log_every": 2}
+    told, losses, after, graphs = attention_of(case, changes)
+    eager = attention_of(DDP.alone(), changes | {"run": {"steps": 3, "log_every": 2}})[0]
+    plain = attention_of(case, changes, looked=False)
+    assert [set(each) for each in told] == [{"logit/layers.0", "logit/layers.1"}] * 2
+    assert [pytest.approx(each, rel=1e-9) for each in eager] == told
+    assert (losses, graphs) == (plain[1], plain[3])
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(after, plain[2], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +276,7 @@ def test_a_look_that_fails_is_a_failure_of_the_monitor(act, text):
     with capture_logs() as logs:
         engine.fit()
     failures = [entry["monitor"] for entry in logs if entry["log_level"] == "error"]
-    assert failures == ["Breaks.on_before_update"] * 2
+    assert failures == ["Breaks.on_before_update"]  # once, though both steps failed
 
 
 def test_a_module_that_is_nowhere_is_told_with_the_nearest():

@@ -12,9 +12,10 @@ from structlog.testing import capture_logs
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.metrics.board import pack
-from nanotrain_core.metrics.declared import Bins, Metric, Names, Rule
+from nanotrain_core.metrics import measure
+from nanotrain_core.metrics.declared import Bins, Metric, Names, Rule, check_distinct, may_name, of_ranks
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
+from nanotrain_core.metrics.pack import pack
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.probe import make_engine
@@ -35,6 +36,9 @@ class Publishes(Monitor):
         metric("weighted", reduce="mean"),
         metric("spread", kind="histogram", bins=Bins(low=-1.0, high=1.0, count=2)),
         metric("said", kind="text"),
+        *of_ranks("each", "of each rank", unit="s", group="test"),
+        *of_ranks("one", "of one rank", unit="s", group="test"),
+        *of_ranks("some", "of both ranks, then of one", unit="s", group="test"),
     )
     rank = 0
 
@@ -51,9 +55,13 @@ class Publishes(Monitor):
             self.metrics.scalar(f"{reduce}/device", torch.tensor(value, dtype=torch.float32))
             self.metrics.scalar(f"{reduce}/nan", torch.tensor(math.nan if self.rank else 1.0))
             self.metrics.scalar(f"{reduce}/of.rank.{self.rank}", 1)
+        self.metrics.of_rank("each/{over}", 10.0 * update.step - self.rank)
+        if self.rank or update.step not in (3, 4):
+            self.metrics.of_rank("some/{over}", 1.0 + self.rank)
         if update.step == 3:
             self.metrics.scalar("max/late", -7.0)
             if self.rank:
+                self.metrics.of_rank("one/{over}", math.nan)
                 self.metrics.text("said", f"by rank {self.rank}")
         self.metrics.scalar("weighted", 1.0 + self.rank, weight=torch.tensor(1 + 2 * self.rank))
         self.metrics.histogram("spread", torch.tensor([-5.0, -1.0, 0.0, 0.5, 1.0, math.nan, math.inf]))
@@ -66,7 +74,7 @@ def publish(case, changes, late, kind=Publishes, **options):
     """Return what a monitor is told, and the names of collectives."""
     with pytest.MonkeyPatch.context() as patched:
         if late:
-            patched.setattr(Mesh, "reads_late", True)
+            patched.setattr(Mesh, "device_is_async", True)
         engine = make_engine(case, changes, callbacks=[kind()], **options)
         log = CollectiveLog()
         with log:
@@ -110,12 +118,29 @@ def test_values_are_those_of_all_ranks_and_of_all_steps_since_the_last_logged_on
     assert (spread.edges, spread.counts) == ((-1.0, 0.0, 1.0), (4.0, 8.0))
     assert (spread.below, spread.above, spread.nan) == (4.0, 8.0, 4.0)
     assert report.texts == {"said": "by rank 1"}
+    each = [report.values[f"each/{over}"] for over in ("max", "mean", "median", "rank")]
+    assert each == [35.0, 34.5, 34.0, 0.0]
+    assert math.isnan(report.values["one/max"])
+    assert report.values["one/rank"] == 1.0
     assert report.metrics["sum/host"].reduce == "sum"
     assert report.metrics["loss"].unit == "nats"
     assert {"loss", "grad_norm", "losses/lm"} <= report.values.keys() - report.published
     last = next(report for report in told[0][0] if report.step == 5)
+    assert "one/max" not in last.values
     assert "max/late" not in last.values
     assert not last.texts
+
+
+def test_what_some_ranks_say_is_not_told_as_if_it_were_of_all(told):
+    """Rank 0 says nothing in steps 3 and 4, of which step 4 tells."""
+    found = {report.step: report.values for report in told[0][0] if report.published}
+    names = [f"some/{over}" for over in ("max", "mean", "median", "rank")]
+    assert [[found[step].get(name) for name in names] for step in (2, 4, 5)] == [
+        [2.0, 1.5, 1.0, 1.0],
+        [None] * 4,
+        [2.0, 1.5, 1.0, 1.0],
+    ]
+    assert found[4]["one/rank"] == 1.0  # no other rank ever said anything
 
 
 def test_publishing_sends_nothing_more_but_in_a_step_with_new_names():
@@ -126,7 +151,8 @@ def test_publishing_sends_nothing_more_but_in_a_step_with_new_names():
     with_names = run_ranks(publish, 2, DDP, changes, False, **options)[0][1]
     without = run_ranks(publish, 2, DDP, changes, False, Monitor, **options)[0][1]
     more = Counter(with_names) - Counter(without)
-    assert more == {"allreduce_.default": 2 * 2, "allgather_.default": 2 * 2}  # sizes, then names
+    # Sizes, then names; and at the end what was published after the last logged step.
+    assert more == {"allreduce_.default": 2 * 2 + 2, "allgather_.default": 2 * 2}
 
 
 class Undeclared(Monitor):
@@ -219,7 +245,7 @@ class OnOneRank(Monitor):
 
 def refused():
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Mesh, "reads_late", True)
+        patched.setattr(Mesh, "device_is_async", True)
         engine = make_engine(DDP, {"run": {"steps": 4, "strict_monitors": False}}, callbacks=[OnOneRank()])
         with pytest.raises(PluginError) as caught:
             engine.fit()
@@ -295,12 +321,13 @@ def test_jsonl_keeps_all_that_is_published_in_rows_of_their_own(tmp_path):
     assert [row["step"] for row in found] == [1, 2, 3]
     for row, report in zip(found, [report for report in told if report.published], strict=True):
         published = {name: value for name, value in report.values.items() if name in report.published}
-        assert repr(row["values"]) == repr(published)
+        assert repr({name: float(value) for name, value in row["values"].items()}) == repr(published)
         assert tuple(row["histograms"]["spread"]["counts"]) == report.histograms["spread"].counts
 
 
 def test_console_shows_the_published_metrics_that_are_asked_for(capsys):
-    case = Case("monitor", use="console", config={"metrics": ["max/*", "loss"]})
+    # The pattern fits validation/loss too, of the core: the monitor that publishes is in no recipe.
+    case = Case("monitor", use="console", config={"metrics": ["[mv]a[xl]*/*", "loss"]})
     case = attrs.evolve(case, config={**case.config, "every": 2})
     publish(case, {"run": {"steps": 3}}, False)
     lines = [line for line in capsys.readouterr().out.splitlines() if "max/host" in line]
@@ -319,6 +346,26 @@ def test_the_nearest_declaration_of_a_name_is_its_own_before_a_pattern():
     assert names.near("a/norms") == " (did you mean '{x}/norm'?)"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "declared", "fits"),
+    [
+        ("loss", "loss", True),
+        ("loss", "losses/{term}", False),
+        ("losses/*", "losses/{term}", True),
+        ("losses/lm", "losses/{term}", True),
+        ("losses/lm/x", "losses/{term}", False),
+        ("losses/", "losses/{term}", False),
+        ("*norm*", "gradients/{what}/{parameter}", True),
+        ("gradients/norm/layers.*.q?", "gradients/norm/{parameter}", True),
+        ("gradients/[mn]*/x", "gradients/norm/{parameter}", True),
+        ("gradients/[ab]*/x", "gradients/norm/{parameter}", False),
+        ("*", "loss", True),
+    ],
+)
+def test_a_pattern_fits_what_names_a_declaration_may_have(pattern, declared, fits):
+    assert may_name(pattern, declared) is fits
+
+
 def test_a_rule_judges():
     rule = Rule(warn_below=1e-7, warn_above=1e-1, bad_above=3e-1)
     verdicts = [rule.judge(x) for x in (1e-8, 1e-3, 0.2, 0.4, math.nan, math.inf)]
@@ -335,3 +382,178 @@ def test_a_name_has_words_between_slashes(name):
 def test_logarithmic_bins_have_equal_ratios():
     edges = Bins(low=1e-3, high=1e3, count=6, log=True).edges
     assert edges == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1e3])
+
+
+# --- metrics that follow from others, and rules as sentences ------------------------------------------
+
+
+class Derives(Monitor):
+    """Publishes two metrics and derives from them, and at the end publishes once more."""
+
+    declared = (metric("a"), metric("b"), metric("ratio", rule=Rule(warn_above=1)), metric("late"))
+
+    def __init__(self, name="ratio"):
+        self.name, self.told = name, []
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_before_update(self, update):
+        self.metrics.scalar("a", 6.0)
+        self.metrics.scalar("b", torch.tensor(2.0))
+
+    def derive(self, report):
+        return {self.name: report.values["a"] / report.values["b"]} if "a" in report.values else {}
+
+    def on_evaluation(self, report):
+        self.metrics.scalar("late", report.loss)
+
+    def on_metrics(self, report):
+        self.told.append(report)
+
+
+def test_what_is_derived_is_told_as_if_it_were_published():
+    monitor = Derives()
+    make_engine(DDP.alone(), {"run": {"steps": 1}}, callbacks=[monitor]).fit()
+    (report,) = monitor.told
+    assert report.values["ratio"] == 3.0
+    assert "ratio" in report.published
+    assert report.metrics["ratio"].rule.judge(3.0) == "warn"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("ration", "which it does not declare .did you mean 'ratio'"), ("a", "already")]
+)
+def test_what_is_derived_has_a_declared_name_of_its_own(name, text):
+    with pytest.raises(PluginError, match=text):
+        make_engine(DDP.alone(), {"run": {"steps": 1}}, callbacks=[Derives(name)]).fit()
+
+
+def test_what_the_last_evaluation_publishes_is_told_at_the_end():
+    monitor = Derives()
+    changes = {"run": {"steps": 2}, "evaluation": {"every": 2, "sequences": 8}}
+    make_engine(DDP.alone(), changes, callbacks=[monitor]).fit()
+    first, *_, evaluated, last = monitor.told
+    assert first.step == 0
+    assert last.step == 2
+    assert last.values == {"late": evaluated.values["validation/loss"]}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("x/{statistic}", "x/rms"), ("x/{statistic}/{layer}", "x/norm/{block}"), ("x", "x"), ("{a}/x", "{b}/x")],
+)
+def test_two_declarations_of_one_name_are_refused(names):
+    with pytest.raises(PluginError, match="both declare"):
+        check_distinct([metric(name) for name in names])
+    check_distinct([metric("x/{statistic}"), metric("x/other"), metric("{a}/x")])
+
+
+class PublishesTwice(Monitor):
+    declared = (metric("x/rms"), metric("x/mean"))
+
+    def on_start(self, run):
+        run.metrics.statistics("x/{statistic}", torch.ones(2), of=["rms", "mean"])
+        run.metrics.scalar("x/rms", 1.0)
+
+
+def test_a_statistic_and_a_number_of_one_name_are_refused():
+    with pytest.raises(PluginError, match=r"'x/rms' is published twice, as 'x/\{statistic\}' and as 'x/rms'"):
+        make_engine(DDP.alone(), {}, callbacks=[PublishesTwice()]).fit()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_long_tensor_is_counted_in_runs(monkeypatch, weighted):
+    monkeypatch.setattr(measure, "COUNTED", 7)
+    values = torch.arange(-3.0, 27.0).view(5, 6)
+    values[2, 3] = math.nan
+    weights = torch.arange(30.0).view(5, 6) if weighted else None
+    found = measure.count_into(values, (0.0, 10.0, 20.0), log=False, weights=weights).tolist()
+    each = torch.ones(5, 6) if weights is None else weights
+    parts = [values < 0, (values >= 0) & (values < 10), (values >= 10) & (values < 20), values >= 20]
+    assert found == [each[part].sum().item() for part in (*parts, values.isnan())]
+
+
+def test_a_histogram_may_bring_bins_and_weights_of_its_own():
+    class Own(Monitor):
+        declared = (metric("own", kind="histogram"),)
+
+        def __init__(self):
+            self.counts = []
+
+        def on_before_update(self, update):
+            places, weights = torch.arange(3) + 0.5, torch.tensor([5, 0, 2])
+            self.metrics.histogram("own", places, bins=Bins(low=0, high=3, count=3), weight=weights)
+
+        def on_start(self, run):
+            self.metrics = run.metrics
+
+        def on_metrics(self, report):
+            self.counts.append(report.histograms["own"].counts)
+
+    monitor = Own()
+    make_engine(DDP.alone(), {"run": {"steps": 2}}, callbacks=[monitor]).fit()
+    assert monitor.counts == [(5, 0, 2)] * 2
+
+
+def test_tensors_of_a_group_are_one_large_tensor():
+    """Those that two ranks hold are measured by one of them, and nothing is counted twice."""
+    for found, plain in run_ranks(grouped, 2, DDP):
+        assert found.keys() == plain.keys()
+        for name, value in plain.items():
+            assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+class Groups(Monitor):
+    declared = tuple(metric(f"{each}/{{block}}") for each in ("norm", "max_abs", "mean"))
+
+    def on_start(self, run):
+        self.run, self.told = run, {}
+
+    def on_before_update(self, update):
+        of = ("norm", "max_abs", "mean")
+        self.run.metrics.placed("{statistic}/{parameter}", self.run.weights(), of, group=first_word)
+
+    def on_metrics(self, report):
+        self.told = {name: report.values[name] for name in report.published}
+
+
+def first_word(name):
+    return name.partition(".")[0]
+
+
+def grouped(case):
+    monitor = Groups()
+    engine = make_engine(case, {"run": {"steps": 1}}, callbacks=[monitor])
+    groups = {}
+    for placed in engine.run.placed:
+        groups.setdefault(first_word(placed.placement.name), []).append(placed.parameter.detach().flatten())
+    plain = {}
+    for name, tensors in groups.items():
+        x = torch.cat(tensors)
+        plain |= {f"norm/{name}": x.norm().item(), f"max_abs/{name}": x.abs().max().item()}
+        plain[f"mean/{name}"] = x.mean().item()
+    engine.fit()
+    return monitor.told, plain
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "usual", "verdict", "says"),
+    [
+        (Rule(warn_above=3, high="{times} times too large"), 12.0, None, "warn", True),
+        (Rule(warn_below=2, low="{times} times too small"), 0.5, None, "warn", True),
+        (Rule(warn_times=2, high="{times} times as long"), 8.0, 2.0, "warn", True),
+        (Rule(bad_times=3, high="{times} times as long"), 8.0, 2.0, "bad", True),
+        (Rule(warn_times=2, high="{times} times as long"), 8.0, None, "good", False),
+    ],
+)
+def test_a_rule_says_by_how_much(rule, value, usual, verdict, says):
+    assert rule.judge(value, usual) == verdict
+    if says:
+        assert rule.say("x", value, usual=usual).startswith("4 times")
+
+
+def test_a_sentence_has_its_place_and_number_in_any_case():
+    rule = Rule(warn_above=1, high="{where} is slow")
+    assert rule.say("a/layers.3", 2.0, where="layers.3") == "layers.3 is slow (a/layers.3 is 2)"
+    assert Rule(bad_above=1).say("a/b", 2.0) == "a/b is 2: expected otherwise, bad above 1"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -11,10 +12,10 @@ import pytest
 from command import finish, nanotrain, start
 from test_run import SMALL
 
-from nanotrain_core.errors import FolderLocked
+from nanotrain_core.errors import Exit, FolderLocked
 from nanotrain_core.run import folder
 from nanotrain_core.run.folder import RunFolder, hold_as_rank
-from nanotrain_core.watch.hang import is_alive
+from nanotrain_core.run.owner import is_alive
 
 
 def state_of(pid):
@@ -39,9 +40,9 @@ def test_ranks_of_a_launcher_that_is_a_zombie_end_and_the_folder_is_free(tmp_pat
     finish(process)
 
 
-def pid_files(launcher):
+def pid_files(launcher, place=None):
     """Yield the files in which a launcher's ranks left their numbers."""
-    for path in Path(tempfile.gettempdir()).glob("nanotrain-*/pid-*"):
+    for path in Path(place or tempfile.gettempdir()).glob("nanotrain-of-*/*/pid-*"):
         with contextlib.suppress(OSError, ValueError):  # of another run, which is gone
             if os.getsid(int(path.read_text())) == launcher:
                 yield path
@@ -56,3 +57,19 @@ def test_a_folder_whose_ranks_still_end_is_waited_for_and_then_refused(tmp_path,
     assert time.monotonic() - began > 0.3
     held.close()
     RunFolder.claim("x", folder=str(tmp_path)).release()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_whose_folder_is_deleted_ends_and_writes_no_other(tmp_path, ranks):
+    """It trained on for nobody; or saved into the folder of the run that had taken its place."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    words = ("run", "small.toml", "--nproc", str(ranks), "--folder", "here", "--set", "run.steps=100000")
+    process = start(*words, "--set", "checkpoint.every=0", cwd=tmp_path)
+    next(line for line in process.stdout if line.startswith("step=3/"))
+    (tmp_path / "here").rename(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "elsewhere")
+    (tmp_path / "here").mkdir()
+    ended = finish(process)
+    assert ended.code == Exit.UNSAVED, ended.err
+    assert "the run folder here was deleted or replaced: the run ends and saves no more" in ended.err
+    assert not list((tmp_path / "here").glob("checkpoints/*"))

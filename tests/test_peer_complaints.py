@@ -156,7 +156,7 @@ def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"])
-@pytest.mark.parametrize("microbatches", [1, 5])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_deepspeed_8152_and_7773_microbatches_weigh_the_same_in_every_stage(schedule, microbatches):
     """Gradients were divided by their number once for each later stage, or not at all.
 

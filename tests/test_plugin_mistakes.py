@@ -219,7 +219,7 @@ def test_a_wrapper_is_applied_once(tmp_path, capsys):
 
 
 def test_monitors_may_repeat(tmp_path, capsys):
-    text = SMALL + '[[monitor]]\nuse = "mine"\n' * 2
+    text = SMALL + '[[monitor]]\nuse = "jsonl"\n' + '[[monitor]]\nuse = "mine"\n' * 2
     assert check_command(capsys, plugin(tmp_path), text) == (Exit.DONE, "")
 
 
@@ -267,7 +267,7 @@ def test_a_table_that_is_piped_has_one_line_per_component_and_the_reason(tmp_pat
     assert main(["plugins", "--plugin", str(path)]) == Exit.USER
     lines = capsys.readouterr().out.splitlines()
     assert any("broken" in line and "unknown hook" in line for line in lines)
-    assert len(lines) == 2 + sum(max(1, len(p.components)) for p in registry(path).plugins)
+    assert len(lines) == 2 + sum(max(1, len(p.components) + len(p.commands)) for p in registry(path).plugins)
 
 
 def test_a_face_that_imports_torch_is_named(tmp_path):

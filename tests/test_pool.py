@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.run.owner import is_alive
 from nanotrain_core.testing import Pool, RankFailure, run_ranks
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS, RANK_TIMEOUT
 
@@ -180,3 +181,39 @@ def test_importing_the_testing_package_does_not_import_torch():
     code = "import nanotrain_core.testing.pytest_plugin, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+POOL = """
+import os, sys
+from nanotrain_core.testing import pool
+
+def busy(folder):
+    open(f"{folder}/{os.getpid()}.pid", "w").close()
+    while True:
+        pass
+
+if __name__ == "__main__":
+    pool.PRELOAD = ["torch"]
+    pool.run_ranks(busy, 2, sys.argv[1], backend=None, timeout=600.0)
+"""
+
+
+def holds(condition, seconds=120.0):
+    """Return whether a condition comes to hold within a time that no machine is too busy for."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_ranks_end_with_the_process_that_has_the_pool(tmp_path):
+    script = tmp_path / "pool_of_two.py"
+    script.write_text(POOL)
+    process = subprocess.Popen([sys.executable, script, tmp_path])
+    try:
+        assert holds(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        process.kill()  # it has no chance to close its pool
+        process.wait()
+    ranks = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert holds(lambda: not any(map(is_alive, ranks)))

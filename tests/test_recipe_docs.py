@@ -10,7 +10,7 @@ from recipe_files import write
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.contracts import StepReport
 from nanotrain_core.errors import Exit
-from nanotrain_core.monitors.console import step_fields
+from nanotrain_core.monitors.lines import step_fields
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import DEFAULT_USE, BatchConfig, EvaluationConfig, RunConfig
 
@@ -69,6 +69,12 @@ def test_every_field_of_a_step_line_is_explained():
     )
     told = [name for cell, _ in rows("## What a step's line says") for name in cell.split(", ")]
     assert [name for name in told if name != "..."] == list(step_fields(report, steps=2, mfu=0.5))
+
+
+def test_the_phases_of_the_page_can_run(tmp_path):
+    (block,) = re.findall(r"## Phases of a run\n\n```toml\n(.*?)```", TEXT, flags=re.DOTALL)
+    recipe = load_recipe(write(tmp_path, f'extends = "deepseek_v3_671b"\n{block}'))
+    assert [phase.name for phase in recipe.phase] == ["growing batch", "", "decay", ""]
 
 
 def test_the_whole_recipe_of_the_page_can_run(tmp_path):

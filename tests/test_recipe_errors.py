@@ -3,6 +3,7 @@ from recipe_files import SMALL, write
 
 from nanotrain_core.errors import RecipeError
 from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.source import file_sources
 
 
 def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
@@ -24,7 +25,11 @@ def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
         ("steps = 3", "steps = 3.0", "recipe.toml:2: run.steps: expected an integer, got the float 3.0"),
         ("steps = 3", "steps = true", "recipe.toml:2: run.steps: expected an integer, got the boolean true"),
         ("steps = 3", 'steps = "3"', "recipe.toml:2: run.steps: expected an integer, got the string '3'"),
-        ("steps = 3", "steps = 0", "recipe.toml:2: run.steps: 'steps' must be >= 1: 0"),
+        (
+            "steps = 3",
+            "steps = 0",
+            "recipe.toml:2: run.steps: expected an integer from 1 to 2,147,483,647, got 0",
+        ),
         (
             "heads = 4",
             "bias = 1\nheads = 4",
@@ -177,6 +182,12 @@ def test_missing_parent_suggests_a_neighbour(tmp_path):
     (line,) = problems(tmp_path, '\nextends = "bass.toml"\n')
     assert line.startswith("recipe.toml:2: extends: no file")
     assert line.endswith("(did you mean 'base.toml'?)")
+
+
+def test_extends_takes_the_name_of_a_shipped_recipe_as_run_does(tmp_path):
+    for name in ("laptop", "laptop.toml"):
+        basic, own = file_sources(write(tmp_path, f'extends = "{name}"\n'))
+        assert (basic.label.rpartition("/")[2], own.data) == ("laptop.toml", {})
 
 
 def test_missing_recipe_suggests_a_shipped_one(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ def test_shipped_recipes_are_valid(validator, path):
         SMALL + "[optimizer]\nmomentum = 0.5\n",
         SMALL + '[[monitor]]\nuse = "sample"\ntokens = 3\n',
         'extends = "base.toml"\n[run]\nseed = 1\n',
+        SMALL + "[[phase]]\nuntil_tokens = 9\nbatch.sequences = 4\noptimizer.lr = { end = 1e-4 }\n",
     ],
 )
 def test_right_recipes_are_valid(validator, text):
@@ -53,6 +54,8 @@ def test_right_recipes_are_valid(validator, text):
         (SMALL + '[optimizer]\nlr_schedule = {use = "cosin"}\n', "optimizer"),
         (SMALL + "[surprise]\n", None),
         ("[run]\nsteps = 1\n", None),
+        (SMALL + "[[phase]]\nbatch.length = 4\n", "phase"),
+        (SMALL + "[[phase]]\noptimizer.lr = { ends = 1e-4 }\n", "lr"),
     ],
 )
 def test_wrong_recipes_are_invalid_where_they_are_wrong(validator, text, culprit):

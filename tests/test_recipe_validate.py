@@ -278,6 +278,33 @@ def test_a_schedule_that_makes_up_no_step_is_refused_before_anything_runs(tmp_pa
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("ramp", "told"),
+    [
+        ("start = 8, end = 64, by = 8", []),
+        ("start = 64, end = 8, by = 8", []),
+        ("start = 8, end = 64, by = 4", ["(3 microbatches: a batch of 12 sequences in the ramp)"]),
+        ("start = 64, end = 8, by = 4", ["(3 microbatches: a batch of 12 sequences in the ramp)"]),
+        ("start = 8, end = 2_000_000, by = 4", ["at most 16,384"]),
+    ],
+)
+def test_a_schedule_is_asked_for_the_sizes_that_a_growing_batch_takes_between(tmp_path, ramp, told):
+    source = SCHEDULE.replace("raise WHAT", "if microbatches % pp:\n            raise ValueError('uneven')")
+    (tmp_path / "even.py").write_text(source + "        return lists\n")
+    text = (
+        SMALL.replace("microbatch = 2", "microbatch = 4") + '[schedule]\nuse = "wrong"\n[topology]\npp = 2\n'
+    )
+    text += f"[[phase]]\nuntil_tokens = 1_000_000\nbatch.sequences = {{ {ramp} }}\n"
+    plugins = PluginArguments(local=[str(tmp_path / "even.py")])
+    lines = []
+    try:
+        load_recipe(write(tmp_path, text), plugins=plugins, ranks=2)
+    except RecipeError as error:
+        lines = error.lines
+    assert len(lines) == len(told)
+    assert all(text in line for text, line in zip(told, lines, strict=True))
+
+
 @pytest.mark.parametrize("wrong", [{"has_head": False}, {"rank": 1}], ids=["no head", "nobody's rank"])
 def test_stages_without_their_ends_or_with_a_rank_that_is_not_there_are_refused(wrong):
     schedule = mock.Mock(spec_set=["parts", "actions"])
@@ -285,3 +312,21 @@ def test_stages_without_their_ends_or_with_a_rank_that_is_not_there_are_refused(
     schedule.actions.return_value = ((Action("F", 0, 0), Action("B", 0, 0)),)
     with pytest.raises(ValueError, match=r"its stages are Part\(first=0, .*; expected Part\(first=0"):
         expect_one_step(schedule, layers=2, pp=1, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("monitors", "told"), [(["replicas"], 1), ([], 0), (["replicas", "console"], 0), (["jsonl"], 0)]
+)
+def test_a_run_whose_monitors_neither_print_nor_record_is_told(tmp_path, monitors, told):
+    text = SMALL + "".join(f'[[monitor]]\nuse = "{use}"\n' for use in monitors)
+    notes = resolve_recipe(write(tmp_path, text if monitors else "monitor = []\n" + text), ranks=1).notes
+    assert len(notes) == told
+    assert all('add [[monitor]] use = "console" and "jsonl"' in note for note in notes)
+
+
+def test_the_console_shows_metrics_that_something_publishes(tmp_path):
+    text = SMALL + '[[monitor]]\nuse = "console"\nmetrics = ["loss", "los"]\n'
+    with pytest.raises(RecipeError) as caught:
+        resolve_recipe(write(tmp_path, text), ranks=1)
+    (line,) = caught.value.lines
+    assert "monitor.0.metrics: nothing in this recipe publishes the metric 'los' (did you mean 'loss" in line

@@ -105,9 +105,10 @@ def test_two_hosts_restart_together_when_a_rank_of_one_dies(tmp_path, hold):
     assert metrics(tmp_path / "here", "end")[-1]["reason"] == "done"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"),
-    [("SIGTERM", Exit.PREEMPTED), pytest.param("SIGINT", Exit.INTERRUPTED, marks=pytest.mark.full)],
+    [("SIGTERM", Exit.PREEMPTED), ("SIGINT", Exit.INTERRUPTED)],
 )
 def test_a_signal_ends_the_wait_for_another_host(tmp_path, number, code):
     write_small(tmp_path)
@@ -166,11 +167,8 @@ def test_a_host_whose_run_another_one_ends_says_so_and_blames_no_mistake(tmp_pat
     hosts = [start(*words, "--max-restarts", most, cwd=tmp_path) for most in ("3", "0")]
     outcomes = [finish(host) for host in hosts]
     assert [outcome.code for outcome in outcomes] == [Exit.FAILED] * 2
-    told = "".join(outcome.err for outcome in outcomes)
-    assert "nanotrain: rank 1 was killed by SIGKILL\n" in told
-    assert (
-        "nanotrain: the hosts of the run do not meet, or one has ended it and its launcher says why" in told
-    )
+    for outcome in outcomes:
+        assert "nanotrain: rank 1 was killed by SIGKILL" in outcome.err
 
 
 def test_a_restart_that_sees_no_checkpoint_of_those_saved_is_refused(tmp_path):
@@ -271,7 +269,8 @@ def nanotrain_register_data(register):
 
 def test_a_run_whose_gradients_stay_infinite_is_given_up(tmp_path):
     write_small(tmp_path)
-    words = ("--set", "optimizer.lr=1e38", "--set", "run.steps=60", "--set", "optimizer.clip_norm=0.0")
+    sgd = "optimizer={use='sgd', lr=1000.0, clip_norm=0.0}"
+    words = ("--set", sgd, "--set", "run.steps=60", "--set", "model.activation='gelu'")
     ended = nanotrain("run", "small.toml", "--folder", "a", *words, cwd=tmp_path)
     assert ended.code == Exit.DIVERGED
     assert "the gradient norm was nan for 30 steps in a row" in ended.err

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,12 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(recipe, tmp_path):
 
 def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
     nanotrain("run", "small.toml", "--set", "run.seed=7", "--folder", "a", cwd=tmp_path)
+    explained = (tmp_path / "a/recipe.explained").read_text()
+    assert re.search(r"^seed = 7 +# --set #1$", explained, re.MULTILINE)
+    assert re.search(r"^width = 16 +# small.toml:18$", explained, re.MULTILINE)
+    began = json.loads((tmp_path / "a/run.log.jsonl").read_text().splitlines()[0])
+    assert began["command"].endswith("run small.toml --set run.seed=7 --folder a")
+    assert began["host"] == socket.gethostname()
     again = nanotrain("run", "a/recipe.toml", "--folder", "b", cwd=tmp_path)
     assert again.code == Exit.DONE
     assert [row["loss"] for row in metrics(tmp_path / "a")] == [
@@ -144,12 +152,17 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
     ("number", "code", "reason", "told"),
     [
         (signal.SIGINT, Exit.INTERRUPTED, "interrupted", "nanotrain: Ctrl-C: a last step and a checkpoint, "),
-        (signal.SIGTERM, Exit.PREEMPTED, "preempted", ""),
+        pytest.param(signal.SIGTERM, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),  # see the next
+        (signal.SIGHUP, Exit.PREEMPTED, "preempted", ""),
     ],
 )
 def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason, told):
     words = ("run", "small.toml", "--nproc", "2", "--set", "run.steps=100000", "--folder", "here")
-    process = start(*words, cwd=tmp_path)
+    ignored = signal.signal(number, signal.SIG_DFL)  # tests under nohup would hand on that it is ignored
+    try:
+        process = start(*words, cwd=tmp_path)
+    finally:
+        signal.signal(number, ignored)
     for line in process.stdout:
         if line.startswith("step=5/"):
             break

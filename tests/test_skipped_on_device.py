@@ -25,7 +25,7 @@ from nanotrain_core.testing.probe import make_run, push
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
     """Act as on a device that the host would have to wait for."""
-    monkeypatch.setattr(Mesh, "reads_late", True)
+    monkeypatch.setattr(Mesh, "device_is_async", True)
 
 
 class Setup:
@@ -90,12 +90,12 @@ def test_a_skipped_step_leaves_weights_state_and_counters_as_they_were(kind, pre
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_are_not_skipped_are_those_of_a_cpu(kind, monkeypatch):
     made = Setup(*KINDS[kind], bf16(PrecisionConfig()))
-    monkeypatch.setattr(Mesh, "reads_late", False)
+    monkeypatch.setattr(Mesh, "device_is_async", False)
     read = Setup(*KINDS[kind], bf16(PrecisionConfig()))
     for number in range(4):
-        monkeypatch.setattr(Mesh, "reads_late", True)
+        monkeypatch.setattr(Mesh, "device_is_async", True)
         one = made.step(number)
-        monkeypatch.setattr(Mesh, "reads_late", False)
+        monkeypatch.setattr(Mesh, "device_is_async", False)
         assert torch.equal(one.grad_norm, read.step(number).grad_norm)
     for found, expected in zip(made.bits(), read.bits(), strict=True):
         if kind == "momentum":  # torch's fused kernel rounds once less
@@ -118,7 +118,7 @@ def test_masters_that_are_decoded_have_the_host_read_the_norm():
 def sharded_bits(case):
     """Return what two ranks hold after steps of which the second overflows on one, and the third is fine."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Mesh, "reads_late", True)
+        patched.setattr(Mesh, "device_is_async", True)
         run = make_run(case, {"precision": {"use": "bf16"}})
         found, skipped = [], []
         for step, scale in enumerate((1.0, float("inf") if run.mesh.rank else 1.0, 1.0)):

@@ -120,7 +120,7 @@ def test_an_exception_on_one_rank_ends_the_event_on_all_and_training_goes_on(how
         assert logs
     events = [entry["event"] for entry in one[-1]]
     assert "a monitor failed on a rank: what it published until this step is left out" in events
-    assert [e["monitor"] for e in other[-1] if e["log_level"] == "error"] == [f"Fails.{event}"] * len(planted)
+    assert [e["monitor"] for e in other[-1] if e["log_level"] == "error"] == [f"Fails.{event}"]  # told once
 
 
 class Skips(Monitor):

@@ -22,7 +22,11 @@ SYNCS = {
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("topology", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=["pp2", "pp2 dp2"])
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param({"pp": 2}, marks=pytest.mark.full), {"pp": 2, "dp": 2}],
+    ids=["pp2", "pp2 dp2"],
+)
 def test_two_tensors_tied_in_different_orders_train_as_in_one_process(topology, sync):
     overrides = {
         "batch": {**BATCH, "microbatch": 2},

@@ -63,9 +63,9 @@ class TwiceTiedPart(TransformerPart):
         """Run the part."""
         if self.part.has_embedding:
             inputs = self.embed(inputs) * self.gain.weight
-        x_BSD, turn = inputs, self._rotation(batch.tokens.shape[1], inputs)
+        x_BSD, cos_sin = inputs, self._rotation(batch, inputs)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, turn)
+            x_BSD = layer(x_BSD, cos_sin)
         if not self.part.has_head:
             return PartOutput(x_BSD)
         output = self.head(self.norm(x_BSD * self.gain.weight), batch.targets, self.embed.weight)

@@ -109,23 +109,23 @@ def rounding_kernels(sizes: Sizes) -> dict[str, tuple[Make, int]]:
     """Return every rounding kernel, and what bytes it reads and writes for each number, without scales."""
 
     def rows() -> Call:
-        from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
 
         return partial(quantize_rows, sizes.normal(*sizes.rounded))
 
     def transposed() -> Call:
-        from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import quantize_transposed
 
         return partial(quantize_transposed, sizes.normal(*sizes.rounded))
 
     def again() -> Call:
-        from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
-        from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import requantize_transposed
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import requantize_transposed
 
         return partial(requantize_transposed, *quantize_rows(sizes.normal(*sizes.rounded)))
 
     def blocks() -> Call:
-        from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
 
         return partial(quantize_blocks, sizes.normal(*sizes.rounded))
 

@@ -7,26 +7,73 @@ from nanotrain_core import __version__, hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig, yarn_magnitude
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
+from nanotrain_core.checkpoint.run_state import (
+    is_of_a_run,
+    load_json,
+    newest_evaluated,
+    state_problems,
+    streams_problem,
+)
 from nanotrain_core.checkpoint.tensor_boxes import Shape
+from nanotrain_core.cli.common import (
+    PIPED_WIDTH,
+    add_plugin_options,
+    add_recipe_options,
+    find_checkpoints,
+    plugin_arguments,
+    resolve,
+)
+from nanotrain_core.cli.drawing import draw as draw_timeline
+from nanotrain_core.command import Command
 from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import (
     CheckpointError,
     DataError,
     Diverged,
+    Exit,
     NanotrainError,
     PluginError,
     Problem,
+    RecipeError,
     did_you_mean,
 )
-from nanotrain_core.hf.mapping import HFError, HFMapping, HFTensor, ParameterMapping, expect, expect_size
+from nanotrain_core.hf.mapping import (
+    HFError,
+    HFMapping,
+    HFTensor,
+    ParameterMapping,
+    expect,
+    expect_flag,
+    expect_real,
+    expect_size,
+)
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
-from nanotrain_core.hookspecs import Register
+from nanotrain_core.hookspecs import Register, RegisterCommand
+from nanotrain_core.launch.inputs import survey_of
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
-from nanotrain_core.layout.roles import Role, Tag, replace, share_tokens, tag, tagged, take_over
-from nanotrain_core.metrics.declared import Bins, Metric, Rule
+from nanotrain_core.layout.roles import (
+    Role,
+    Tag,
+    main_layers,
+    natural,
+    replace,
+    share_tokens,
+    tag,
+    tagged,
+    take_over,
+)
+from nanotrain_core.metrics.core import CORE as CORE_METRICS
+from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
+from nanotrain_core.metrics.declared import Names as MetricNames
+from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
+from nanotrain_core.metrics.usual import USUAL_KNOWN, Usual, is_relative
 from nanotrain_core.optim.moment_groups import check_moments
+from nanotrain_core.phases.timeline import Stretch as PhaseStretch
+from nanotrain_core.phases.timeline import Timeline as PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
+from nanotrain_core.pipeline.simulator import Durations, Slot, Timeline, needs, simulate
+from nanotrain_core.recipe.cached_token import CachedToken, cached_token_of
 from nanotrain_core.recipe.divisibility import (
     Divisible,
     divisibility_of,
@@ -36,72 +83,152 @@ from nanotrain_core.recipe.divisibility import (
     too_few,
     undivided,
 )
+from nanotrain_core.recipe.load import Resolution, resolve_recipe
+from nanotrain_core.recipe.phase import CHANGES
+from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
+from nanotrain_core.recipe.settings import flat_settings, is_secret, run_settings, without_secrets
+from nanotrain_core.recipe.source import is_recipe
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
-from nanotrain_core.run.files import flush, remove_leftovers, write_text_atomically
+from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of, pipeline_of
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry, load_plugins
+from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, write_text_atomically
+from nanotrain_core.run.near import RUN_FILES, is_run, nearby_run
+from nanotrain_core.run.owner import running
+from nanotrain_core.run.plain_json import json_text
+from nanotrain_core.run.throughput import peak_flops
+from nanotrain_core.run.working import working
 
 __all__ = [
+    "CHANGES",
+    "CORE_METRICS",
     "DTYPE_BYTES",
     "DTYPE_NAMES",
+    "LARGEST_SIZE",
+    "MOST_LAYERS",
+    "PIPED_WIDTH",
+    "RUN_FILES",
     "TRAINING",
+    "USUAL_KNOWN",
     "Action",
     "AdamWConfig",
     "Bins",
+    "CachedToken",
     "CheckpointError",
     "CheckpointInfo",
+    "Command",
     "Component",
     "Costs",
+    "Curve",
     "DataError",
     "Diverged",
     "Divisible",
+    "Durations",
+    "Exit",
     "HFError",
     "HFMapping",
     "HFTensor",
+    "History",
     "Layout",
     "Metric",
+    "MetricNames",
     "NanotrainError",
     "OptimizerConfig",
     "ParameterMapping",
     "Part",
+    "PhaseStretch",
+    "PhaseTimeline",
+    "PluginArguments",
     "PluginError",
     "Problem",
+    "Range",
     "Recipe",
+    "RecipeError",
     "Register",
+    "RegisterCommand",
+    "Registry",
+    "Resolution",
     "Role",
     "Rule",
+    "Seam",
     "Selection",
     "Shape",
+    "Slot",
     "Span",
     "StaysEager",
     "Support",
     "Survey",
     "Tag",
+    "Timeline",
+    "Usual",
+    "Verdict",
     "View",
     "__version__",
     "above_one",
+    "add_plugin_options",
+    "add_recipe_options",
+    "cached_token_of",
+    "check_combination",
     "check_moments",
     "did_you_mean",
     "divisibility_of",
     "divisors_near",
+    "draw_timeline",
     "either",
     "expect",
+    "expect_flag",
     "expect_number",
+    "expect_real",
     "expect_size",
+    "find_checkpoints",
+    "find_problems",
+    "flat_settings",
     "flush",
     "hookimpl",
+    "is_of_a_run",
+    "is_recipe",
+    "is_relative",
+    "is_run",
+    "is_secret",
+    "json_text",
+    "load_json",
+    "load_plugins",
+    "main_layers",
+    "microbatches_of",
     "multiples_near",
+    "natural",
+    "nearby_run",
+    "needs",
+    "newest_evaluated",
+    "of_ranks",
     "parts_between",
     "path_field",
+    "peak_flops",
+    "pipeline_of",
+    "plugin_arguments",
+    "read_metrics",
     "read_rope",
     "remove_leftovers",
     "replace",
+    "resolve",
+    "resolve_recipe",
+    "run_settings",
+    "running",
     "share_tokens",
+    "simulate",
+    "state_problems",
     "strange_kinds",
+    "streams_problem",
+    "survey_of",
     "tag",
     "tagged",
     "take_over",
     "too_few",
     "uncovered",
     "undivided",
+    "without_secrets",
+    "working",
+    "write_atomically",
     "write_rope",
     "write_text_atomically",
     "yarn_magnitude",

@@ -3,9 +3,11 @@
 Files of the core may move; these names stay.
 """
 
-from nanotrain_core.batch import IGNORE, Batch
+from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
+    ChangesInRun,
     Checkpoint,
     CheckpointReport,
     Data,
@@ -19,6 +21,7 @@ from nanotrain_core.contracts import (
     LossScale,
     MasterWeight,
     MetricsReport,
+    MixesSources,
     Model,
     ModelPart,
     Monitor,
@@ -31,21 +34,25 @@ from nanotrain_core.contracts import (
     RunInfo,
     SavedWeights,
     Schedule,
+    SkipsAhead,
     StepReport,
     StepStats,
     Topology,
     TrainState,
     UpdateReport,
     WeightReader,
+    caches_context,
 )
 from nanotrain_core.contracts.update import PieceGradient
 from nanotrain_core.data.order import SequenceData
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.hf.open_weights import Weights, open_weights
 from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialisation import hold
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.messages import WAYS, MessageKey, Messages
+from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
 from nanotrain_core.layout.placement import (
     RANGE,
     Piece,
@@ -58,12 +65,12 @@ from nanotrain_core.layout.transport import Transport
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.models.activation_checkpointing import blocks
+from nanotrain_core.models.cache import Cache, LayerCache
 from nanotrain_core.models.cross_entropy import (
     Chunks,
     MatMul,
     SplitVocabulary,
     linear_cross_entropy,
-    wide_dtype,
 )
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
@@ -71,21 +78,29 @@ from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, plain_ops, rms_norm, rope, swiglu
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
+from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu
 from nanotrain_core.moe.routing import (
     Compute,
     CountingRouter,
     DispatchCodec,
     Routing,
+    balance,
+    bytes_sent,
     count_of,
+    counting_routers,
     dispatch_codec,
     inverted,
     run_locally,
     sort_by_expert,
     use_dispatch_codec,
 )
+from nanotrain_core.monitors.sink import Sink
+from nanotrain_core.monitors.sink_queue import SinkQueue
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.pipeline.executor import Executor
+from nanotrain_core.pipeline.p2p import describe as describe_message
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
@@ -119,8 +134,10 @@ from nanotrain_core.precision.quantized_storage import (
 )
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
 from nanotrain_core.precision.uniform import Float32Master, LiveMaster, Uniform
+from nanotrain_core.run.global_metrics import sum_over_data
 from nanotrain_core.run.random_state import stream_seed
-from nanotrain_core.run.stop import Rollback
+from nanotrain_core.run.stop import Rollback, StopRequest
+from nanotrain_core.watch.progress import Spent
 
 __all__ = [
     "IGNORE",
@@ -135,6 +152,8 @@ __all__ = [
     "Block",
     "BucketExchange",
     "Buffer",
+    "Cache",
+    "ChangesInRun",
     "Checkpoint",
     "CheckpointReport",
     "Chunks",
@@ -144,10 +163,12 @@ __all__ = [
     "DequantizingGEMM",
     "DispatchCodec",
     "DynamicLossScale",
+    "EdgeMessages",
     "EndReport",
     "ErrorFeedback",
     "EvaluationReport",
     "Exchange",
+    "Executor",
     "FailedSaveReport",
     "Float32Master",
     "GEMMBackend",
@@ -158,6 +179,7 @@ __all__ = [
     "Initializer",
     "Kept",
     "Kernels",
+    "LayerCache",
     "LiveMaster",
     "LocalGradients",
     "LossScale",
@@ -169,6 +191,7 @@ __all__ = [
     "Messages",
     "Metrics",
     "MetricsReport",
+    "MixesSources",
     "Model",
     "ModelPart",
     "Monitor",
@@ -197,13 +220,21 @@ __all__ = [
     "RollbackReport",
     "Rotation",
     "Routing",
+    "Run",
     "RunInfo",
+    "RuntimeEngine",
     "SavedWeights",
     "Schedule",
     "SequenceData",
+    "Shard",
+    "Sink",
+    "SinkQueue",
+    "SkipsAhead",
+    "Spent",
     "SplitVocabulary",
     "StepReport",
     "StepStats",
+    "StopRequest",
     "SwiGLU",
     "Topology",
     "TorchGEMM",
@@ -212,24 +243,33 @@ __all__ = [
     "Uniform",
     "UpdateReport",
     "WeightReader",
+    "Weights",
     "Write",
     "attention",
+    "balance",
     "blocks",
+    "bytes_sent",
+    "caches_context",
     "cast",
     "clip_factor",
+    "compose",
     "count_of",
+    "counting_routers",
     "dequantize",
+    "describe_message",
     "dispatch_codec",
     "form_of",
     "gemm_parameters",
     "gemms_of",
     "global_norm",
+    "grouped_linear_on_gpu",
     "hold",
     "inverted",
     "keep_dtype",
     "linear_cross_entropy",
     "memory_like",
     "move_into",
+    "open_weights",
     "ops_of",
     "plain_ops",
     "quantize_into",
@@ -245,12 +285,12 @@ __all__ = [
     "sort_by_expert",
     "storage_of",
     "stream_seed",
+    "sum_over_data",
     "swiglu",
     "torch_matmul",
     "unquantized",
     "use_dispatch_codec",
     "use_gemm",
-    "wide_dtype",
     "write_range",
     "yarn_frequencies",
 ]

@@ -4,7 +4,7 @@ Only descriptions live here: this module is imported by every command and never 
 """
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin import configs
+from nanotrain_core.builtin import configs, stragglers
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.optim.moment_groups import check_moments
@@ -156,7 +156,9 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="console",
             config=configs.ConsoleConfig,
             factory="nanotrain_core.monitors.console:Console",
-            summary="a live line on a terminal, key=value lines elsewhere, or a table",
+            summary="a panel on a terminal, key=value lines elsewhere, or a table",
+            provides={"prints_metrics"},
+            reads_metrics=lambda config: [("metrics", pattern) for pattern in config.metrics],
         )
     )
     register(
@@ -165,6 +167,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             config=configs.JsonlConfig,
             factory="nanotrain_core.monitors.jsonl:Jsonl",
             summary="metrics.jsonl in the run folder",
+            provides={"records_metrics"},
         )
     )
     register(
@@ -189,7 +192,8 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="stragglers",
             config=configs.StragglersConfig,
             factory="nanotrain_core.monitors.stragglers:Stragglers",
-            summary="names a rank whose data or monitors make the others wait",
+            summary="names a rank whose work makes the others wait, and a slow link",
+            metrics=stragglers.METRICS,
         )
     )
     register(

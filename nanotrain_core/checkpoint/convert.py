@@ -13,6 +13,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.working import working
 
 
 def reformat(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
@@ -25,7 +26,8 @@ def reformat(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, 
     """
     if out.exists():
         raise CheckpointError(f"{out} is there already: name a new folder")
-    problems = saved.verify()
+    with working("verifying the checkpoint"):
+        problems = saved.verify()
     if problems:
         raise CheckpointError("; ".join(problems))
     source, target = (_build(registry, use) for use in (kind, wanted))

@@ -7,6 +7,7 @@ memory. Source of the format: https://github.com/huggingface/safetensors, sectio
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -17,10 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanotrain_core.checkpoint.info import DTYPE_NAMES
+from nanotrain_core.checkpoint.run_state import load_json
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
+from nanotrain_core.run.working import Advance, working
 
 INDEX = "model.safetensors.index.json"
+#: A file of a folder: an index that names others would have any file of this machine read.
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*\.safetensors")
 
 #: What weights may be stored in, and what safetensors calls it.
 DTYPES: dict[str, torch.dtype] = {
@@ -66,6 +71,8 @@ class Shards:
         try:
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - the file itself cannot be iterated
+                if name in self.shapes:
+                    raise CheckpointError(f"{path} holds {name}, which another file of the folder holds too")
                 found = file.get_slice(name)
                 self.shapes[name], self.dtypes[name] = tuple(found.get_shape()), found.get_dtype()
                 self._files[name] = file
@@ -83,11 +90,14 @@ def _files(folder: Path) -> Sequence[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            return [
-                folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
-        except (ValueError, KeyError, AttributeError) as problem:
+            names = sorted(set(load_json(index.read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise CheckpointError(f"{index} is damaged: {problem!r}") from None
+        odd = next((name for name in names if not _PLAIN.fullmatch(str(name))), None)
+        if odd is not None or not names:
+            said = f"names the file {odd!r}" if names else "names no file"
+            raise CheckpointError(f"{index} {said}; expected files beside it that end with .safetensors")
+        return [folder / name for name in names]
     single = folder / "model.safetensors"
     if not single.is_file():
         raise CheckpointError(
@@ -124,8 +134,9 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
     count = len(shards)
     numbered = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     names = ["model.safetensors"] if count == 1 else list(numbered)
-    for name, shard in zip(names, shards, strict=True):
-        write_atomically(folder / name, lambda path, shard=shard: _write(path, shard))  # type: ignore[misc]
+    with working("writing", sum(entry.nbytes for shard in shards for entry in shard), "B") as advance:
+        for name, shard in zip(names, shards, strict=True):
+            write_atomically(folder / name, lambda path, shard=shard: _write(path, shard, advance))  # type: ignore[misc]
     if count > 1:
         places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         total = sum(entry.nbytes for shard in shards for entry in shard)
@@ -134,7 +145,7 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
     return count
 
 
-def _write(path: Path, shard: Sequence[Entry]) -> None:
+def _write(path: Path, shard: Sequence[Entry], advance: Advance) -> None:
     """Eight bytes that say how long the header is, the header as JSON, then all tensors without a gap."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -150,3 +161,4 @@ def _write(path: Path, shard: Sequence[Entry]) -> None:
             tensor = entry.read().to(entry.dtype).contiguous()
             assert tuple(tensor.shape) == entry.shape, entry.name
             file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            advance(entry.nbytes)

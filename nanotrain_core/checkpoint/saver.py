@@ -9,6 +9,7 @@ import structlog
 
 from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
 from nanotrain_core.errors import CheckpointError, SaveFailed
+from nanotrain_core.watch.progress import Progress
 
 #: Saves in a row that may fail before a run is ended: it would lose more with every step.
 MOST_FAILED: Final = 3
@@ -22,8 +23,10 @@ class CheckpointSaver:
         checkpoint: Checkpoint | None,
         tell: Callable[[CheckpointReport], None],
         tell_failed: Callable[[FailedSaveReport], None],
+        progress: Progress | None = None,
     ) -> None:
         self.checkpoint, self._tell, self._tell_failed = checkpoint, tell, tell_failed
+        self._progress = progress or Progress()
         self._failed = self._step = 0
         self._log = structlog.get_logger("nanotrain.checkpoint")
 
@@ -49,7 +52,8 @@ class CheckpointSaver:
     def settle(self) -> None:
         """Wait until weights may change: a save on its way may still be reading them."""
         if self.checkpoint is not None:
-            self.checkpoint.settle()
+            with self._progress.within("checkpoint"):
+                self.checkpoint.settle()
 
     def advance(self, *, wait: bool, last: bool = False) -> None:
         """Report checkpoints that are complete by now; ``wait`` for one that is on its way."""
@@ -65,7 +69,8 @@ class CheckpointSaver:
     def _bear(self, act: Callable[[], object], *, last: bool) -> None:
         """Let ``act`` fail, unless it was the last chance. It fails on all ranks or on none."""
         try:
-            act()
+            with self._progress.within("checkpoint"):
+                act()
         except CheckpointError as problem:
             self._failed += 1
             self._tell_failed(FailedSaveReport(self._step, str(problem), self._failed))

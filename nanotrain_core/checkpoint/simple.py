@@ -8,7 +8,6 @@ before anything live is touched.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import defaultdict
@@ -25,15 +24,17 @@ from safetensors.torch import save_file
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import strange_kinds
+from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
+from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, strange_entries
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.files import remove_leftovers, write_atomically
+from nanotrain_core.run.working import working
 
-FORMAT = "nanotrain-simple-1"
 #: A block's name, its offset, and the shape of the whole tensor.
 Box = tuple[str, Shape, Shape]
 Form = tuple[Shape, torch.dtype]
@@ -101,8 +102,11 @@ class SimpleCheckpoint:
         metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path(step), lambda path: save_file(tensors, path, metadata))
-        for old in [saved for saved in self.steps() if saved <= step][: -self.config.keep]:
-            self.path(old).unlink()
+        there = [saved for saved in self.steps() if saved <= step]
+        evaluated = newest_evaluated(there, meta)
+        for old in there[: -self.config.keep]:
+            if old not in evaluated:
+                self.path(old).unlink()
 
     def _agree(self, error: str | None) -> None:
         """Raise the first rank's error on every rank."""
@@ -112,6 +116,7 @@ class SimpleCheckpoint:
 
     # --- load ---------------------------------------------------------------------------------
 
+    @working("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify the whole file, check that every block fits, then fill the blocks."""
         path, damaged = self._newest_whole() if which == "latest" else (self._find(which), {})
@@ -220,49 +225,6 @@ class SimpleCheckpoint:
         return damage(self.path(step))
 
 
-def digest(tensors: Any, state: str) -> str:
-    """Return a SHA-256 over names, dtypes, shapes, bytes and the JSON state."""
-    total = hashlib.sha256(state.encode())
-    for name, tensor in sorted(tensors):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return total.hexdigest()
-
-
-def damage(path: Path) -> list[str]:
-    """Return why ``path`` must not be loaded: empty if it is whole."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = read_header(file)
-            if header.get("format") != FORMAT:
-                return [f"{path} is not a {FORMAT} checkpoint (its format is {header.get('format')!r})"]
-            found = digest(((name, file.get_tensor(name)) for name in names_in(file)), header["state"])
-            if found != header["sha256"]:
-                return [f"{path} is damaged: its bytes do not match its SHA-256"]
-            weights = [name for name in names_in(file) if "/" not in name]
-            return [
-                f"{path}: {name} is not finite" for name in weights if not is_finite(file.get_tensor(name))
-            ]
-    except (OSError, SafetensorError, KeyError, ValueError) as problem:
-        return [f"{path} is damaged: {problem}"]
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether there is neither a NaN nor an infinity; integers and eight-bit floats have none."""
-    return tensor.dtype.itemsize == 1 or not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def read_header(file: Any) -> dict[str, str]:
-    """Return format, JSON state and SHA-256 of an open file; empty if it is not one of ours."""
-    header: dict[str, str] = json.loads((file.metadata() or {}).get("nanotrain", "{}"))
-    return header
-
-
-def names_in(file: Any) -> list[str]:
-    """Return the names of a safetensors file, which cannot be iterated itself."""
-    return list(file.keys())
-
-
 def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
     """Yield why a saved tensor cannot fill ``block``."""
     if block.name not in names:
@@ -303,11 +265,16 @@ def open_weights(path: Path) -> SavedWeights | None:
     try:
         file = safe_open(path, framework="pt")
         header = read_header(file)
-    except (OSError, SafetensorError) as problem:
+        if header.get("format") != FORMAT:
+            return None
+        meta = load_json(header["state"])
+        if problems := state_problems(meta):
+            raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        if "model" not in meta:
+            raise CheckpointError(f"{path} does not say of which model its weights are")
+        return SavedWeights(meta["model"], SimpleWeights(path, file))
+    except (OSError, SafetensorError, KeyError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
-    if header.get("format") != FORMAT:
-        return None
-    return SavedWeights(json.loads(header["state"])["model"], SimpleWeights(path, file))
 
 
 class SimpleWeights:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.run_state import load_json, state_problems
 from nanotrain_core.checkpoint.simple_names import own, step_of
 from nanotrain_core.errors import CheckpointError
 
@@ -41,23 +41,25 @@ def _describe(path: Path) -> Mapping[str, Any]:
             length = int.from_bytes(file.read(8), "little")
             if length > _LARGEST_HEADER:
                 raise ValueError(f"its header claims {length} bytes")
-            table = json.loads(file.read(length))
-        ours = json.loads(table.pop("__metadata__")["nanotrain"])
-        meta = json.loads(ours["state"])
+            table = load_json(file.read(length))
+        ours = load_json(table.pop("__metadata__")["nanotrain"])
+        meta = load_json(ours["state"])
+        if problems := state_problems(meta, step_of(path)):
+            raise CheckpointError(f"{path}: {'; '.join(problems)}")
+        tensors = {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in table.items()}
+        return {
+            "format": ours["format"],
+            "step": meta["step"],
+            "world_size": meta.pop("world_size"),
+            "meta": meta,
+            "tensors": {name: each for name, each in sorted(tensors.items()) if not name.startswith("rng/")},
+            "files": {path.name: {"sha256": ours["sha256"]}},
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem!r}") from None
-    tensors = {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in table.items()}
-    return {
-        "format": ours["format"],
-        "step": meta["step"],
-        "world_size": meta.pop("world_size"),
-        "meta": meta,
-        "tensors": {name: entry for name, entry in sorted(tensors.items()) if not name.startswith("rng/")},
-        "files": {path.name: {"sha256": ours["sha256"]}},
-    }
 
 
 def _verify(path: Path) -> Sequence[str]:
-    from nanotrain_core.checkpoint.simple import damage  # needs torch
+    from nanotrain_core.checkpoint.simple_damage import damage  # needs torch
 
     return damage(path)

@@ -11,9 +11,15 @@ _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 def step_of(path: Path) -> int:
     """Return the step in the name of one of :func:`own`."""
-    found = _NAME.fullmatch(path.name)
+    found = named_step(path)
     assert found is not None
-    return int(found[1])
+    return found
+
+
+def named_step(path: Path) -> int | None:
+    """Return the step in a file's name, None if it is called otherwise."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
 
 
 def saved_steps(folder: Path) -> list[int]:

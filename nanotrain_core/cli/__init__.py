@@ -10,22 +10,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from nanotrain_core import __version__
+from nanotrain_core.command import CORE_COMMANDS, CommandModule
 from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
-
-#: Subcommand -> its line in the help. Module ``cli/<name>.py`` has ``add_arguments`` and ``run``.
-COMMANDS = {
-    "run": "train what a recipe describes",
-    "check": "say whether a recipe can run, and where each of its values comes from",
-    "schedule": "draw a pipeline schedule, with its idle time and live activations",
-    "recipes": "list the shipped recipes, or copy one",
-    "plugins": "list installed plugins and their components",
-    "metrics": "list what runs measure, with units and which values are good",
-    "conformance": "run every check of a component",
-    "chaos": "hurt a run in every way, and see what it cost",
-    "ckpt": "list, show, verify, convert and replay checkpoints",
-    "convert": "write weights for Hugging Face transformers, or read theirs",
-    "schema": "print a JSON Schema of recipes, for editors",
-}
+from nanotrain_core.registry.discovery import PluginInfo
+from nanotrain_core.registry.registry import FIRST_PARTY_COMMANDS, Registry, load_plugins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,31 +39,79 @@ def _call(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"nanotrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    usage = ""
-    chosen = next((word for word in words if word in COMMANDS), None)
-    for name, summary in COMMANDS.items():
+    chosen = words[0] if words and not words[0].startswith("-") else None
+    # Plugins are asked for commands only where they may have the one called, or all are listed.
+    asked = chosen not in CORE_COMMANDS and words != ["--version"]
+    registry = load_plugins(**_plugins_among(words[1:])) if asked else None
+    added = {name: command.summary for name, command in registry.commands().items()} if registry else {}
+    module, extensions, usage = None, list[CommandModule](), ""
+    for name, summary in {**CORE_COMMANDS, **added}.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
         if name == chosen:
-            module = import_module(f"nanotrain_core.cli.{name}")
+            module = _module(name, registry)
             module.add_arguments(command)
+            if registry is not None:
+                extensions = [extension.load() for extension in registry.extensions(name)]
+                for extension in extensions:
+                    extension.add_arguments(command)
+                from nanotrain_core.cli.common import add_plugin_options
+
+                # A command of a file is there with --plugin alone, whether its module asks for it or not.
+                add_plugin_options(command)
             usage = command.format_usage()
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = did_you_mean(words[0], [*COMMANDS])
-        raise NanotrainError(f"no command named '{words[0]}'{near}; commands: {', '.join(COMMANDS)}")
+    if chosen is not None and module is None:
+        assert registry is not None
+        raise NanotrainError(_no_command(chosen, [*CORE_COMMANDS, *added], registry.broken))
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        raise NanotrainError(_unknown(unknown[0], arguments.command or "", usage))
-    if arguments.command is None:
+        paths = _plugins_among(words[1:]).get("local", []) if chosen in added else []
+        given = "".join(f" --plugin {path}" for path in paths)
+        raise NanotrainError(_unknown(unknown[0], arguments.command or "", usage, given))
+    if module is None:
         parser.print_help(sys.stderr)
         return Exit.USER
     arguments.words = words
-    code: int = module.run(arguments)
-    return code
+    taking = next((extension for extension in extensions if extension.takes(arguments)), module)
+    return taking.run(arguments)
 
 
-def _unknown(word: str, name: str, usage: str) -> str:
-    """Return what comes near a word that the command ``name`` does not take, and how to find what does."""
-    prefix, command = (f"{name}: ", f"nanotrain {name}") if name else ("", "nanotrain")
+def _module(name: str, registry: Registry | None) -> CommandModule:
+    if registry is None:
+        found: CommandModule = import_module(f"nanotrain_core.cli.{name}")
+        return found
+    return registry.command(name).load()
+
+
+def _plugins_among(words: list[str]) -> dict[str, list[str]]:
+    """Return what ``--plugin`` and ``--no-plugin`` say, wherever they stand: a command may come from one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--plugin", action="append", default=[], dest="local")
+    parser.add_argument("--no-plugin", action="append", default=[], dest="block")
+    try:
+        return vars(parser.parse_known_args(words)[0])
+    except argparse.ArgumentError:  # an option without its value, which the command itself complains about
+        return {}
+
+
+def _no_command(word: str, known: list[str], broken: Sequence[PluginInfo]) -> str:
+    """Return what to do about a command that nobody has, and which plugins did not get to announce theirs."""
+    lines = [f"{plugin} is broken: {plugin.error}" for plugin in broken]
+    if word in FIRST_PARTY_COMMANDS:
+        package = FIRST_PARTY_COMMANDS[word]
+        if all(plugin.distribution != package for plugin in broken):
+            lines.insert(0, f"no command named '{word}' is installed; to get it: pip install {package}")
+        return "\n".join(lines)
+    near = did_you_mean(word, known)
+    own = "" if near or broken else f"; of a file or folder: nanotrain {word} --plugin PATH"
+    return "\n".join([f"no command named '{word}'{near}; commands: {', '.join(known)}{own}", *lines])
+
+
+def _unknown(word: str, name: str, usage: str, given: str) -> str:
+    """Return what comes near a word that the command ``name`` does not take, and how to find what does.
+
+    ``given``: options that the command is not there without.
+    """
+    prefix, command = (f"{name}: ", f"nanotrain {name}{given}") if name else ("", "nanotrain")
     lists = f"`{command} --help` lists what it takes"
     if not word.startswith("-"):
         return f"{prefix}one argument too many: '{word}'; {lists}"

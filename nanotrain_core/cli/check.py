@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
+from nanotrain_core.cli.memory import tell_memory
 from nanotrain_core.compile.eager import explain_compiled
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.inputs import check_inputs
+from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.layout.layout import View
+from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.write import explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="also tell the memory that the recipe takes there: h100, cpu, ... (needs nanotrain-plan)",
+    )
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -23,20 +33,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what would run. Problems end in a RecipeError."""
+    """Print what would run. Problems end in a RecipeError; memory that is too small is a warning.
+
+    Raises:
+        NanotrainError: there is no such hardware.
+    """
     found = resolve(args)
     check_inputs(found)
+    check_modules(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
         for line in explain_compiled(found.recipe, found.registry, found.layout):
             print(f"# {line}")
         return Exit.DONE
+    memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name is told before "ok"
     print(f"{args.recipe}: ok")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")
     for selection in found.recipe.selections():
         print(f"  {selection.kind:11} {selection.use}")
+    for line in phase_lines(found.recipe):
+        print(f"  {line}")
+    if memory:
+        print(f"  {'memory':11} {memory}")
     return Exit.DONE
+
+
+def phase_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each phase: ``phase 0 grow: to 40,000 tokens, batch.sequences 4 -> 16``."""
+    for number, (phase, span) in enumerate(zip(recipe.phase, Timeline(recipe).spans, strict=True)):
+        told = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
+        for key in phase.changes:
+            ramp = span.ramps.get(key)
+            told.append(f"{key} {span.values[key]}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
+        yield f"{f'phase {number} {phase.name}'.rstrip()}: {', '.join(told)}"
 
 
 def _degrees(view: View) -> str:

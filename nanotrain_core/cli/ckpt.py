@@ -13,13 +13,19 @@ from typing import Any
 from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
+from nanotrain_core.run.working import working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, (function, summary) in ACTIONS.items():
-        action = actions.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
+        action = actions.add_parser(
+            name,
+            aliases=["list"] if name == "ls" else [],
+            help=summary,
+            description=f"{summary[:1].upper()}{summary[1:]}.",
+        )
         action.set_defaults(act=function)
         action.add_argument("path", metavar="PATH", type=Path, help="a run folder, or a checkpoint in it")
         if name != "ls":
@@ -95,8 +101,10 @@ def summary(described: Mapping[str, Any]) -> list[str]:
 def verify(args: argparse.Namespace, registry: Registry) -> int:
     """Read checkpoints from end to end; the exit code is 2 if one is not whole."""
     code = Exit.DONE
-    for _, saved in find_checkpoints(args.path, registry, args.step):
-        problems = saved.verify()
+    found = find_checkpoints(args.path, registry, args.step)
+    for number, (_, saved) in enumerate(found, 1):
+        with working(f"verifying checkpoint {number} of {len(found)}, {size(saved.nbytes)}"):
+            problems = saved.verify()
         print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code
     return code

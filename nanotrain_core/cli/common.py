@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
@@ -12,25 +13,31 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.near import nearby_weights
+
+#: Columns of a table when no terminal limits it: one line for each row, whatever reads it.
+PIPED_WIDTH = 1000
 
 
 def add_plugin_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--plugin`` and ``--no-plugin``."""
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="also load this file or folder as a plugin",
-    )
-    parser.add_argument(
-        "--no-plugin", action="append", default=[], metavar="NAME", help="do not load this plugin"
-    )
+    """Add ``--plugin`` and ``--no-plugin``, unless the parser has them."""
+    for option, metavar, text in (
+        ("--plugin", "PATH", "also load this file or folder as a plugin"),
+        ("--no-plugin", "NAME", "do not load this plugin"),
+    ):
+        with suppress(argparse.ArgumentError):  # of an option that is there
+            parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)
 
 
 def plugin_arguments(args: argparse.Namespace) -> PluginArguments:
     """Return what ``--plugin`` and ``--no-plugin`` said."""
     return PluginArguments(local=args.plugin, blocked=args.no_plugin)
+
+
+def tell_broken(registry: Registry) -> None:
+    """Print on stderr which plugins could not be loaded, and why."""
+    for plugin in registry.broken:
+        print(f"nanotrain: {plugin} is broken: {plugin.error}", file=sys.stderr)
 
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +93,10 @@ def find_checkpoints(
         CheckpointError: there is none.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder; expected a run folder, or a checkpoint in it")
+        near = nearby_weights(path)
+        raise CheckpointError(
+            f"{path}: no such file or folder{near}; expected a run folder, or a checkpoint in it"
+        )
     kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).listing]
     found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
     found.sort(key=lambda item: item[1].step)

@@ -7,15 +7,12 @@ import json
 import sys
 from typing import Any
 
-from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
+from nanotrain_core.cli.common import PIPED_WIDTH, add_plugin_options, plugin_arguments, tell_broken
 from nanotrain_core.component import Component
 from nanotrain_core.errors import Exit
 from nanotrain_core.hookspecs import HOOKSPEC_VERSION
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry, load_plugins
-
-#: Columns of the table when no terminal limits it.
-PIPED_WIDTH = 1000
 
 #: Every command imports every plugin's face, and torch takes seconds.
 MOVE_IT = "move that behind the factory (nanotrain_core.contracts imports torch too)"
@@ -38,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for plugin in registry.plugins:
         if plugin.imports_torch:
             print(f"nanotrain: {plugin} imports torch: {MOVE_IT}", file=sys.stderr)
-    for plugin in registry.broken:
-        print(f"nanotrain: {plugin} is broken: {plugin.error}", file=sys.stderr)
+    tell_broken(registry)
     for clash in registry.clashes():
         print(f"nanotrain: {clash}", file=sys.stderr)
     return Exit.USER if registry.broken or registry.clashes() else Exit.DONE
@@ -58,8 +54,9 @@ def _print_table(registry: Registry) -> None:
         if plugin.error:
             table.add_row(*first, "", "[red]broken[/]", escape(plugin.error))
             continue
-        for kind, component in plugin.components:
-            table.add_row(*first, kind, component.name, component.summary)
+        rows = [(kind, component.name, component.summary) for kind, component in plugin.components]
+        for row in rows + [("command", command.name, command.summary) for command in plugin.commands]:
+            table.add_row(*first, *row)
             first = ("", "")
     wide = None if sys.stdout.isatty() else PIPED_WIDTH  # one line per component, whatever reads it
     Console(width=wide).print(table)
@@ -79,6 +76,7 @@ def _plugin(plugin: PluginInfo) -> dict[str, Any]:
         "error": plugin.error,
         "imports_torch": plugin.imports_torch,
         "components": [_component(kind, component) for kind, component in plugin.components],
+        "commands": [{"name": command.name, "summary": command.summary} for command in plugin.commands],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 
 from nanotrain_core.cli.common import find_checkpoints
 from nanotrain_core.errors import CheckpointError, Exit
+from nanotrain_core.metrics.history import read_metrics
 from nanotrain_core.registry.registry import Registry
 
 
@@ -67,7 +67,5 @@ def _hashes(files: dict[str, dict[str, str]]) -> dict[str, str]:
 
 def final_loss(folder: Path, step: int) -> float | None:
     """Return the loss that ``metrics.jsonl`` of a run folder has for ``step``, None without one."""
-    path = folder / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else ()
-    losses: list[float] = [row["loss"] for row in rows if row["event"] == "step" and row["step"] == step]
-    return losses[-1] if losses else None
+    curve = read_metrics(folder, ["loss"]).curves.get("loss", ())
+    return dict(curve).get(step)

@@ -8,17 +8,22 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
-from nanotrain_core.errors import NanotrainError, nearby
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
-from nanotrain_core.run.stop import end_on_sigterm
+from nanotrain_core.launch.modules import check_modules
+from nanotrain_core.run.near import nearby_weights
+from nanotrain_core.run.stop import end_on_sigterm, keep_code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_recipe_options(parser)
     parser.add_argument(
-        "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where several machines meet"
+        "--rdzv-endpoint",
+        default="",
+        metavar="HOST:PORT",
+        help="where several machines meet; with it this is the launcher of one, also under srun",
     )
     parser.add_argument("--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at that place")
     parser.add_argument(
@@ -69,14 +74,15 @@ def run(args: argparse.Namespace) -> int:
         show=tuple(args.show),
     )
     joined = Ranks.detect()
-    if joined is not None:
-        return EXIT_OF[train(job, joined)]
+    if joined is not None and is_rank(joined, args):
+        return keep_code(EXIT_OF[train(job, joined)])
     found = resolve(args)
     recipe = found.recipe
     nnodes = args.nnodes or 1
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))
     check_inputs(found, weights=args.resume is None)
+    check_modules(found)
     if args.nproc is None and nnodes == 1:
         recipe = fit_to_gpus(args, found)
     nodes = Nodes(
@@ -86,7 +92,16 @@ def run(args: argparse.Namespace) -> int:
         run_id=args.rdzv_id,
         max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
-    return launch(job, recipe, nodes)
+    return keep_code(launch(job, recipe, nodes))
+
+
+def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
+    """Return whether this process is one of the ranks that srun or torchrun has started.
+
+    A single task of Slurm, as in `srun --pty bash`, is a shell like any other; so is one on each host, where
+    the command line says how hosts meet: ranks are then started here, as many as the recipe wants.
+    """
+    return joined.launcher != "srun" or (joined.world_size > 1 and not args.rdzv_endpoint)
 
 
 def use_weights(args: argparse.Namespace) -> None:
@@ -100,6 +115,6 @@ def use_weights(args: argparse.Namespace) -> None:
     if args.resume:
         raise NanotrainError("--weights starts a new run, --resume goes on with one: give one of them")
     if not Path(args.weights).exists():
-        near = nearby(Path(args.weights))
+        near = nearby_weights(Path(args.weights))
         raise NanotrainError(f"--weights {args.weights}: there is no such file or folder{near}")
     args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]

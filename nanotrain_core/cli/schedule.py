@@ -14,7 +14,7 @@ from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.pipeline.simulator import simulate
 from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.recipe.passes import expect_one_step
-from nanotrain_core.recipe.source import override_source, shipped_recipes
+from nanotrain_core.recipe.source import is_recipe, override_source
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.recipe.validate import microbatches_of, pipeline_of
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline."""
-    is_recipe = args.subject.endswith(".toml") or f"{args.subject}.toml" in shipped_recipes()
-    title, schedule, pp, microbatches, costs = _of_recipe(args) if is_recipe else _of_name(args)
+    of = _of_recipe if is_recipe(args.subject) else _of_name
+    title, schedule, pp, microbatches, costs = of(args)
     layers = len(costs.layers) if costs else None
     try:
         expect_one_step(schedule, layers=layers, pp=pp, microbatches=microbatches)

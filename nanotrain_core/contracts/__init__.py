@@ -7,9 +7,17 @@ classes, of which a plugin writes only what it has something for. So are :class:
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
-from nanotrain_core.contracts.data import Data
+from nanotrain_core.contracts.data import Data, HasTokenizer, MixesSources, SkipsAhead, TextCodec
 from nanotrain_core.contracts.kernels import Kernels
-from nanotrain_core.contracts.model import Initializer, Model, ModelPart, PartOutput
+from nanotrain_core.contracts.model import (
+    CachesContext,
+    ChangesInRun,
+    Initializer,
+    Model,
+    ModelPart,
+    PartOutput,
+    caches_context,
+)
 from nanotrain_core.contracts.monitor import Monitor, Request, RunInfo
 from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
 from nanotrain_core.contracts.parallel import GradientSync, Parallel
@@ -29,6 +37,8 @@ from nanotrain_core.metrics.report import MetricsReport
 
 __all__ = [
     "Block",
+    "CachesContext",
+    "ChangesInRun",
     "Checkpoint",
     "CheckpointReport",
     "Data",
@@ -37,11 +47,13 @@ __all__ = [
     "EvaluationReport",
     "FailedSaveReport",
     "GradientSync",
+    "HasTokenizer",
     "Initializer",
     "Kernels",
     "LossScale",
     "MasterWeight",
     "MetricsReport",
+    "MixesSources",
     "Model",
     "ModelPart",
     "Monitor",
@@ -55,10 +67,13 @@ __all__ = [
     "RunInfo",
     "SavedWeights",
     "Schedule",
+    "SkipsAhead",
     "StepReport",
     "StepStats",
+    "TextCodec",
     "Topology",
     "TrainState",
     "UpdateReport",
     "WeightReader",
+    "caches_context",
 ]

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanotrain_core.batch import Batch, Shard
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def separator(self) -> int | None:
+        """The token that ends a document; None: not known."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class Data(Protocol):
@@ -54,5 +70,39 @@ class Data(Protocol):
 
         Raises:
             DataError: the fingerprint is of other data.
+        """
+        ...
+
+
+@runtime_checkable
+class SkipsAhead(Protocol):
+    """What a data component may offer beside, if it need not read what training leaves out."""
+
+    def skip(self, sequences: int) -> None:
+        """Advance as :meth:`Data.train_batch` does, by so many sequences."""
+        ...
+
+
+@runtime_checkable
+class MixesSources(Protocol):
+    """What a data component may offer beside, if it draws from several sources."""
+
+    def tokens_by_source(self) -> Mapping[str, int]:
+        """Return how many tokens of each source training has taken since its beginning, over all ranks.
+
+        A source is named by a word of letters, digits, ``_``, ``-`` and ``.``.
+        """
+        ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """What a data component may offer beside, if its tokens are text: to write text no data need be there."""
+
+    def tokenizer_alone(self) -> TextCodec:
+        """Return who encodes and decodes, without opening the data.
+
+        Raises:
+            DataError: what it is made of is missing.
         """
         ...

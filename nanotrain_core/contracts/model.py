@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -78,3 +78,37 @@ class Model(Protocol):
         Pipelines are balanced by them.
         """
         ...
+
+
+@runtime_checkable
+class ChangesInRun(Protocol):
+    """What a model offers beside, if fields of its config are marked with ``CHANGES``: phases change them."""
+
+    def change(self, config: Any, parts: Iterable[nn.Module]) -> None:
+        """Train from the next step on as a model that was built from ``config``.
+
+        :attr:`Model.loss_weights` are then its own, of the same terms.
+
+        Args:
+            config: differs from the one in force in such fields alone.
+            parts: of the model, on this rank, as wrappers and precision left them.
+        """
+        ...
+
+
+@runtime_checkable
+class CachesContext(Protocol):
+    """What a model may offer beside: its parts go on from the tokens before those of a batch.
+
+    Where ``batch.cache`` is not None, the tokens [B, S] of the batch follow ``batch.start`` others: positions
+    begin there. Each layer that looks back keeps what it needs with ``batch.cache_of(layer).extend(...)``
+    and goes on from what that returns. A model without it writes text too, each token from the whole text.
+    """
+
+    caches: bool
+    """False where the model's config makes that impossible."""
+
+
+def caches_context(model: Model) -> bool:
+    """Return whether parts of ``model`` go on from ``batch.cache``."""
+    return isinstance(model, CachesContext) and model.caches

@@ -24,6 +24,7 @@ from nanotrain_core.layout.placement import PlacedParameter, Placement
 from nanotrain_core.metrics.declared import Metric
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import MetricsReport
+from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.run.stop import Rollback
 from nanotrain_core.watch.progress import Progress
 
@@ -43,11 +44,15 @@ class RunInfo:
     parameters: int
     """Of the whole model."""
     tokens_per_step: int
+    """Of the first step; phases of a recipe may change it."""
     flops_per_token: float
     recipe: Any
     """The frozen recipe, or the config of a script."""
     optimizer_bytes: int
-    """Of optimizer state and masters on this rank."""
+    """Of optimizer state and masters on this rank when the run began, wherever they are held. In a script
+    they may appear with the first update."""
+    optimizer_device_bytes: Callable[[], int]
+    """Bytes of optimizer state and masters that :attr:`device` holds now: what is offloaded is left out."""
     mesh: Mesh
     parts: Sequence[nn.Module]
     """This rank's model parts."""
@@ -60,18 +65,29 @@ class RunInfo:
     weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]
     """Yields the weights that this rank holds, as numbers, each with its placement: for
     ``metrics.placed``."""
-    optimizer_state: Callable[[str], Iterator[tuple[torch.Tensor, Placement]]]
-    """Yields this rank's optimizer state of one name, as ``exp_avg``, likewise; nothing of one that does not
-    exist, or that is not held in floating-point numbers."""
+    optimizer_state: Callable[..., Iterator[tuple[torch.Tensor, Placement]]]
+    """Yields this rank's optimizer state of these names, as ``exp_avg``, likewise; nothing of one that does
+    not exist, or that is not held in floating-point numbers."""
     tap: Callable[..., Sequence[str]]
     """``tap(look, ["layers.*.attn"])`` has ``look(name, output)`` called with what modules return in logged
     steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
+    tap_calls: Callable[..., Sequence[str]]
+    """``tap_calls("attention", look, ["layers.*"])`` has ``look(name, *args)`` called with what layers call a
+    function of their table with: see :meth:`nanotrain_core.run.taps.Taps.add_calls`. In ``on_start``, on all
+    ranks."""
     together: Callable[[], None]
     """Collective: return when this monitor is here on all ranks. If it fails on one rank meanwhile, its event
     ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with it; call
     it before a collective in a process group."""
     metrics: Metrics
     """What this monitor publishes metrics with."""
+    schedule: Sequence[Sequence[Action]] = ()
+    """What every pipeline rank does in a step, in order: in the first one, if phases change the batch. Of a
+    script empty."""
+    pipeline_share: float = 1.0
+    """FLOPs of this rank's pipeline stages over the mean of pipeline ranks."""
+    declared: Sequence[Metric] = ()
+    """All metrics that the core and this run's monitors declare."""
     described: Sequence[str] = ()
     """Lines about stages, and of the precision about its modules, the same on every rank."""
 
@@ -94,7 +110,8 @@ class Monitor:
 
     reads_weights: bool = True
     """Whether it may look at parameters: before it is told of an event, weights still on their way are waited
-    for. One that does not lets them travel on; ``RunInfo.logits`` waits by itself."""
+    for. One that does not lets them travel on; ``RunInfo.weights`` and ``RunInfo.logits`` wait by themselves,
+    when they are asked. So only a monitor that looks at parameters in another way needs it."""
 
     declared: Sequence[Metric] = ()
     """The metrics that it publishes. Of a component the core puts here what ``Component.metrics`` says; a
@@ -130,6 +147,14 @@ class Monitor:
         Also called with those of an evaluation or a checkpoint. On a device other than a CPU what was
         published is told one logged step late, at the end of the run at the latest.
         """
+
+    def derive(self, report: MetricsReport) -> Mapping[str, float]:
+        """Return metrics that follow from those of ``report``, as a ratio of two of them, by declared name.
+
+        Called on every rank right before ``on_metrics`` of all monitors, which hear what is returned as if it
+        had been published. Monitors after this one may derive from it. Values must be the same on all ranks.
+        """
+        return {}
 
     def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
 

@@ -100,7 +100,7 @@ class Optimizer:
         """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
 
         A step whose global norm is not finite changes nothing, on all ranks alike, and says so. Where the
-        mesh ``reads_late``, an optimizer that can skips it on the device and reads nothing from there.
+        mesh ``device_is_async``, an optimizer that can skips it on the device and reads nothing from there.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(loss_scale=...)")
 

@@ -34,6 +34,8 @@ class StepReport:
     bubble: float | None = None
     """Share of the schedule's time that ranks waited for other stages, mean over ranks; None where no host
     waits: without a pipeline, and on CUDA."""
+    phase: int | None = None
+    """Which phase of the recipe the step was taken in, from 0; None of a recipe without phases."""
 
 
 @attrs.define(frozen=True)
@@ -47,6 +49,8 @@ class EvaluationReport:
     """The same loss per byte of text, in bits, where tokens are text."""
     tokens: int
     """Predicted tokens it is the mean of."""
+    positions: int = 0
+    """Tokens of these batches, predicted or not."""
 
 
 @attrs.define(frozen=True)
@@ -76,7 +80,7 @@ class EndReport:
     """How a run ended."""
 
     step: int
-    reason: Literal["done", "stopped", "preempted", "interrupted", "failed"]
+    reason: Literal["done", "stopped", "preempted", "interrupted", "lost", "failed"]
     tokens: int
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 import torch
@@ -49,11 +49,18 @@ class UpdateReport:
     yet.)"""
     _sync: GradientSync
     _mesh: Mesh
+    counts: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """What each term of the loss is a mean over, of the whole batch: ``lm`` has the tokens that are
+    predicted. Float64 on the run's device."""
     loads: dict[str, torch.Tensor] = attrs.field(factory=dict)
     """In ``on_after_update``: the tokens that each expert got in the step [E], int64, over the whole batch,
     by name of each router on this rank. Those of the whole model: ranks of other stages have other
     routers."""
     _kept: list[tuple[Piece, torch.Tensor]] = attrs.field(factory=list)
+    tokens: int = 0
+    """Of the step's whole batch, predicted or not."""
+    _changes: list[tuple[torch.Tensor, Placement]] = attrs.field(factory=list)
+    """What :meth:`changes` has found, for several monitors that ask."""
     _names: list[str] = attrs.field(factory=list)
     """Of all trained parameters of the model, once they were asked for: shared by the reports of a run."""
 
@@ -73,11 +80,21 @@ class UpdateReport:
         """Yield :meth:`gradients` as ``run.metrics.placed`` takes them."""
         yield from ((found.tensor, found.piece.placement) for found in self.gradients())
 
-    def keep_weights(self) -> None:
+    def gradient_bytes(self) -> int:
+        """Return the bytes that hold this rank's gradients, buckets of the gradient sync included."""
+        held = [self._sync.gradient_of(piece) for piece in self._sync.pieces()]
+        held += [p.grad for piece in self._sync.pieces() if (p := piece.parameter).grad is not None]
+        return sum({s.data_ptr(): s.nbytes() for each in held for s in [each.untyped_storage()]}.values())
+
+    def keep_weights(self, wanted: Callable[[Placement], bool] = lambda placement: True) -> None:
         """Copy the weights that this rank updates, so that :meth:`changes` knows them: as much memory
-        again."""
-        if not self._kept:
-            self._kept.extend((p, dequantize(p.weight).clone()) for p in self._sync.pieces())
+        again.
+
+        ``wanted`` says which. Those of several monitors add up.
+        """
+        kept = {piece.name for piece, _ in self._kept}
+        pieces = (p for p in self._sync.pieces() if p.name not in kept and wanted(p.placement))
+        self._kept.extend((p, dequantize(p.weight).clone()) for p in pieces)
 
     def changes(self) -> Iterator[tuple[torch.Tensor, Placement]]:
         """Yield by how much weights have changed, in ``on_after_update`` of a step in which they were kept.
@@ -85,8 +102,14 @@ class UpdateReport:
         It is the change of the weights that the model computes with: of master weights with more bits, what
         rounding left of it. Nothing if they were not kept; zeros if the step was skipped.
         """
-        for piece, before in self._kept:
-            yield dequantize(piece.weight) - before, piece.placement
+        if self._kept:
+            found = [
+                (torch.sub(dequantize(piece.weight).detach(), before, out=before), piece.placement)
+                for piece, before in self._kept
+            ]  # where the copies were: there is no third copy of the weights
+            self._kept.clear()
+            self._changes.extend(found)
+        yield from self._changes
 
     def norms(self) -> dict[str, float]:
         """Return the 2-norm of every trained parameter's whole gradient, by global name, sorted.

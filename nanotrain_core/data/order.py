@@ -66,7 +66,7 @@ class SequenceData:
         # Shuffled once, so that the first few validation batches already represent the whole split.
         self._validation_order = ShuffledOrder(validation, stream_seed(seed, "data/validation"))
 
-    def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
+    def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return tokens [len(numbers), length + 1] of the sequences of those numbers in a split."""
         raise NotImplementedError
 
@@ -84,7 +84,11 @@ class SequenceData:
         rows = shard.rows(sequences)
         numbers = self._train_order.at(self.position + row for row in rows)
         self.position += sequences
-        return _batch(self.sequences(numbers, validation=False))
+        return _batch(self.read_sequences(numbers, validation=False))
+
+    def skip(self, sequences: int) -> None:
+        """Advance without a look at what is there. Who keeps more than the position overrides this too."""
+        self.position += sequences
 
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
         """Return this shard's rows of a validation batch, padded at the end; None after the last."""
@@ -93,7 +97,7 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(_batch(self.sequences(numbers, validation=True)), len(rows))
+        return _padded(_batch(self.read_sequences(numbers, validation=True)), len(rows))
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, and of what data."""

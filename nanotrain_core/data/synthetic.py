@@ -100,7 +100,7 @@ class Synthetic(SequenceData):
         uniform = f"ln {vocab} = {math.log(vocab):.3f}"
         return f"Markov chain, {vocab} tokens, entropy {self.entropy:.3f} nats ({uniform})"
 
-    def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
+    def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the walks of those numbers."""
         split = "data/walk/validation" if validation else "data/walk/train"
         uniform = np.empty((len(numbers), self.length + 1))

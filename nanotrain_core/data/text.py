@@ -10,8 +10,9 @@ from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import fingerprint, read_documents
 from nanotrain_core.data.order import Integers, SequenceData
 from nanotrain_core.data.text_survey import held_out
-from nanotrain_core.data.tokenizers import make_tokenizer
+from nanotrain_core.data.tokenizers import Tokenizer, make_tokenizer
 from nanotrain_core.errors import DataError
+from nanotrain_core.run.working import working
 
 
 class Text(SequenceData):
@@ -27,15 +28,20 @@ class Text(SequenceData):
     def __init__(self, config: TextConfig) -> None:
         self.config = config
 
+    def tokenizer_alone(self) -> Tokenizer:
+        """Return the tokenizer, without a look at the documents."""
+        return make_tokenizer(self.config.tokenizer)
+
     def open(self, *, length: int, seed: int) -> None:
         """Read, tokenise and split.
 
         Raises:
             DataError: files, tokenizer or its package are missing, or there is less than one sequence.
         """
-        documents = read_documents(self.config.paths, self.config.suffixes)
-        digest = fingerprint(documents)
-        self.tokenizer = make_tokenizer(self.config.tokenizer)
+        with working("reading text"):
+            documents = read_documents(self.config.paths, self.config.suffixes)
+            digest = fingerprint(documents)
+        self.tokenizer = self.tokenizer_alone()
         self.vocab_size = self.tokenizer.vocab_size
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
@@ -56,7 +62,7 @@ class Text(SequenceData):
         )
         self.bytes_per_token = self._bytes_per_token()
 
-    def sequences(self, numbers: Integers, *, validation: bool) -> Integers:
+    def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the tokens of those sequences of a split."""
         chosen = (self._validation_numbers if validation else self._train_numbers)[numbers]
         places = chosen[:, None] * self.length + np.arange(self.length + 1)
@@ -66,7 +72,7 @@ class Text(SequenceData):
         """Measure on targets of the validation split, or of the training split if nothing is held out."""
         validation = self.validation > 0
         numbers = np.arange(min(self.MEASURED, self.validation or self.train))
-        targets = self.sequences(numbers, validation=validation)[:, 1:]
+        targets = self.read_sequences(numbers, validation=validation)[:, 1:]
         return sum(self.tokenizer.byte_count(row) for row in targets.tolist()) / targets.size
 
     def describe(self) -> str:

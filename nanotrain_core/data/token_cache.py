@@ -1,9 +1,21 @@
-"""Tokens on the disk, under the hash of their bytes: what is damaged is not trained on but made anew."""
+"""Tokens on the disk, each piece with its hash: what is damaged is not trained on.
+
+A cache is three files that are called after the text, the tokenizer and the hash of all hashes: ``.tokens``,
+``.hashes`` with 16 bytes for every 64 KiB of them, and ``.checked`` with size, time of change and inode that
+the tokens had when all of them were compared last. Where these are still so, a start reads hashes alone (24
+MB for 100 GB of tokens); otherwise one process of the host compares all, and what is damaged is made anew.
+In either case each piece is compared with its hash when a process reads of it for the first time: a bit that
+has flipped since ends the run, with the file's name.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import json
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +23,161 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from nanotrain_core.run.files import write_atomically
+from nanotrain_core.errors import DataError
+from nanotrain_core.run.files import write_atomically, write_text_atomically
+from nanotrain_core.run.working import working
 
 Tokens = npt.NDArray[Any]
 
+#: Bytes that share a hash. A sequence reads few more than its own.
+PIECE = 2**16
+#: Bytes of a hash: half of a SHA-256.
+HASH = 16
+
 
 class TokenCache:
-    """The tokens of one text by one tokenizer, in ``<key>-<SHA-256 of the tokens>.tokens``."""
+    """The tokens of one text by one tokenizer."""
 
     def __init__(self, key: str, dtype: np.dtype[Any]) -> None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.folder, self.dtype = base / "nanotrain" / "tokens", dtype
         self.key = hashlib.sha256(key.encode()).hexdigest()[:32]
 
-    def read(self) -> Tokens | None:
+    def read(self) -> CachedTokens | None:
         """Return what was written, mapped into memory; None if there is nothing, or nothing whole."""
         for path in sorted(self.folder.glob(f"{self.key}-*.tokens")):
             try:
+                hashes = path.with_suffix(".hashes").read_bytes()
                 tokens = np.memmap(path, self.dtype, mode="r")
             except (OSError, ValueError):  # gone, empty, or cut within a token
                 continue
-            if path.name == self._name(tokens):
-                return tokens
+            found = CachedTokens(path, tokens, hashes)
+            if path.name == self._name(hashes) and found.is_whole():
+                return found
             log = structlog.get_logger("nanotrain.data")
             log.warning("cached tokens are damaged, and made anew", path=str(path))
         return None
 
     def write(self, tokens: Tokens) -> None:
         """Keep tokens for the next run, and nothing else under their key; without a place, do nothing."""
-        path = self.folder / self._name(tokens)
+        hashes = b"".join(map(_hash, _pieces(tokens)))
+        path = self.folder / self._name(hashes)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path.with_suffix(".hashes"), lambda file: _write(file, hashes))
             write_atomically(path, tokens.tofile)
-            for other in self.folder.glob(f"{self.key}-*.tokens"):
-                if other != path:
+            _note_checked(path)
+            for other in self.folder.glob(f"{self.key}-*"):
+                if other.stem != path.stem:
                     other.unlink(missing_ok=True)
         except OSError:
             pass  # the next run tokenises again
 
-    def _name(self, tokens: Tokens) -> str:
-        return f"{self.key}-{hashlib.sha256(tokens.data).hexdigest()}.tokens"
+    def _name(self, hashes: bytes) -> str:
+        return f"{self.key}-{hashlib.sha256(hashes).hexdigest()}.tokens"
+
+
+class CachedTokens:
+    """Tokens of a file, compared with their hashes as they are read."""
+
+    def __init__(self, path: Path, tokens: Tokens, hashes: bytes) -> None:
+        self.path, self.tokens, self.hashes = path, tokens, hashes
+        self.dtype = tokens.dtype
+        self._piece = PIECE // tokens.itemsize
+        self._known = np.zeros(-(-tokens.nbytes // PIECE), np.bool_)
+        """Which pieces this process has compared."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Tokens:
+        """Return tokens at a slice, or at an array of places whose rows are compared from end to end.
+
+        Raises:
+            DataError: they are not those that were written. The file is gone then, to be made anew.
+        """
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            spans = [(first, last - 1)] if step == 1 and first < last else [(0, len(self) - 1)]
+        else:
+            rows = index.reshape(-1, index.shape[-1])
+            spans = list(zip(rows.min(1).tolist(), rows.max(1).tolist(), strict=True)) if index.size else []
+        wanted = {n for first, last in spans for n in range(first // self._piece, last // self._piece + 1)}
+        if damaged := [number for number in sorted(wanted) if not self._is_sound(number)]:
+            for suffix in (".checked", ".hashes", ".tokens"):
+                with suppress(OSError):
+                    self.path.with_suffix(suffix).unlink(missing_ok=True)
+            raise DataError(
+                f"the cached tokens {self.path} are damaged at byte {damaged[0] * PIECE}, and were deleted: "
+                "start again with --resume, and the text is tokenised anew"
+            )
+        return self.tokens[index]
+
+    def tolist(self) -> list[int]:
+        """Return all tokens."""
+        found: list[int] = self[:].tolist()
+        return found
+
+    def is_whole(self) -> bool:
+        """Return whether there are as many hashes as pieces, and no piece is known to be damaged.
+
+        All are compared if that was not done since the file changed, by one process of the host.
+        """
+        if len(self.hashes) != len(self._known) * HASH:
+            return False
+        if _was_checked(self.path):
+            return True
+        with _alone(self.path.with_suffix(".hashes")):
+            if _was_checked(self.path):
+                return True
+            with working("verifying cached tokens"):
+                whole = all(map(self._is_sound, range(len(self._known))))
+            if whole:
+                with suppress(OSError):  # the next start looks again
+                    _note_checked(self.path)
+            return whole
+
+    def _is_sound(self, number: int) -> bool:
+        if not self._known[number]:
+            piece = self.tokens[number * self._piece : (number + 1) * self._piece]
+            wanted = self.hashes[number * HASH : (number + 1) * HASH]
+            self._known[number] = _hash(np.ascontiguousarray(piece).data) == wanted
+        return bool(self._known[number])
+
+
+def _hash(piece: Any) -> bytes:
+    return hashlib.sha256(piece).digest()[:HASH]
+
+
+def _pieces(tokens: Tokens) -> Iterable[Any]:
+    data = np.ascontiguousarray(tokens).data.cast("B")
+    return (data[begin : begin + PIECE] for begin in range(0, len(data), PIECE))
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _form(path: Path) -> dict[str, int]:
+    found = path.stat()
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def _was_checked(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.with_suffix(".checked").read_bytes()) == _form(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _note_checked(path: Path) -> None:
+    write_text_atomically(path.with_suffix(".checked"), json.dumps(_form(path)))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes out that come with the same file, where the file system has locks."""
+    with path.open("rb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nanotrain_core.contracts.data import TextCodec
 from nanotrain_core.data.documents import Document, missing_path
-from nanotrain_core.data.token_cache import TokenCache, Tokens
+from nanotrain_core.data.token_cache import CachedTokens, TokenCache, Tokens
 from nanotrain_core.errors import DataError
+from nanotrain_core.run.working import working
 
 #: What public tokenizers call the token that ends a document, in the order they are looked for.
 END_OF_TEXT = (
@@ -24,20 +26,15 @@ END_OF_TEXT = (
 )
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TextCodec, Protocol):
     """What ``text`` needs of a tokenizer."""
 
     name: str
     """Short, and different for different tokenizers."""
-    vocab_size: int
 
-    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
+    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return all documents as one array of the smallest unsigned type, each followed by a separator."""
         ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
 
     def byte_count(self, tokens: Sequence[int]) -> int:
         """Return how many bytes of text ``tokens`` stand for."""
@@ -49,6 +46,7 @@ class Bytes:
 
     name = "bytes"
     vocab_size = 256
+    separator: int | None = 0
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
         """Return the bytes themselves."""
@@ -81,17 +79,18 @@ class TokenizerFile:
         self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
         self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
 
-    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens:
+    def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if they are there.
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
         """
         cache = TokenCache(f"{fingerprint}/{self.name}", self._dtype)
         known = cache.read()
-        if known is None:
-            known = np.concatenate([np.empty(0, self._dtype), *self._pieces(documents)])
-            cache.write(known)
-        return known
+        if known is not None:
+            return known
+        made: Tokens = np.concatenate([np.empty(0, self._dtype), *self._pieces(documents)])
+        cache.write(made)
+        return made
 
     @property
     def _dtype(self) -> np.dtype[Any]:
@@ -100,10 +99,13 @@ class TokenizerFile:
     def _pieces(self, documents: Sequence[Document]) -> list[Tokens]:
         end = [] if self.separator is None else [self.separator]
         pieces = []
-        for start in range(0, len(documents), self.DOCUMENTS):
-            texts = [d.content.decode(errors="replace") for d in documents[start : start + self.DOCUMENTS]]
-            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-            pieces += [np.array(encoding.ids + end, self._dtype) for encoding in encodings]
+        with working("tokenising", sum(len(d.content) for d in documents), "B") as advance:
+            for start in range(0, len(documents), self.DOCUMENTS):
+                some = documents[start : start + self.DOCUMENTS]
+                texts = [d.content.decode(errors="replace") for d in some]
+                encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+                pieces += [np.array(encoding.ids + end, self._dtype) for encoding in encodings]
+                advance(sum(len(d.content) for d in some))
         return pieces
 
     def encode(self, text: str) -> list[int]:

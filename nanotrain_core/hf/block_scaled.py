@@ -58,14 +58,17 @@ class BlockScaled:
 
 
 def _block_size(options: Mapping[str, Any]) -> tuple[int, int]:
+    if not isinstance(options, Mapping):
+        raise HFError(f"config.json: quantization_config is {options!r}; expected a table")
     method, form = options.get("quant_method"), options.get("fmt", "e4m3")
     size = options.get("weight_block_size")
-    if method != "fp8" or form != "e4m3" or not isinstance(size, list) or len(size) != 2:
+    sizes = size if isinstance(size, list) and len(size) == 2 else [0]
+    if method != "fp8" or form != "e4m3" or any(type(each) is not int or each < 1 for each in sizes):
         raise HFError(
             f"it is quantized ({method}); only fp8 in e4m3 with weight_block_size, as DeepSeek-V3 was "
             "released, can be read: convert it to bfloat16 with its own tools first"
         )
-    return int(size[0]), int(size[1])
+    return sizes[0], sizes[1]
 
 
 def _misfit(name: str, shards: Shards, block: tuple[int, int]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.files import flush, write_text_atomically
+from nanotrain_core.run.working import working
 
 #: Files that go along with weights as they are.
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
@@ -71,7 +72,8 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FolderError(f"{target} is there already: name a new folder")
     weights = open_weights(source, registry)
-    damage = weights.reader.damage()
+    with working("verifying weights"):
+        damage = weights.reader.damage()
     if damage:
         raise CheckpointError("; ".join(damage))
     form = form or ("nanotrain" if weights.hf else "huggingface")
@@ -80,6 +82,7 @@ def convert(
         kept = kept_dtypes(on_meta(weights.selection, registry))
         dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept}
     entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
+    entries = [attrs.evolve(entry, read=partial(_finite, source, entry)) for entry in entries]
     scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
         scratch.mkdir(parents=True)
@@ -95,6 +98,18 @@ def convert(
         shutil.rmtree(scratch, ignore_errors=True)
     parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
     return Written(weights.selection.use, form, parameters, files)
+
+
+def _finite(source: Path, entry: Entry) -> torch.Tensor:
+    """Read a tensor.
+
+    Raises:
+        CheckpointError: it has a NaN or an infinity.
+    """
+    found = entry.read()
+    if not bool(found.isfinite().all()):
+        raise CheckpointError(f"{source}: {entry.name} is not finite")
+    return found
 
 
 def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:

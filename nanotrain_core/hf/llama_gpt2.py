@@ -10,7 +10,16 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanotrain_core.builtin.configs import TransformerConfig
-from nanotrain_core.hf.mapping import HFError, HFMapping, HFTensor, ParameterMapping, expect, expect_size
+from nanotrain_core.hf.mapping import (
+    HFError,
+    HFMapping,
+    HFTensor,
+    ParameterMapping,
+    expect,
+    expect_flag,
+    expect_real,
+    expect_size,
+)
 from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 
 #: The options in which the two differ, as :class:`TransformerConfig` calls them.
@@ -64,7 +73,7 @@ def is_gpt2(config: TransformerConfig) -> bool:
 def _shared_table(hf: Mapping[str, Any], width: int, heads: int) -> dict[str, Any]:
     if width % heads:
         raise HFError(f"config.json: {heads} heads do not divide width {width}")
-    vocab, init_std = expect_size(hf, "vocab_size"), float(hf.get("initializer_range", 0.02))
+    vocab, init_std = expect_size(hf, "vocab_size"), expect_real(hf, "initializer_range", 0.02)
     return {"width": width, "heads": heads, "vocab": vocab, "init_std": init_std}
 
 
@@ -80,20 +89,20 @@ def _llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
         **LLAMA,
         "ffn": expect_size(hf, "intermediate_size"),
         **rope_table(hf),
-        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "norm_eps": expect_real(hf, "rms_norm_eps", 1e-6),
         **_llama_bias(hf),
-        "tied": bool(hf.get("tie_word_embeddings", False)),
+        "tied": expect_flag(hf, "tie_word_embeddings", default=False),
     }
     kv_heads, head_size = hf.get("num_key_value_heads"), hf.get("head_dim")
     if kv_heads and kv_heads != heads:
-        table["kv_heads"] = kv_heads
+        table["kv_heads"] = expect_size(hf, "num_key_value_heads")
     if head_size and head_size != width // heads:
-        table["head_size"] = head_size
+        table["head_size"] = expect_size(hf, "head_dim")
     return table
 
 
 def _llama_bias(hf: Mapping[str, Any]) -> dict[str, bool]:
-    attention, mlp = (bool(hf.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    attention, mlp = (expect_flag(hf, key, default=False) for key in ("attention_bias", "mlp_bias"))
     return {"bias": mlp} if attention == mlp else {"attention_bias": attention, "ffn_bias": mlp}
 
 
@@ -167,10 +176,10 @@ def _gpt2_table(hf: Mapping[str, Any]) -> dict[str, Any]:
         "layers": expect_size(hf, "n_layer"),
         **_shared_table(hf, width, expect_size(hf, "n_head")),
         **GPT2,
-        "ffn": hf.get("n_inner") or 4 * width,
+        "ffn": expect_size(hf, "n_inner") if hf.get("n_inner") else 4 * width,
         "max_length": expect_size(hf, "n_positions"),
-        "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
-        "tied": bool(hf.get("tie_word_embeddings", True)),
+        "norm_eps": expect_real(hf, "layer_norm_epsilon", 1e-5),
+        "tied": expect_flag(hf, "tie_word_embeddings", default=True),
     }
 
 

@@ -102,6 +102,30 @@ def expect(hf: Mapping[str, Any], key: str, *allowed: Any) -> Any:
     return value
 
 
+def expect_flag(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return a truth value of a ``config.json``; ``default`` where it has none, false where it says null.
+
+    Raises:
+        HFError: it is something else.
+    """
+    value = hf.get(key, default)
+    if not isinstance(value, bool | None):
+        raise HFError(f"config.json: {key} is {value!r}; expected true or false")
+    return bool(value)
+
+
+def expect_real(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number of a ``config.json``, ``default`` where it has none.
+
+    Raises:
+        HFError: it is no finite number.
+    """
+    value = hf.get(key, default)
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise HFError(f"config.json: {key} is {value!r}; expected a finite number")
+    return float(value)
+
+
 def expect_size(hf: Mapping[str, Any], key: str) -> int:
     """Return a size that a ``config.json`` must have.
 

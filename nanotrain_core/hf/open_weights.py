@@ -6,9 +6,9 @@ component can open for its weights: a checkpoint, or a run folder.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import tomli
 import torch
 from torch import nn
 
+from nanotrain_core.checkpoint.run_state import load_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
-from nanotrain_core.errors import CheckpointError, did_you_mean, nearby
+from nanotrain_core.errors import CheckpointError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
-from nanotrain_core.hf.mapping import HFError, HFMapping
+from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Shape
@@ -30,10 +31,14 @@ from nanotrain_core.recipe.model_table import model_table, refuse_other_model, w
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.near import nearby_weights
+from nanotrain_core.run.working import working
 
 #: The ``[model]`` table of a folder of ours: a recipe can extend it.
 TABLE = "model.toml"
 CONFIG = "config.json"
+#: Times as much as the files hold that a config may describe, for what is missing to be told by name.
+MUCH = 4
 
 
 @attrs.define(frozen=True, eq=False)
@@ -96,7 +101,7 @@ def _open_ours(folder: Path) -> SavedWeights:
 
 def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder{nearby(path)}")
+        raise CheckpointError(f"{path}: there is no such file or folder{nearby_weights(path)}")
     for name in registry.names("checkpoint"):
         opener = registry.get("checkpoint", name).load_optional("weights")
         found: SavedWeights | None = opener(path) if opener else None
@@ -164,11 +169,13 @@ def hf_models(registry: Registry) -> dict[str, tuple[str, HFMapping]]:
 
 def _open_hf(folder: Path, registry: Registry) -> Weights:
     try:
-        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as problem:
+        config = load_json((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as problem:
         raise CheckpointError(f"{folder / CONFIG} is damaged: {problem}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / CONFIG} is damaged: expected a table")
     known, wanted = hf_models(registry), config.get("model_type")
-    if wanted not in known:
+    if not isinstance(wanted, str) or wanted not in known:
         near = did_you_mean(str(wanted), list(known))
         raise HFError(
             f"{folder / CONFIG}: model_type is {wanted!r}{near}; installed models can represent: "
@@ -180,10 +187,32 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
         table = {"use": use, **hf.table(config, shards.shapes.keys())}
     except HFError as problem:
         raise HFError(f"{folder}: model '{use}' cannot represent it: {problem}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        text = f"a value of {CONFIG} is of a kind that it does not expect: {describe(problem)}"
+        raise HFError(f"{folder}: model '{use}' cannot represent it: {text}") from None
     selection = select(table, registry, folder)
     own = selection.config
-    atlas = Atlas(hf.mappings_in(own, config), shapes_of(selection, registry))
+    _expect_about_as_many(folder, hf.mappings_in(own, config), shards)
+    shapes = shapes_of(selection, registry)
+    numbers, held = (sum(map(prod, each.values())) for each in (shapes, shards.shapes))
+    if numbers > MUCH * held:
+        refuse(folder, [f"{CONFIG} describes {numbers:,} numbers, and the files hold {held:,}"])
+    atlas = Atlas(hf.mappings_in(own, config), shapes)
     return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
+
+
+def _expect_about_as_many(folder: Path, mappings: Iterable[ParameterMapping], shards: Tensors) -> None:
+    """Refuse a config of far more tensors than there are, before a model of ten thousand layers is made.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    most, named = MUCH * len(shards.shapes), 0
+    for mapping in mappings:
+        named += len(mapping.hf) if isinstance(mapping.hf, tuple) else 1
+        if named > most:
+            text = f"{CONFIG} describes more than {most} tensors, and the files hold {len(shards.shapes)}"
+            refuse(folder, [text])
 
 
 def _shards(folder: Path, quantization: Mapping[str, Any] | None) -> Tensors:
@@ -229,13 +258,22 @@ def load_weights(
     """
     weights = open_weights(path, registry)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
-    damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
+    with working("verifying weights"):
+        damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:
         raise CheckpointError("; ".join(damage))
     prints = mesh.gather(fingerprint(weights.reader))
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
         raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
-    for parameter in placed:
-        block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
-        parameter.parameter.copy_(block)
+    odd: list[str] = []
+    with working("loading weights", sum(each.parameter.nbytes for each in placed), "B") as advance:
+        for parameter in placed:
+            block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
+            parameter.parameter.copy_(block)
+            # Looked at in the host's memory, before it is on the device.
+            if parameter.parameter.requires_grad and not bool(block.isfinite().all()):
+                odd.append(parameter.placement.name)
+            advance(parameter.parameter.nbytes)
+    if first := next((names[0] for names in mesh.gather(odd) if names), ""):
+        raise CheckpointError(f"{path}: {first} is not finite")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanotrain_core.hf.mapping import HFError, expect
+from nanotrain_core.hf.mapping import HFError, expect, expect_real
 
 
 def read_rope(hf: Mapping[str, Any], *kinds: str) -> tuple[float, str, dict[str, Any]]:
@@ -35,11 +35,13 @@ def read_rope(hf: Mapping[str, Any], *kinds: str) -> tuple[float, str, dict[str,
     if kind not in ("default", *kinds):
         known = " or ".join(map(repr, ("default", *kinds)))
         raise HFError(f"config.json: rope_type is {kind!r}; only {known} can be represented")
-    return float(options.get("rope_theta", hf.get("rope_theta", 10000.0))), kind, options
+    return expect_real({**hf, **options}, "rope_theta", 10000.0), kind, options
 
 
 def _table(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
     table = hf.get(name) or {}
+    if not isinstance(table, Mapping):
+        raise HFError(f"config.json: {name} is {table!r}; expected a table")
     return {"rope_type": table.get("type", "default"), **table} if table else {}
 
 

@@ -11,6 +11,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from nanotrain_core.launch.cause import Cause
+from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+
 #: Rank -> how its process ended: negative for a signal.
 ExitCodes = Mapping[int, int]
 
@@ -23,6 +26,7 @@ class Agent(LocalElasticAgent):
         ranks: WorkerSpec,
         before_start: Callable[[], None],
         start_again: Callable[[ExitCodes, int], bool],
+        given_up: Callable[[ExitCodes], None],
         stopped: Callable[[], bool],
     ) -> None:
         """Prepare.
@@ -32,9 +36,11 @@ class Agent(LocalElasticAgent):
             before_start: called when no rank runs and before they are started, the first time or again: also
                 because another host starts its ranks again.
             start_again: called with exit codes and the number of the restart; says whether to go on.
+            given_up: called with exit codes when ranks have failed and are not started again.
             stopped: says whether a signal came, which ends the wait for other hosts.
         """
         self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
+        self.given_up = given_up
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
 
     def results(self) -> dict[int, Any]:
@@ -45,11 +51,21 @@ class Agent(LocalElasticAgent):
         """
         try:
             result = self.run()
+            if result.is_failed():  # told while the hosts still have their store
+                self.given_up({rank: failure.exitcode for rank, failure in result.failures.items()})
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
         if result.is_failed():
             raise ChildFailedError("nanotrain", result.failures)
         return dict(result.return_values)
+
+    def first_of_all(self, mine: Cause) -> Cause:
+        """Return the first cause of this attempt's failure on any host, known here as ``mine``."""
+        group = self._worker_group
+        if self._store is None or group.group_rank is None or (group.group_world_size or 1) < 2:
+            return mine
+        assert group.group_world_size is not None
+        return first_of_all(mine, self._store, group.group_rank, group.group_world_size)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other hosts, unless a signal comes first: no rank is there to be told of it.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -24,6 +25,8 @@ class Cause:
     trace: str = ""
     mistake: bool = False
     """Whether it was said on purpose, as by a :class:`NanotrainError`: it would happen again."""
+    echo: bool = False
+    """Whether it only tells that another rank went away."""
 
     def tell(self, what_now: str = "") -> None:
         """Write it to stderr, and what happens next."""
@@ -58,11 +61,27 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         others = stopped
     first = others[0] if others else None
     crashed = first is not None and first["trace"] is not None and not first["echo"]
+    silent = _silent(scratch, codes, reports)
+    if silent and not killed and (first is None or first["echo"]):
+        told = ", ".join(map(str, silent))
+        how = f" with exit code {codes[silent[0]]}" if silent[0] in codes else ""
+        return Cause(f"rank {told} ended in the middle of the run{how}, without a word", Exit.FAILED)
     if killed and not crashed:
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)
     if first and first["trace"] is None and not first["echo"]:
         return Cause(first["text"], first["code"], mistake=True)
     if first:
-        return Cause(f"rank {first['rank']} failed: {first['text']}", Exit.FAILED, first["trace"] or "")
+        text = f"rank {first['rank']} failed: {first['text']}"
+        return Cause(text, Exit.FAILED, first["trace"] or "", echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
+
+
+def _silent(scratch: Path, codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that began, have not come to their end, and left no word of why.
+
+    One that ends with code 0 is no failure to torch: it names who noticed first.
+    """
+    began = {int(path.name.removeprefix("pid-")) for path in scratch.glob("pid-*")}
+    failed = {rank for rank, code in codes.items() if code > 0}
+    return sorted((began | failed) - {report["rank"] for report in reports})

@@ -76,6 +76,12 @@ def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ
     raise LaunchError(f"started by {ranks.launcher}, but MASTER_ADDR and MASTER_PORT are not set")
 
 
+def run_name(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what tells a run from all others whose ranks may look at the same port."""
+    keys = ("SLURM_JOB_ID", "SLURM_STEP_ID") if ranks.launcher == "srun" else ("TORCHELASTIC_RUN_ID",)
+    return "/".join([ranks.launcher, str(ranks.world_size), *(environment.get(key, "") for key in keys)])
+
+
 def is_port(text: str) -> bool:
     """Return whether ``text`` is the number of a port."""
     return text.isdecimal() and 0 < int(text) < 65536

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanotrain_core.run import log
-from nanotrain_core.run.stop import EXITS, SIGNALS, is_again
+from nanotrain_core.run.stop import EXITS, SIGNALS, announce, heeded, is_again
+from nanotrain_core.run.working import is_live
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1
@@ -23,22 +23,22 @@ GONE = 3.0
 
 
 class SignalForwarder:
-    """Waits for the agent while handing the first SIGINT or SIGTERM on to every rank, once.
+    """Waits for the agent while handing the first SIGINT, SIGTERM or SIGHUP on to every rank, once.
 
     A second signal, or the end of the ``grace`` period, in seconds, kills the ranks; and ends this process
     where there are none, because it waits for an answer of the place where hosts meet.
     """
 
-    def __init__(self, scratch: Path, grace: float) -> None:
+    def __init__(self, scratch: Path, grace: float, *, saves: bool = True) -> None:
         self.scratch, self.grace = scratch, grace
         self.received: signal.Signals | None = None
         self._told: set[int] = set()
-        self._announced = False
+        self._announced = not saves
         self._since, self._deadline = 0.0, float("inf")
 
     def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
         """Return the agent's result; call ``meanwhile`` again and again until then."""
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._receive) for number in heeded()}
         try:
             while not agent.done():
                 self._forward()
@@ -53,19 +53,18 @@ class SignalForwarder:
         if self.received is None:
             self.received, self._since = signal.Signals(number), time.monotonic()
             self._deadline = self._since + self.grace
-        elif number != self.received or not is_again(number, self._since):
+        elif not is_again(number, self.received, self._since):
             self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:
         """Tell ranks that have not been told; those that start late are told late."""
         if self.received is None:
             return
-        if not self._announced and self.received == signal.SIGINT:  # a person is waiting
-            text = f"a last step and a checkpoint, within {self.grace:g} s; again, and all ranks end at once"
-            with suppress(OSError):  # nobody reads: stop all the same
-                log.say(f"Ctrl-C: {text}", level="warning")
-        self._announced = True
         pids = {*pids_of(self.scratch)} - {0}
+        if pids and not self._announced:
+            self._announced = True
+            if self.received == signal.SIGINT and not is_live(sys.stdout):
+                announce(self.grace)  # a person is waiting; on a terminal rank 0 says it, above its panel
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
             if not pids and time.monotonic() > self._deadline + GONE:

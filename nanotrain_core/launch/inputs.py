@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain_core.data.survey import Survey
-from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe, nearby
+from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.near import nearby_weights
 
 
 def check_inputs(found: Resolution, *, weights: bool = True) -> None:
@@ -35,7 +37,9 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
     problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(recipe, survey)]
     if weights and recipe.run.weights and not Path(recipe.run.weights).exists():
         path = Path(recipe.run.weights)
-        problems.append(Problem("run.weights", f"{path}: there is no such file or folder{nearby(path)}"))
+        problems.append(
+            Problem("run.weights", f"{path}: there is no such file or folder{nearby_weights(path)}")
+        )
     refuse(found.merged, problems)
 
 
@@ -72,7 +76,7 @@ def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
 
 def _sequences(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
     """Check that there are enough for a batch, and any for evaluations that the recipe asks for."""
-    batch, evaluation = recipe.batch, recipe.evaluation
+    batch, evaluation = Timeline(recipe).largest().batch, recipe.evaluation
     if survey.train is not None and survey.train < batch.sequences:
         yield Problem(
             "batch.sequences",

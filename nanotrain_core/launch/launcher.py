@@ -25,26 +25,29 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.launch import temporary
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.forward import SignalForwarder
-from nanotrain_core.launch.worker import HAS_SAVED, Job, run_rank, train
+from nanotrain_core.launch.restarts import Restarts
+from nanotrain_core.launch.worker import Job, run_rank
+from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
-from nanotrain_core.run.stop import EXITS, SIGNALS
+from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
 
+#: Seconds that hosts wait for the one that serves their meeting: clusters start some much later.
+MEETING = 600
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
 
@@ -76,16 +79,29 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         folder = job.folder or recipe.run.folder
         claim = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
         job = attrs.evolve(job, claimed=str(claim.path))
+    return start(job, recipe, nodes)
+
+
+def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
+    """Have this host's ranks do ``job``, which claims no folder by itself, and return the exit code.
+
+    Raises:
+        NanotrainError: as :func:`launch`.
+    """
     if nodes.count * nodes.nproc == 1 and not nodes.max_restarts:
-        return EXIT_OF[train(job, Ranks())]
+        return EXIT_OF[job.run(Ranks())]
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
         job = attrs.evolve(job, scratch=scratch, one_host=nodes.count == 1, launcher_pid=os.getpid())
         with log.kept_in(Path(job.claimed) if job.claimed else None, None):
-            return _run_agent(job, recipe, nodes)
+            try:
+                return _run_agent(job, recipe, nodes)
+            finally:
+                restore_cursor()
 
 
 def prepare(nproc: int) -> None:
     """Start the forkserver, which loads torch while this process does: call it as early as possible."""
+    temporary.begin()
     set_allocator()
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
     # Stores warn, with a C++ stack, whenever the host that serves them ends first.
@@ -93,11 +109,12 @@ def prepare(nproc: int) -> None:
     # torch._dynamo too: else every rank would import it, in over a second, to make its optimizer.
     preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
     multiprocessing.set_forkserver_preload(preload)
-    # Its processes inherit what is blocked. A SIGTERM to all processes would else end it, and with it the
-    # launcher's knowledge of ranks that are still saving. They listen once they can end in order.
-    multiprocessing.resource_tracker.ensure_running()  # which unblocks it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Its processes inherit what is blocked. A SIGTERM or SIGHUP to all processes would else end it, and with
+    # it the launcher's knowledge of ranks that are still saving. They listen once they can end in order.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
+        multiprocessing.resource_tracker.ensure_running()  # which unblocks SIGTERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -117,21 +134,36 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
     _silence_torch()
     scratch = Path(job.scratch or "")
-    forwarder = SignalForwarder(scratch, recipe.run.grace)
+    forwarder = SignalForwarder(scratch, recipe.run.grace, saves=job.saves)
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
-    start_again = partial(_start_again, scratch, watch, forwarder, nodes.max_restarts)
+    agents: list[Agent] = []
+    causes: list[Cause] = []
+
+    def stopped() -> bool:
+        return forwarder.received is not None
+
+    def of_all_hosts(cause: Cause) -> Cause:
+        return cause if stopped() else agents[0].first_of_all(cause)
 
     def run() -> dict[int, Any]:
-        ranks = _what_to_start(job, nodes)
-        return Agent(ranks, watch.forget, start_again, lambda: forwarder.received is not None).results()
+        agents.append(
+            Agent(
+                _what_to_start(job, nodes),
+                before_start=watch.forget,
+                start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
+                given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),
+                stopped=stopped,
+            )
+        )
+        return agents[0].results()
 
+    restarts = Restarts(scratch, nodes.max_restarts, stopped, of_all_hosts)
     with ThreadPoolExecutor(1) as thread:
         agent = thread.submit(run)
         try:
             ends = forwarder.wait(agent, meanwhile=watch.look)
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            cause = first_cause(scratch, codes, watch.hang)
+        except ChildFailedError:
+            cause = causes[0]
             if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
                 return EXIT_OF[SIGNALS[forwarder.received]]
             return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
@@ -139,7 +171,8 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
             if forwarder.received is not None:
                 return EXIT_OF[SIGNALS[forwarder.received]]
             text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
-            return _end(Cause(f"{text}: {problem}", Exit.FAILED))
+            cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
+            return _end(of_all_hosts(cause) if agents else cause)
     return EXIT_OF[next(iter(ends.values()))]
 
 
@@ -150,23 +183,6 @@ def _silence_torch() -> None:
             logger, logging.Logger
         ):
             logger.setLevel(logging.CRITICAL)
-
-
-def _start_again(
-    scratch: Path,
-    watch: HangWatch,
-    forwarder: SignalForwarder,
-    most: int,
-    codes: Mapping[int, int],
-    number: int,
-) -> bool:
-    """Print why the ranks ended; return whether to start them once more, for the ``number``-th time."""
-    cause = first_cause(scratch, codes, watch.hang)
-    if cause.mistake or forwarder.received is not None:
-        return False
-    where = "the newest checkpoint" if (scratch / HAS_SAVED).exists() else "where it began"
-    cause.tell(f"; restarting ({number} of {most}) from {where}")
-    return True
 
 
 def _what_to_start(job: Job, nodes: Nodes) -> Any:
@@ -188,12 +204,14 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         local_addr=local,
-        **({"store_type": "file"} if single else {}),
+        **({"store_type": "file"} if single else {"read_timeout": MEETING}),
     )
     try:
         meeting = get_rendezvous_handler(rendezvous)
     except RendezvousError as problem:
-        raise LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}") from None
+        error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
+        error.exit_code = Exit.FAILED  # nobody's mistake: the first host may be late
+        raise error from None
     return WorkerSpec(
         role="default",
         local_world_size=nodes.nproc,

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -24,15 +24,17 @@ from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
-from nanotrain_core.launch.environment import Ranks, rendezvous_address
-from nanotrain_core.recipe import Recipe, load_recipe, recipe_hash, write_resolved
+from nanotrain_core.launch.environment import Ranks, rendezvous_address, run_name
+from nanotrain_core.launch.meeting import candidates, find, serve
+from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
+from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
-from nanotrain_core.run.folder import RunFolder, hold_as_rank
-from nanotrain_core.run.stop import end_on_sigterm
-from nanotrain_core.watch.hang import is_alive
+from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
+from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.stop import ENDING, end_on_sigterm
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
 
@@ -66,6 +68,12 @@ class Job:
     launcher_pid: int | None = None
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
+    saves: ClassVar[bool] = True
+    """Whether ranks save when they are told to stop: whoever presses Ctrl-C is told so."""
+
+    def run(self, ranks: Ranks) -> str:
+        """Do it as one rank, and return how it ended. Whoever has ranks do something else derives a job."""
+        return train(self, ranks)
 
 
 def run_rank(job: Job) -> str:
@@ -78,13 +86,13 @@ def run_rank(job: Job) -> str:
     assert ranks is not None
     assert job.scratch is not None
     end_on_sigterm()  # until training handles signals
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
-        end = train(job, ranks)
+        end = job.run(ranks)
         Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # gone, but not lost
         return end
     except BaseException as problem:
@@ -130,7 +138,8 @@ def train(job: Job, ranks: Ranks) -> str:
     """Load, agree with the other ranks, train; return how it ended."""
     log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
-    recipe = load_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
+    found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
+    recipe = found.recipe
 
     import torch
     import torch.distributed as dist
@@ -153,9 +162,8 @@ def train(job: Job, ranks: Ranks) -> str:
     held = hold_as_rank(folder)
     if dist.is_initialized() and dist.get_backend() == "nccl":
         record_collectives(folder)
+    mark, progress = mark_of(job, folder), Progress()
     scratch = Path(job.scratch) if job.scratch else None
-    mark = mark_of(job, folder)
-    progress = Progress()
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
         begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
@@ -168,11 +176,12 @@ def train(job: Job, ranks: Ranks) -> str:
             folder=folder,
             resume=resume,
         )
+        progress.waits = engine.run.mesh.waits
         engine.progress, engine.stop.grace = progress, recipe.run.grace
-        keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe)))
-        engine.events.monitors = [keep, *engine.events.monitors]
-        if mark is not None:
-            engine.events.monitors = [*engine.events.monitors, Mark(mark)]
+        stop_without(folder, held, engine.stop)
+        keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe), explain(recipe, found.merged)))
+        marks = [Mark(mark)] if mark is not None else []
+        engine.events.monitors = [keep, *engine.events.monitors, *marks]
         if "placements" in job.show:
             show_placements(engine.run)
         return engine.fit().reason
@@ -263,8 +272,10 @@ def watch(
     return Watchdog(progress, rank, timeout=timeout, folder=folder, scratch=scratch)
 
 
-def keep_recipe(folder: Path, text: str) -> None:
+def keep_recipe(folder: Path, text: str, explained: str) -> None:
     """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
+
+    Where each of its values comes from is in ``recipe.explained`` beside it.
 
     Raises:
         FolderError: it cannot be written.
@@ -273,6 +284,7 @@ def keep_recipe(folder: Path, text: str) -> None:
         path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
         if not path.exists():
             try:
+                write_text_atomically(path.with_suffix(".explained"), explained)
                 write_text_atomically(path, text)
             except OSError as problem:
                 raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
@@ -329,8 +341,11 @@ def join(
         store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)
     else:
         host, port = rendezvous_address(ranks)
-        hosts_it = ranks.rank == 0 and not agents
-        tcp = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
+        if agents or job.scratch is not None:
+            hosts_it = ranks.rank == 0 and not agents
+            tcp: Store = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
+        else:
+            tcp = meet_at(host, port, ranks, recipe.run.timeout)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
@@ -351,6 +366,17 @@ def join(
     dist.init_process_group("nccl", **world, **nccl.options(timeout))
     dist.barrier(device_ids=[device.index])  # connects all ranks now: see nccl.of_subgroup
     return store, past
+
+
+def meet_at(host: str, port: int, ranks: Ranks, seconds: float) -> Store:
+    """Return the store of ranks that srun has started, or torchrun without its own store."""
+    ports = candidates(port, named="MASTER_PORT" in os.environ)
+    name = run_name(ranks)
+    if ranks.rank:
+        return find(host, ports, name, seconds)
+    store = serve(host, ports, name)
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
 
 
 def share_folder(

@@ -21,20 +21,20 @@ from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.pipeline.passes import Passes
 
 
-def watch(parameter: nn.Parameter, gradients: LocalGradients) -> None:
-    """Have ``gradients`` told of each microbatch's gradient of ``parameter``.
+def register_gradient_hook(parameter: nn.Parameter, gradients: LocalGradients) -> None:
+    """Have autograd call ``gradients.on_gradient`` after each microbatch's gradient of ``parameter``.
 
     The hook does not keep ``gradients`` alive: a tensor's hooks are out of the garbage collector's
     sight, so a run, with its process groups, would stay in memory for good.
     """
-    told = weakref.ref(gradients)
+    owner = weakref.ref(gradients)
 
-    def tell(accumulated: torch.Tensor) -> None:
-        alive = told()
+    def hook(accumulated: torch.Tensor) -> None:
+        alive = owner()
         if alive is not None:
             alive.on_gradient(accumulated)
 
-    parameter.register_post_accumulate_grad_hook(tell)  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 class LocalGradients:
@@ -45,8 +45,8 @@ class LocalGradients:
     return one that was never rounded to the parameter's dtype.
     """
 
-    listens = True
-    """Whether :meth:`on_gradient` is told of every parameter's gradient of every microbatch, by a call of
+    needs_gradient_hooks = True
+    """Whether autograd calls :meth:`on_gradient` for each parameter in each microbatch, which costs a call of
     Python each. A class that has nothing to do before a stage's last microbatch is over sets it to False."""
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class LocalGradients:
             if placed.parameter.requires_grad:
                 placed.parameter.grad = None  # it may be of another dtype
                 placed.parameter.grad_dtype = dtype or placed.parameter.dtype
-                if self.listens:
-                    watch(placed.parameter, self)
+                if self.needs_gradient_hooks:
+                    register_gradient_hook(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
         """Refuse a layout whose gradients are partial: nobody here would add them up.
@@ -87,13 +87,13 @@ class LocalGradients:
                 )
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Hear that autograd has added a microbatch's gradient to ``parameter.grad``."""
+        """Called after autograd has accumulated a microbatch's gradient into ``parameter.grad``."""
         assert isinstance(parameter, nn.Parameter)
         if parameter in self._in_last_microbatch:
             self.on_final_gradient(parameter)
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
-        """Hear that the last microbatch's gradient was added; nothing to do without other ranks."""
+        """Called after the last microbatch's gradient was accumulated; nothing to do without other ranks."""
 
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
         """Start treating gradients of ``parameters`` as complete when they arrive."""
@@ -141,7 +141,7 @@ class AllReduceGradients(LocalGradients):
     overlaps with backward: components that provide ``gradient_sync`` are there to be faster.
     """
 
-    listens = False
+    needs_gradient_hooks = False
 
     #: Bytes of gradients that one all-reduce sums, at most, unless a single parameter has more: that much
     #: memory is needed on top of the gradients.
@@ -156,6 +156,7 @@ class AllReduceGradients(LocalGradients):
     ) -> None:
         """Watch ``parameters``, and fix in which order which of them are summed."""
         super().attach(parameters, mesh, dtype, passes)
+        self._waits = mesh.waits
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
 
     def check(self, mesh: Mesh) -> None:
@@ -188,7 +189,8 @@ class AllReduceGradients(LocalGradients):
         super().finish()
         for group, parameters in self._sums:
             flat = torch.cat([self.gradient(parameter).reshape(-1) for parameter in parameters])
-            dist.all_reduce(flat, group=group)
+            with self._waits.collectives:
+                dist.all_reduce(flat, group=group)
             totals = torch.split(flat, [parameter.numel() for parameter in parameters])
             for parameter, total in zip(parameters, totals, strict=True):
                 parameter.grad = total.view(parameter.shape)

@@ -7,15 +7,17 @@ run starts from the same numbers on CPU and GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.errors import PluginError
-from nanotrain_core.layout.placement import Placement, Placements
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
 from nanotrain_core.run.random_state import stream_seed
 
 #: Elements per random stream, about. Part of the definition of every run's initial weights.
@@ -49,7 +51,8 @@ def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
     """Give parts built on ``meta`` real storage on ``device`` and their initial weights.
 
-    A name that several of them have is one parameter, tied.
+    A name that several of them have is one parameter, tied. On ``meta``, in a dry run, there are no values to
+    draw.
 
     Raises:
         PluginError: a part has a buffer, which would come to life uninitialised, or a parameter for which
@@ -69,7 +72,8 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
             if name in seen:
                 hold(part, name, seen[name])
                 continue
-            parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
+            if device.type != "meta":
+                parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
             seen[name] = parameter
 
 
@@ -89,3 +93,18 @@ def _initializer(part: nn.Module, name: str) -> Initializer:
             f"the model has no initializer for parameter {name}: initializer(name) must give one"
         )
     return found
+
+
+@torch.no_grad()
+def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
+    """Broadcast: give all holders of a block the bits of the first.
+
+    They drew the same numbers from the same streams, but vector units of different processors round
+    the last bit differently, and replicas that start apart stay apart. Stages register parameters in orders
+    of their own, so all ranks go by name, and last through what several stages hold.
+    """
+    for parameter in sorted(placed, key=lambda each: (each.placement.stages, each.placement.name)):
+        span = parameter.placement.replica_span(mesh.layout)
+        group = mesh.group_of(span)
+        if group is not None:
+            dist.broadcast(parameter.parameter.data, src=mesh.layout.members(mesh.rank, span)[0], group=group)

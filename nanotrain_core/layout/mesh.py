@@ -16,7 +16,9 @@ import torch.distributed as dist
 from nanotrain_core.layout import nccl
 from nanotrain_core.layout.exchange import Exchange
 from nanotrain_core.layout.layout import Layout, Span
+from nanotrain_core.layout.timed import TimedExchange
 from nanotrain_core.layout.transport import Transport
+from nanotrain_core.watch.waits import Waits
 
 
 class Mesh:
@@ -32,6 +34,9 @@ class Mesh:
         transport: Transport | None = None,
     ) -> None:
         self.transport = transport or Transport()
+        self.waits = Waits()
+        """How long this rank is in exchanges with others. What talks past this class stands in
+        ``with mesh.waits.collectives:``."""
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)
@@ -53,7 +58,7 @@ class Mesh:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     @property
-    def reads_late(self) -> bool:
+    def device_is_async(self) -> bool:
         """Whether the host would have to wait to read a number of the device: anywhere but on a CPU.
 
         A training step then makes no host synchronisation: an overflow is skipped on the device, by
@@ -156,7 +161,8 @@ class Mesh:
             return None
         if group not in self._exchanges:
             seconds = self.timeout.total_seconds()
-            self._exchanges[group] = self.transport.exchange(group, self.device, seconds)
+            found = self.transport.exchange(group, self.device, seconds)
+            self._exchanges[group] = TimedExchange(found, self.waits)
         return self._exchanges[group]
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
@@ -165,22 +171,25 @@ class Mesh:
         if size == 1:
             return [value]
         everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, value, group=self.group(*dims) if dims else None)
+        with self.waits.collectives:
+            dist.all_gather_object(everyone, value, group=self.group(*dims) if dims else None)
         return everyone
 
     def all_reduce(self, tensor: torch.Tensor, *dims: str, op: dist.ReduceOp.RedOpType | None = None) -> None:
         """Reduce ``tensor`` in place over ``dims``, or over the world if none are named. SUM by default."""
         group = self.group(*dims) if dims else (dist.group.WORLD if self.world_size > 1 else None)
         if group is not None:
-            dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
+            with self.waits.collectives:
+                dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
 
     def all_reduce_data(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` in place over the ranks of this pipeline stage that see different data."""
         group = self.group_of(self._data)
         if group is not None:
-            dist.all_reduce(tensor, group=group)
+            with self.waits.collectives:
+                dist.all_reduce(tensor, group=group)
 
-    def speaks_for_replicas(self, *, once_per_pipeline: bool = False) -> bool:
+    def is_first_replica(self, *, once_per_pipeline: bool = False) -> bool:
         """Return whether this rank is the first of those that see the same data in the same stage.
 
         Summing what only such ranks contribute counts every row of a batch once.

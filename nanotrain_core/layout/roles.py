@@ -6,7 +6,7 @@ never a module's name or class, so a new model works with every wrapper and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -175,3 +175,22 @@ def tagged(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tag]]:
         found = tag_of(module)
         if found is not None:
             yield name, module, found
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts layers.2 before layers.10."""
+    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]
+
+
+def main_layers(names: Iterable[str]) -> list[str]:
+    """Return the layers that a model's depth is made of, in its order, of the names of all its layers.
+
+    That are those whose names differ in their numbers alone, as ``layers.0`` and ``layers.1``; of several
+    such families the largest, of equal ones the first. A block beside them, as one of a module for
+    multi-token prediction, is neither the model's first nor its last layer.
+    """
+    families: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(set(names), key=natural):
+        family = tuple("" if word.isdecimal() else word for word in name.split("."))
+        families.setdefault(family, []).append(name)
+    return max(families.values(), key=len, default=[])

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.core import CORE
-from nanotrain_core.metrics.declared import Metric, Names
+from nanotrain_core.metrics.declared import Metric, Names, check_distinct
 from nanotrain_core.metrics.gathered import Gathered, Spec
+from nanotrain_core.metrics.pack import pack
 from nanotrain_core.metrics.report import Histogram, MetricsReport
 
 _CORE = Names(CORE)
@@ -53,7 +54,8 @@ class Sent:
     """What this rank has published without a place."""
     texts: Mapping[str, tuple[str, Metric]]
     numbers: torch.Tensor
-    """As :func:`pack` returns them, of all ranks; on the host once ``arrived``."""
+    """As :func:`~nanotrain_core.metrics.pack.pack` returns them, of all ranks; on the host once
+    ``arrived``."""
     arrived: torch.Event | None
 
 
@@ -61,20 +63,34 @@ class Board:
     """Where the monitors of one rank publish, and where what all ranks published is read."""
 
     def __init__(self, mesh: Mesh, declared: Mapping[str, Sequence[Metric]]) -> None:
-        """``declared``: what each monitor of the run declares, by its name, in order."""
+        """Open it.
+
+        Args:
+            mesh: of the run.
+            declared: what each monitor of the run declares, by its name, in order.
+
+        Raises:
+            PluginError: two declarations of a monitor are of one name.
+        """
         self.mesh = mesh
         self.owners = [*declared]
+        for metrics in declared.values():
+            check_distinct(metrics)
         self.names = [Names(metrics) for metrics in declared.values()]
+        self._publishers: dict[str, set[int]] = {}
+        """Of each number of ranks, those that have published it so far, by its name."""
         self._failed = [0.0] * len(declared)
         """How often each monitor failed on this rank since the last logged step."""
         self.table: dict[str, Spec] = {}
         """Names that have a place, in the order of places: the same on every rank."""
+        self._told_as: dict[str, str] = {}
+        """By the name of each value, what publishes it: of statistics a name with ``{statistic}``."""
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
-        self.late = mesh.reads_late
+        self.late = mesh.device_is_async
 
     # --- what monitors publish ---------------------------------------------------------------
 
@@ -82,17 +98,26 @@ class Board:
         """Return where to put values of a name.
 
         Raises:
-            PluginError: another monitor publishes it.
+            PluginError: another monitor publishes it, or one of its statistics is a name of its own.
         """
         found = self.gathered.get(spec.name)
         known = found.spec if found else self.table.get(spec.name, spec)
         if known is not spec and known != spec:
             raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
         if found is None:
+            self._check_values(spec)
             found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
             if spec.name in self.table:
                 self.table[spec.name] = spec  # from now on equal at a glance
         return found
+
+    def _check_values(self, spec: Spec) -> None:
+        """Refuse a value that another name has, too: `x/{statistic}` may be told as `x/rms`."""
+        for name in spec.names:
+            other = self._told_as.setdefault(name, spec.name)
+            if other != spec.name:
+                text = f"the metric '{name}' is published twice, as '{other}' and as '{spec.name}'"
+                raise PluginError(text)
 
     def fail(self, owner: int) -> None:
         """Note that a monitor has failed: what it published since the last logged step counts no more."""
@@ -119,6 +144,16 @@ class Board:
         """Wait for what is on its way. Collective, if there is any."""
         before, self._waiting = self._waiting, None
         return [self._read(before)] if before is not None else []
+
+    def last(self, step: int) -> list[MetricsReport]:
+        """Return the rest, and what was published since the last logged step, as of a validation. Collective.
+
+        ``step``: the last of the run.
+        """
+        reports = self.rest()
+        if any(names.metrics for names in self.names):
+            reports += [found for found in [self._read(self._send(step, {}))] if found.published]
+        return reports
 
     def forget(self) -> None:
         """Forget what is on its way and what was published since: the run goes back to before it."""
@@ -150,12 +185,12 @@ class Board:
         numbers, count = sent.numbers.tolist(), len(self.owners)
         news, failures, ranks = numbers[0], numbers[1 : 1 + count], numbers[len(numbers) - count :]
         failed = {n for n, times in enumerate(failures) if times}
-        found = _decode(sent.table, numbers[1 + count :], failed)
+        found = self._decode(sent.table, numbers[1 + count :], failed)
         texts: dict[str, tuple[str, Metric]] = {}
         if news:
             added, texts = self._agree(sent)
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
-            found |= _decode(added, rest[1 + count :], failed)
+            found |= self._decode(added, rest[1 + count :], failed)
         metrics = self._metrics | {name: metric for name, (_, metric) in texts.items()}
         published = frozenset([*found, *texts])
         return MetricsReport(
@@ -189,6 +224,8 @@ class Board:
                         f"{agreed.metric} on another"
                     )
         new = [added[name] for name in sorted(added)]
+        for spec in new:
+            self._check_values(spec)
         self.table |= {spec.name: spec for spec in new}
         self._metrics |= {name: spec.metric_of(name, self.names) for spec in new for name in spec.names}
         return new, texts
@@ -208,62 +245,26 @@ class Board:
         self.mesh.all_reduce(numbers[length:], op=dist.ReduceOp.MAX)
         return numbers
 
+    def _decode(
+        self, table: Sequence[Spec], numbers: Sequence[float], failed: Collection[int]
+    ) -> dict[str, float | Histogram]:
+        """Return the values of all names of ``table`` that any rank published, but of monitors that
+        ``failed``."""
+        first, most = 0, numbers[sum(spec.width for spec in table) :]
+        found: dict[str, float | Histogram] = {}
+        for number, spec in enumerate(table):
+            sums = numbers[first : first + spec.width]
+            if spec.owner not in failed and self._is_complete(spec, sums):
+                found.update(spec.read(sums, most[number]))
+            first += spec.width
+        return found
 
-def pack(
-    table: Sequence[Spec],
-    gathered: Mapping[str, Gathered],
-    device: torch.device,
-    header: Sequence[float],
-    ranks: Sequence[float],
-) -> torch.Tensor:
-    """Return ``header``, the sums and the maxima of all names of ``table``, and ``ranks``: float64, one
-    buffer.
-
-    A name that this rank did not publish adds nothing. Numbers of the device are put in place by a few
-    kernels, whatever their number.
-    """
-    sums, most = [*header], []
-    places: list[int] = []
-    values: list[torch.Tensor] = []
-    broken_places: list[int] = []
-    tops: list[tuple[int, torch.Tensor]] = []
-    for number, spec in enumerate(table):
-        mine, first = gathered.get(spec.name), len(sums)
-        sums += mine.sums if mine else [0.0] * spec.width
-        most.append(mine.most if mine else -math.inf)
-        for place, vectors in mine.device_sums.items() if mine else ():
-            for vector in vectors:
-                values.append(vector.reshape(-1))
-                places += range(first + place, first + place + vector.numel())
-        for top in mine.device_most if mine else ():
-            tops.append((number, top.reshape(-1)))
-            broken_places.append(first + spec.broken)
-    buffer = torch.tensor([*sums, *most, *ranks], dtype=torch.float64).to(device, non_blocking=True)
-    if tops:
-        highest = torch.cat([top for _, top in tops])
-        broken = highest.isnan()
-        values.append(broken.double())
-        places += broken_places
-        where = _index([len(sums) + number for number, _ in tops], device)
-        buffer.scatter_reduce_(0, where, highest.masked_fill(broken, -math.inf), "amax")
-    if values:
-        buffer.index_add_(0, _index(places, device), torch.cat(values))
-    return buffer
-
-
-def _index(places: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _decode(
-    table: Sequence[Spec], numbers: Sequence[float], failed: Collection[int]
-) -> dict[str, float | Histogram]:
-    """Return the values of all names of ``table`` that any rank published, but of monitors that
-    ``failed``."""
-    first, most = 0, numbers[sum(spec.width for spec in table) :]
-    found: dict[str, float | Histogram] = {}
-    for number, spec in enumerate(table):
-        if spec.owner not in failed:
-            found.update(spec.read(numbers[first : first + spec.width], most[number]))
-        first += spec.width
-    return found
+    def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:
+        """Return whether no rank is missing that has published this number of each rank before: what some
+        ranks say is not told as if it were of all."""
+        if not spec.ranks:
+            return True
+        present = {rank for rank, count in enumerate(sums[spec.ranks :]) if count}
+        known = self._publishers.setdefault(spec.name, present)
+        known |= present
+        return present == known

@@ -12,7 +12,7 @@ CORE = (
         level="minimal",
         summary="the training loss: weighted sum of the terms, each a mean over its global count",
         rule=Rule(
-            high="the loss is no number: gradients or weights overflowed; lower lr or look at the data"
+            high="the loss is not a number: gradients or weights overflowed; lower lr or look at the data"
         ),
     ),
     Metric(
@@ -59,6 +59,13 @@ CORE = (
         level="minimal",
         reduce="last",
         summary="seen since the run's beginning, resumed parts included",
+    ),
+    Metric(
+        name="phase",
+        unit="1",
+        group="data",
+        reduce="last",
+        summary="number of the recipe's phase that the step was taken in, from 0",
     ),
     Metric(
         name="tokens_per_second",

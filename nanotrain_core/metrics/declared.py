@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal, get_args
 
 import attrs
 from attrs.validators import in_, instance_of, optional
@@ -18,6 +20,9 @@ Reduce = Literal["sum", "mean", "max", "min", "last"]
 Level = Literal["minimal", "standard", "debug"]
 Cost = Literal["host", "device", "layers", "weights"]
 Verdict = Literal["good", "warn", "bad"]
+#: What of a tensor can be published; ``{statistic}`` in a name stands for one of them.
+Statistic = Literal["norm", "rms", "mean", "std", "max_abs", "nonfinite"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 #: What each cost means.
 COSTS: Mapping[Cost, str] = {
@@ -26,6 +31,9 @@ COSTS: Mapping[Cost, str] = {
     "layers": "a few kernels at each watched module, in logged steps",
     "weights": "a pass over all weights, gradients or optimizer state, in logged steps",
 }
+
+#: What is told of a number of each rank: the largest, the mean, the lower median, and who has the largest.
+OVER = ("max", "mean", "median", "rank")
 
 _NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)*")
 _PATTERN = re.compile(r"(?:[\w.\-]|\{\w+\})+(?:/(?:[\w.\-]|\{\w+\})+)*")
@@ -39,20 +47,56 @@ class Rule:
     bad_below: float | None = None
     warn_above: float | None = None
     bad_above: float | None = None
+    warn_times: float | None = None
+    """Above this many times its usual value, the median of what it was before in the run."""
+    bad_times: float | None = None
     low: str = ""
-    """What a value that is too low says, and what to do about it: one plain sentence."""
+    """What a value that is too low says, and what to do about it: one plain sentence. ``{value}``,
+    ``{percent}`` and ``{times}`` (beyond the first limit, or the usual value) stand for numbers,
+    ``{where}`` for what varies in the metric's name, as its layer."""
     high: str = ""
-    """The same of one that is too high."""
+    """The same of one that is too high, or is no number."""
 
-    def judge(self, value: float) -> Verdict:
-        """Return what ``value`` is.
+    def judge(self, value: float, usual: float | None = None) -> Verdict:
+        """Return what ``value`` is; ``usual``: the median of earlier ones, where enough are known.
 
         >>> [Rule(warn_above=3, bad_above=10).judge(x) for x in (2, 4, 11, float("nan"))]
         ['good', 'warn', 'bad', 'bad']
+        >>> [Rule(warn_times=2).judge(x, usual=10) for x in (19, 21)]
+        ['good', 'warn']
         """
-        if math.isnan(value) or _outside(value, self.bad_below, self.bad_above):
+        bad, warn = (
+            (times * usual if times is not None and usual is not None else None)
+            for times in (self.bad_times, self.warn_times)
+        )
+        if math.isnan(value) or _outside(value, self.bad_below, self.bad_above) or _outside(value, None, bad):
             return "bad"
-        return "warn" if _outside(value, self.warn_below, self.warn_above) else "good"
+        if _outside(value, self.warn_below, self.warn_above) or _outside(value, None, warn):
+            return "warn"
+        return "good"
+
+    def say(self, name: str, value: float, *, usual: float | None = None, where: str = "") -> str:
+        """Return what is wrong with ``value``, as a sentence with the number in it.
+
+        >>> Rule(warn_above=3, high="the loss is {times} times too large").say("loss", 6.0)
+        'the loss is 2 times too large'
+        >>> Rule(warn_below=5, low="hurry up").say("speed", 2.5)
+        'hurry up (speed is 2.5)'
+        """
+        low = _outside(value, self.warn_below, None) or _outside(value, self.bad_below, None)
+        limits = (self.warn_below, self.bad_below) if low else (self.warn_above, self.bad_above)
+        limit = next((each for each in limits if each is not None), None)
+        text = (self.low if low else self.high) or f"{name} is {{value}}: expected otherwise, {self}"
+        if not _outside(value, limit if low else None, None if low else limit):
+            limit = usual  # too many times that
+        pair = (limit, value) if low else (value, limit)
+        times = pair[0] / pair[1] if pair[0] is not None and pair[1] else math.inf
+        numbers = {"value": f"{value:.3g}", "percent": f"{100 * value:.3g}%", "times": f"{times:.3g}"}
+        told = text
+        for word, number in (*numbers.items(), ("where", where or name)):
+            told = told.replace(f"{{{word}}}", number)
+        has_number = any(f"{{{word}}}" in text for word in numbers)
+        return told if has_number else f"{told} ({name} is {value:.4g})"
 
     def __str__(self) -> str:
         """Return the limits in words, ``warn above 3, bad above 10``."""
@@ -61,7 +105,12 @@ class Rule:
             for name in ("warn_below", "bad_below", "warn_above", "bad_above")
             if (limit := getattr(self, name)) is not None
         )
-        return ", ".join(text for text, _ in limits)
+        times = (
+            f"{name} above {limit:g} times the usual"
+            for name, limit in (("warn", self.warn_times), ("bad", self.bad_times))
+            if limit is not None
+        )
+        return ", ".join([*(text for text, _ in limits), *times])
 
 
 def _outside(value: float, below: float | None, above: float | None) -> bool:
@@ -118,13 +167,68 @@ class Metric:
     published, of ranks that differ the largest."""
     level: Level = attrs.field(default="standard", validator=in_(get_args(Level)))
     cost: Cost = attrs.field(default="host", validator=in_(get_args(Cost)))
+    every: int = attrs.field(default=1, validator=instance_of(int))
+    """Steps from one value to the next, of logged steps, as its monitor is configured by default."""
     rule: Rule | None = attrs.field(default=None, validator=optional(instance_of(Rule)))
     bins: Bins | None = attrs.field(default=None, validator=optional(instance_of(Bins)))
-    """Of a histogram."""
+    """Of a histogram. One without is published with bins of its own, the same in every step."""
 
     def __attrs_post_init__(self) -> None:
-        if (self.kind == "histogram") is not (self.bins is not None):
+        if self.bins is not None and self.kind != "histogram":
             raise PluginError(f"metric {self.name}: a histogram has bins, and nothing else has")
+
+    def varying(self, name: str) -> str:
+        """Return the words of a name of this declaration that stand for placeholders; empty without.
+
+        >>> entropy = Metric(name="attention/entropy/{block}", unit="nats", group="attention", summary="")
+        >>> entropy.varying("attention/entropy/layers.3")
+        'layers.3'
+        """
+        pairs = zip(self.name.split("/"), name.split("/"), strict=False)
+        return " ".join(word for declared, word in pairs if "{" in declared)
+
+
+def of_ranks(name: str, summary: str, *, rule: Rule | None = None, **options: Any) -> tuple[Metric, ...]:
+    """Declare what ``metrics.of_rank`` tells of a number that each rank has.
+
+    Args:
+        name: without what differs: ``memory/allocated`` declares ``memory/allocated/max`` and so on.
+        summary: what the number is.
+        rule: of the largest.
+        options: unit, group, level: see :class:`Metric`.
+    """
+    what = {
+        "max": f"{summary}; the largest of all ranks",
+        "mean": "the same, mean over ranks",
+        "median": "the same, lower median of ranks",
+        "rank": "the rank that has the largest",
+    }
+    return tuple(
+        Metric(
+            name=f"{name}/{over}",
+            summary=what[over],
+            rule=rule if over == "max" else None,
+            reduce="mean" if over == "mean" else "max",
+            **{**options, **({"unit": "1"} if over == "rank" else {})},
+        )
+        for over in OVER
+    )
+
+
+def describe(metric: Metric) -> dict[str, Any]:
+    """Return a declaration as JSON has it, without what is as usual: :func:`described` reads it."""
+    return attrs.asdict(metric, filter=lambda attribute, value: value != attribute.default)
+
+
+def described(said: Mapping[str, Any]) -> Metric:
+    """Return the declaration that :func:`describe` wrote.
+
+    Raises:
+        TypeError: a field is missing, or one is there that no declaration has.
+        PluginError: a field says what none can.
+    """
+    parts = {"rule": Rule, "bins": Bins}
+    return Metric(**{key: parts[key](**value) if key in parts else value for key, value in said.items()})
 
 
 class Names:
@@ -149,6 +253,55 @@ class Names:
     def near(self, name: str) -> str:
         """Return `` (did you mean '...'?)`` with the declared name that comes next, or an empty string."""
         return did_you_mean(name, [metric.name for metric in self.metrics])
+
+
+def check_distinct(metrics: Iterable[Metric]) -> None:
+    """Refuse declarations of which two would be of one name.
+
+    Raises:
+        PluginError: a name stands twice, or ``{statistic}`` in one stands for what another one declares.
+    """
+    seen: dict[str, str] = {}
+    for metric in metrics:
+        for name in _expanded(metric.name):
+            key = re.sub(r"\{\w+\}", "{}", name)
+            if key in seen:
+                raise PluginError(
+                    f"the metrics '{seen[key]}' and '{metric.name}' both declare '{name}': leave one out, or "
+                    f"declare each statistic by itself ({', '.join(STATISTICS)})"
+                )
+            seen[key] = metric.name
+
+
+def _expanded(name: str) -> list[str]:
+    if "{statistic}" not in name:
+        return [name]
+    return [name.replace("{statistic}", each) for each in STATISTICS]
+
+
+def may_name(pattern: str, declared: str) -> bool:
+    """Return whether a pattern as of a shell fits some name of a declared one.
+
+    >>> [may_name(pattern, "gradients/{what}/{parameter}") for pattern in ("gradients/norm/l*.q", "norm/*")]
+    [True, False]
+    """
+    asked = re.findall(r"\[[^]]+\]|.", pattern)
+    pieces = re.findall(r"\{\w+\}|.", declared)
+
+    @cache
+    def meet(i: int, j: int) -> bool:
+        """Return whether what is left of both fits together; ``j`` may be within a placeholder."""
+        if i == len(asked):
+            return j == len(pieces)
+        if asked[i] == "*":
+            return meet(i + 1, j) or (j < len(pieces) and meet(i, j + 1))
+        if j == len(pieces):
+            return False
+        if len(pieces[j]) > 1:
+            return asked[i] != "/" and (meet(i + 1, j) or meet(i + 1, j + 1))
+        return (asked[i] == "?" or fnmatchcase(pieces[j], asked[i])) and meet(i + 1, j + 1)
+
+    return meet(0, 0)
 
 
 def check_name(name: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
-from nanotrain_core.metrics.declared import Metric, Names
-from nanotrain_core.metrics.measure import BROKEN, COUNT, Statistic, derive, histogram
+from nanotrain_core.metrics.declared import OVER, Metric, Names, Statistic
+from nanotrain_core.metrics.measure import BROKEN, COUNT, SQUARES, derive, histogram
 from nanotrain_core.metrics.report import Histogram
 
 Number = float | torch.Tensor
@@ -28,11 +28,16 @@ class Spec:
     metric: Metric
     statistics: tuple[Statistic, ...] = ()
     """Of a tensor's: ``{statistic}`` in the name stands for each of these."""
+    ranks: int = 0
+    """Of a number of each rank: how many ranks there are. ``{over}`` in the name stands for each of
+    :data:`OVER`."""
     names: Sequence[str] = attrs.field(init=False, eq=False, repr=False)
     """What its values are called."""
 
     @names.default
     def _names(self) -> Sequence[str]:
+        if self.ranks:
+            return [self.name.replace("{over}", each) for each in OVER]
         return [self.name.replace("{statistic}", each) for each in self.statistics] or [self.name]
 
     @property
@@ -40,6 +45,8 @@ class Spec:
         """How many sums it takes; each name also takes one maximum."""
         if self.metric.bins is not None:
             return self.metric.bins.count + 3
+        if self.ranks:
+            return 2 * self.ranks  # of each rank a sum and a count
         return 5 if self.statistics else 2
 
     @property
@@ -49,7 +56,7 @@ class Spec:
 
     def metric_of(self, name: str, declared: Sequence[Names]) -> Metric:
         """Return the declaration of one of its names."""
-        found = declared[self.owner].find(name) if self.statistics else self.metric
+        found = declared[self.owner].find(name) if self.statistics or self.ranks else self.metric
         return found or attrs.evolve(self.metric, name=name)
 
     def read(self, sums: Sequence[float], most: float) -> Iterator[tuple[str, float | Histogram]]:
@@ -57,6 +64,8 @@ class Spec:
         if self.metric.bins is not None:
             if any(sums):
                 yield self.name, histogram(self.metric.bins.edges, sums)
+        elif self.ranks:
+            yield from zip(self.names, over_ranks(sums[: self.ranks], sums[self.ranks :]), strict=False)
         elif self.statistics:
             if sums[COUNT]:
                 for name, each in zip(self.names, self.statistics, strict=True):
@@ -76,8 +85,26 @@ class Spec:
                 return math.nan if total else most  # there the sum counts what is NaN
 
 
+def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
+    """Return what :data:`OVER` names of the means of the ranks that published; nothing if none did.
+
+    A mean that is no number is the largest of all.
+    """
+    values = {
+        rank: total / count for rank, (total, count) in enumerate(zip(sums, counts, strict=True)) if count
+    }
+    if not values:
+        return ()
+    ascending = sorted(values, key=lambda rank: (math.isnan(values[rank]), values[rank], -rank))
+    middle, most = ascending[(len(values) - 1) // 2], ascending[-1]
+    return values[most], sum(values.values()) / len(values), values[middle], float(most)
+
+
 class Gathered:
-    """Sums and a maximum of one name; numbers of the device stay there, and nothing waits for it."""
+    """Sums and a maximum of one name; numbers of the device stay there, and nothing waits for it.
+
+    A number in the host's memory is read at once: a few kernels less for each in the step.
+    """
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -86,6 +113,10 @@ class Gathered:
         self.device_sums: dict[int, list[torch.Tensor]] = {}
         """By the place of the first."""
         self.device_most: list[torch.Tensor] = []
+        self.device_norms: list[torch.Tensor] = []
+        """Norms whose squares are added up."""
+        self.device_ends: list[torch.Tensor] = []
+        """Least and largest elements, of which the largest magnitude counts."""
 
     def scalar(self, value: Number, weight: Number) -> None:
         """Take one value as it is now; ``weight`` is that of a mean."""
@@ -106,6 +137,8 @@ class Gathered:
 
     def add(self, place: int, value: Number) -> None:
         """Add a number, or a float64 vector that nobody changes, from ``place`` on."""
+        if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
+            value = read(value)
         if not isinstance(value, torch.Tensor):
             self.sums[place] += value
             return
@@ -113,6 +146,28 @@ class Gathered:
         waiting.append(value.to(self.device, non_blocking=True))
         if len(waiting) > MOST_WAITING:
             waiting[:] = [torch.stack(waiting).sum(0)]
+
+    def norms(self, found: Sequence[torch.Tensor]) -> None:
+        """Take norms of parts of a tensor, scalars that nobody changes."""
+        if found and found[0].is_cpu:
+            self.sums[SQUARES] += sum(read(each) ** 2 for each in found)
+            return
+        self.device_norms += [each.to(self.device, non_blocking=True) for each in found]
+        if len(self.device_norms) > MOST_WAITING:
+            wide = torch.stack([each.double() for each in self.device_norms])
+            self.add(SQUARES, wide.square().sum())
+            self.device_norms.clear()
+
+    def ends(self, least: torch.Tensor, largest: torch.Tensor) -> None:
+        """Take the least and the largest element of a tensor, scalars that nobody changes."""
+        if least.is_cpu:
+            self.top(abs(read(least)))
+            self.top(abs(read(largest)))
+            return
+        self.device_ends += [each.to(self.device, non_blocking=True) for each in (least, largest)]
+        if len(self.device_ends) > MOST_WAITING:
+            self.top(torch.stack([each.double() for each in self.device_ends]).abs().amax())
+            self.device_ends.clear()
 
     def top(self, value: Number) -> None:
         """Take what may be the largest; a tensor is float64, and nobody changes it."""
@@ -129,8 +184,16 @@ class Gathered:
         """Return a tensor's number as float64 of its own: the caller may change the tensor, or drop it."""
         if not isinstance(value, torch.Tensor):
             return value
+        if value.is_cpu:
+            return read(value)
         own = value.detach().reshape(()).to(torch.float64, copy=True)
         return own.to(self.device, non_blocking=True)
+
+
+def read(value: torch.Tensor) -> float:
+    """Return the number of a tensor in the host's memory: nobody waits for it."""
+    assert value.is_cpu
+    return float(value.item())
 
 
 def _product(value: Number, weight: Number) -> Number:

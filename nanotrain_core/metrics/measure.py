@@ -1,7 +1,7 @@
 """Sums over a tensor's elements from which statistics of the whole follow, whatever ranks hold of it.
 
-All are float64, whatever the tensor's dtype: sums of a float32 tensor in other blocks then agree to 1e-12.
-Nothing here waits for the device.
+Squares are added up in float32 at least, in runs of 65,536 elements on a CPU, and these in float64, as those
+of the global gradient norm; all else in float64. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -9,43 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, get_args
 
 import torch
 
+from nanotrain_core.metrics.declared import Statistic
 from nanotrain_core.metrics.report import Histogram
+from nanotrain_core.optim.grad_norm import chunks_for_norm
 
-Statistic = Literal["norm", "rms", "mean", "std", "max_abs", "nonfinite"]
-STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+#: Elements that are counted at a time: 0.5 GB of what it takes to find their places, in float64 and int64.
+COUNTED = 2**24
 
 #: What of a tensor is summed over ranks, in this order; the last counts magnitudes that are NaN.
 SUM, SQUARES, NONFINITE, COUNT, BROKEN = range(5)
 
 
 @torch.no_grad()
-def measure(
-    tensors: Sequence[torch.Tensor], wanted: Sequence[Statistic]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sums, squares and counts of elements that are not finite [n, 3], and largest magnitudes [n].
-
-    Args:
-        tensors: n of them, floating-point, none empty.
-        wanted: what no wanted statistic needs stays 0.
-    """
-    found = [each.detach() for each in tensors]
-    nothing = torch.zeros(len(found), dtype=torch.float64, device=found[0].device)
-    wide = torch.float64
-    total, squares, nonfinite, most = (nothing,) * 4
-    if {"mean", "std"} & {*wanted}:
-        total = torch.stack([each.sum(dtype=wide) for each in found])
-    if {"norm", "rms", "std"} & {*wanted}:
-        squares = torch.stack(torch._foreach_norm(found, 2.0, dtype=wide)).square()
-    if "nonfinite" in wanted:
-        nonfinite = torch.stack([torch.isfinite(each).logical_not_().sum() for each in found]).to(wide)
-    if "max_abs" in wanted:
-        ends = [torch.aminmax(each) for each in found]  # 5 times as fast as a norm on a CPU
-        most = torch.maximum(torch.stack([e.max for e in ends]), -torch.stack([e.min for e in ends])).to(wide)
-    return torch.stack([total, squares, nonfinite], dim=1), most
+def norms_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the 2-norms of each tensor's chunks, scalars of float32 at least: their squares add up."""
+    found: list[list[torch.Tensor]] = [[] for _ in tensors]
+    for dtype in {each.dtype for each in tensors}:  # one kernel for all of a dtype
+        of_dtype = [(n, each) for n, each in enumerate(tensors) if each.dtype == dtype]
+        pieces = [(n, chunk) for n, each in of_dtype for chunk in chunks_for_norm([each])]
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm(
+            [run for _, run in pieces], 2.0, **({} if wide == dtype else {"dtype": wide})
+        )
+        for (n, _), norm in zip(pieces, norms, strict=True):
+            found[n].append(norm)
+    return found
 
 
 def derive(statistic: Statistic, sums: Sequence[float], most: float) -> float:
@@ -73,17 +64,21 @@ def _edges(edges: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def count_into(values: torch.Tensor, edges: tuple[float, ...], *, log: bool) -> torch.Tensor:
+def count_into(
+    values: torch.Tensor, edges: tuple[float, ...], *, log: bool, weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return how many ``values`` are below the first edge, in each bin, above the last, and NaN [bins +
-    3]."""
-    flat = values.detach().reshape(-1).double()
-    flat = flat.abs() if log else flat
-    broken = flat.isnan()
-    places = torch.bucketize(flat, _edges(edges, flat.device), right=True).masked_fill_(
-        broken, len(edges) + 1
-    )
-    counts = torch.zeros(len(edges) + 2, dtype=torch.float64, device=flat.device)
-    return counts.scatter_add_(0, places, torch.ones_like(flat))
+    3]; with ``weights`` of the same shape, what they weigh together. Works on :data:`COUNTED` elements at a
+    time."""
+    counts = torch.zeros(len(edges) + 2, dtype=torch.float64, device=values.device)
+    limits = _edges(edges, values.device)
+    weighed = None if weights is None else torch.split(weights.detach().reshape(-1), COUNTED)
+    for number, run in enumerate(torch.split(values.detach().reshape(-1), COUNTED)):
+        flat = run.double().abs() if log else run.double()
+        places = torch.bucketize(flat, limits, right=True).masked_fill_(flat.isnan(), len(edges) + 1)
+        each = torch.ones_like(flat) if weighed is None else weighed[number].double()
+        counts.scatter_add_(0, places, each)
+    return counts
 
 
 def histogram(edges: tuple[float, ...], sums: Sequence[float]) -> Histogram:

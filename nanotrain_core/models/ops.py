@@ -3,9 +3,9 @@
 A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component
 of kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
 
-Shapes: B batch, S sequence, T tokens (B S), D width, H query heads, G key and value heads, K size of a query
-and key, V size of a value or of the vocabulary, F feed-forward width, E experts, C experts chosen for each
-token, N = T C rows sorted by expert.
+Shapes: B batch, S sequence, T tokens (B S; of keys, those of a sequence so far), D width, H query heads,
+G key and value heads, K size of a query and key, V size of a value or of the vocabulary, F feed-forward
+width, E experts, C experts chosen for each token, N = T C rows sorted by expert.
 """
 
 from __future__ import annotations
@@ -24,15 +24,24 @@ from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has
 Tensor = torch.Tensor
 
 
-def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+def attention(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None = None) -> Tensor:
     """Return softmax(q k^T ``scale``) v [B, S, H, V] where no token sees a later one.
 
-    H is a multiple of G: consecutive query heads share a key and value head. ``scale`` is 1 / sqrt(K) by
-    default. Source: Vaswani et al., arXiv 1706.03762, equation 1.
+    The queries are those of the last S of T tokens. In training T is S; where a model goes on from a cache,
+    there are more keys. H is a multiple of G: consecutive query heads share a key and value head. ``scale``
+    is 1 / sqrt(K) by default. Source: Vaswani et al., arXiv 1706.03762, equation 1.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
-    shared = q_BSHK.shape[2] != k_BSGK.shape[2]
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
+    shared = q_BSHK.shape[2] != k_BTGK.shape[2]
+    if q.shape[2] == k.shape[2]:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+    elif q.shape[2] == 1:  # sees all keys: heads that share one are rows of one product, and no key is copied
+        rows_BGRK = q.reshape(len(q), k.shape[1], -1, q.shape[3])
+        y = F.scaled_dot_product_attention(rows_BGRK, k, v, scale=scale)
+        y = y.reshape(*q.shape[:3], v.shape[3])
+    else:
+        seen_ST = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=shared)
     return y.transpose(1, 2)
 
 

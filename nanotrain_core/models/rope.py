@@ -38,29 +38,29 @@ def rope_frequencies(
         length: of the sequences, on which those of ``dynamic`` depend.
     """
     pair_P = torch.arange(0, head_size, 2, dtype=torch.float64, device=device)
-    plain_P = theta ** (-pair_P / head_size)
-    return plain_P if scaling is None else SCALINGS[scaling.type](plain_P, theta, scaling, length)
+    inv_freq_P = theta ** (-pair_P / head_size)
+    return inv_freq_P if scaling is None else SCALINGS[scaling.type](inv_freq_P, theta, scaling, length)
 
 
-def linear(plain_P: torch.Tensor, factor: float) -> torch.Tensor:
+def linear(inv_freq_P: torch.Tensor, factor: float) -> torch.Tensor:
     """Slow all pairs down, as if positions lay closer. Source: Chen et al., arXiv 2306.15595, equation 4."""
-    return plain_P / factor
+    return inv_freq_P / factor
 
 
-def dynamic(plain_P: torch.Tensor, factor: float, original_length: int, length: int) -> torch.Tensor:
+def dynamic(inv_freq_P: torch.Tensor, factor: float, original_length: int, length: int) -> torch.Tensor:
     """Raise the base with the length of a sequence, from the original length on.
 
     The base becomes theta (factor length / original_length - (factor - 1)) ** (K / (K - 2)): the fastest pair
     stays as it is. Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.3 ("Dynamic NTK").
     """
-    size = 2 * len(plain_P)
+    size = 2 * len(inv_freq_P)
     grown = factor * max(length, original_length) / original_length - (factor - 1)
-    pair_P = torch.arange(0, size, 2, dtype=torch.float64, device=plain_P.device)
-    return plain_P * grown ** (-pair_P / (size - 2))
+    pair_P = torch.arange(0, size, 2, dtype=torch.float64, device=inv_freq_P.device)
+    return inv_freq_P * grown ** (-pair_P / (size - 2))
 
 
 def llama3(
-    plain_P: torch.Tensor,
+    inv_freq_P: torch.Tensor,
     factor: float,
     original_length: int,
     low_freq_factor: float,
@@ -70,13 +70,13 @@ def llama3(
 
     Source: ``apply_scaling`` of Meta's Llama 3.1.
     """
-    turns_P = original_length * plain_P / (2 * math.pi)
+    turns_P = original_length * inv_freq_P / (2 * math.pi)
     kept_P = ((turns_P - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
-    return plain_P * kept_P + plain_P / factor * (1 - kept_P)
+    return inv_freq_P * kept_P + inv_freq_P / factor * (1 - kept_P)
 
 
 def yarn_frequencies(
-    plain_P: torch.Tensor,
+    inv_freq_P: torch.Tensor,
     theta: float,
     factor: float,
     original_length: int,
@@ -92,7 +92,7 @@ def yarn_frequencies(
     Args:
         truncate: begin and end the ramp at whole numbers of pairs.
     """
-    size = 2 * len(plain_P)
+    size = 2 * len(inv_freq_P)
 
     def turning(times: float) -> float:
         return size * math.log(original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -101,20 +101,20 @@ def yarn_frequencies(
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    number_P = torch.arange(size // 2, dtype=torch.float64, device=plain_P.device)
+    number_P = torch.arange(size // 2, dtype=torch.float64, device=inv_freq_P.device)
     slowed_P = ((number_P - first) / ((last - first) or 1e-3)).clamp(0.0, 1.0)
-    return plain_P * (1 - slowed_P) + plain_P / factor * slowed_P
+    return inv_freq_P * (1 - slowed_P) + inv_freq_P / factor * slowed_P
 
 
 #: ``type`` of a scaling -> its frequencies, from those without, the base, the scaling and the length.
 SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], torch.Tensor]] = {
-    "linear": lambda plain_P, theta, s, length: linear(plain_P, s.factor),
-    "dynamic": lambda plain_P, theta, s, length: dynamic(plain_P, s.factor, s.original_length, length),
-    "llama3": lambda plain_P, theta, s, length: llama3(
-        plain_P, s.factor, s.original_length, s.low_freq_factor, s.high_freq_factor
+    "linear": lambda inv_freq_P, theta, s, length: linear(inv_freq_P, s.factor),
+    "dynamic": lambda inv_freq_P, theta, s, length: dynamic(inv_freq_P, s.factor, s.original_length, length),
+    "llama3": lambda inv_freq_P, theta, s, length: llama3(
+        inv_freq_P, s.factor, s.original_length, s.low_freq_factor, s.high_freq_factor
     ),
-    "yarn": lambda plain_P, theta, s, length: yarn_frequencies(
-        plain_P,
+    "yarn": lambda inv_freq_P, theta, s, length: yarn_frequencies(
+        inv_freq_P,
         theta,
         s.factor,
         s.original_length,
@@ -126,17 +126,17 @@ SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], t
 
 
 def rope_rotation(
-    length: int, frequency_P: torch.Tensor, *, like: torch.Tensor, magnitude: float = 1.0
+    length: int, inv_freq_P: torch.Tensor, *, like: torch.Tensor, magnitude: float = 1.0, start: int = 0
 ) -> Rotation:
-    """Return what turns positions 0 to ``length`` - 1 by ``frequency_P`` [K/2], on its device.
+    """Return what turns ``length`` positions from ``start`` on by ``inv_freq_P`` [K/2], on its device.
 
     Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
     when a model built on ``meta`` gets its storage, and a table kept from one call to the next would carry
     an inference or a fake tensor into training. Angles are float64, because position times frequency loses
     digits of the angle in float32; the results are float32 (float64 where ``like`` is), times ``magnitude``.
     """
-    position_S = torch.arange(length, dtype=torch.float64, device=frequency_P.device)
-    angle_S1P = torch.outer(position_S, frequency_P).unsqueeze(1)
+    position_S = torch.arange(start, start + length, dtype=torch.float64, device=inv_freq_P.device)
+    angle_S1P = torch.outer(position_S, inv_freq_P).unsqueeze(1)
     cos, sin = angle_S1P.cos() * magnitude, angle_S1P.sin() * magnitude
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)

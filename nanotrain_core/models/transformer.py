@@ -20,6 +20,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.cache import LayerCache
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
@@ -37,6 +38,9 @@ class Transformer:
         self.vocab_size = config.vocab
         self.max_length = config.max_length or None
         self.loss_weights: Mapping[str, float] = {"lm": 1.0}
+        scaling = self.config.rope_scaling
+        self.caches = scaling is None or scaling.type != "dynamic"
+        """Each token turns all keys anew with ``dynamic``: none that is kept holds."""
 
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
@@ -84,11 +88,10 @@ class TransformerPart(nn.Module):
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
-        length = batch.tokens.shape[1]
-        x_BSD = self._embed(inputs) if self.part.has_embedding else inputs
-        turn = self._rotation(length, x_BSD)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, turn)
+        x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
+        cos_sin = self._rotation(batch, x_BSD)
+        for number, layer in self.layers.items():
+            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number))
         if not self.part.has_head:
             return PartOutput(x_BSD)
         # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
@@ -97,22 +100,22 @@ class TransformerPart(nn.Module):
         output = self.head(self.norm(x_BSD), batch.targets, table_VD)
         return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output})
 
-    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        length, limit = tokens_BS.shape[1], self.config.max_length
-        if limit and length > limit:
-            raise ValueError(f"a sequence of {length} tokens exceeds the model's max_length = {limit}")
+    def _embed(self, tokens_BS: torch.Tensor, start: int) -> torch.Tensor:
+        end, limit = start + tokens_BS.shape[1], self.config.max_length
+        if limit and end > limit:
+            raise ValueError(f"a sequence of {end} tokens exceeds the model's max_length = {limit}")
         x_BSD: torch.Tensor = self.embed(tokens_BS)
-        return x_BSD + self.positions(length) if self.config.positions == "learned" else x_BSD
+        return x_BSD + self.positions(start, end) if self.config.positions == "learned" else x_BSD
 
-    def _rotation(self, length: int, like: torch.Tensor) -> Rotation | None:
+    def _rotation(self, batch: Batch, like: torch.Tensor) -> Rotation | None:
         if self.config.positions != "rope":
             return None
-        c = self.config
-        turning = rope_frequencies(
+        c, length = self.config, batch.tokens.shape[1]
+        inv_freq_P = rope_frequencies(
             c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device
         )
         magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
-        return rope_rotation(length, turning, like=like, magnitude=magnitude)
+        return rope_rotation(length, inv_freq_P, like=like, magnitude=magnitude, start=batch.start)
 
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.
@@ -142,8 +145,10 @@ class Block(nn.Module):
             SwiGLU(config.width, config.ffn, ops, bias=bool(config.ffn_bias)) if swiglu else GELU(config)
         )
 
-    def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
+    def forward(
+        self, x_BSD: torch.Tensor, cos_sin: Rotation | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache)
         out_BSD: torch.Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
         return out_BSD
 
@@ -161,13 +166,17 @@ class Attention(nn.Module):
         self.v = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
         self.o = tag(nn.Linear(config.heads * K, D, bias=bias), Role.ROW, unit=K)
 
-    def forward(self, x_BSD: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
+    def forward(
+        self, x_BSD: torch.Tensor, cos_sin: Rotation | None, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         heads = (-1, self.head_size)
         q_BSHK = self.q(x_BSD).unflatten(-1, heads)
         k_BSHK = self.k(x_BSD).unflatten(-1, heads)
         v_BSHK = self.v(x_BSD).unflatten(-1, heads)
-        if turn is not None:
-            q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *turn), self.ops.rope(k_BSHK, *turn)
+        if cos_sin is not None:
+            q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
+        if cache is not None:
+            k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK)  # of all tokens so far
         y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK)
         y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
         return y_BSD
@@ -193,9 +202,9 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.max_length, config.width))
 
-    def forward(self, length: int) -> torch.Tensor:
-        """Return the vectors [S, D] of the first ``length`` positions."""
-        return self.weight[:length]
+    def forward(self, start: int, end: int) -> torch.Tensor:
+        """Return the vectors [S, D] of positions ``start`` to ``end`` - 1."""
+        return self.weight[start:end]
 
 
 def _norm(config: TransformerConfig, ops: Ops) -> nn.Module:

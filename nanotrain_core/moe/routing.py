@@ -127,6 +127,12 @@ def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
     return none.scatter_add(0, choices, torch.ones_like(choices))  # bincount would wait for the device
 
 
+def any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
+    """All-gather along pp: return whether any rank's part of the model has a router that counts tokens."""
+    mine = bool(counting_routers(parts))
+    return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
+
+
 def balance(
     parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool | torch.Tensor = False
 ) -> dict[str, torch.Tensor]:
@@ -229,15 +235,30 @@ def dispatch_codec(experts: nn.Module) -> DispatchCodec | None:
     return getattr(experts, _CODEC, None)
 
 
+def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
+    """Return how many bytes this rank has sent to others for its experts, both ways, by module name.
+
+    Since the beginning, in passes of training, their backward passes and recomputations included, and not in
+    those of an evaluation. Known of experts spread over ranks alone, of those whose
+    wrapper counts: what takes over their module has ``bytes_sent``.
+    """
+    return _counted(parts, "bytes_sent")
+
+
 def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:
     """Return on how many rows this rank's experts computed in their last pass, by module name.
 
     Known of experts spread over ranks alone: theirs is the load that ranks wait for.
     """
-    found = {}
-    for part in parts:
-        for name, module, tag in tagged(part):
-            rows = getattr(taken_over_by(module), "rows", None) if tag.role is Role.EXPERTS else None
-            if rows is not None:
-                found[name] = rows
-    return found
+    return _counted(parts, "rows")
+
+
+def _counted(parts: Iterable[nn.Module], what: str) -> dict[str, int]:
+    """Return what those who took over experts' modules count under an attribute, by module name."""
+    experts = (
+        (name, getattr(taken_over_by(module), what, None))
+        for part in parts
+        for name, module, tag in tagged(part)
+        if tag.role is Role.EXPERTS
+    )
+    return {name: count for name, count in experts if count is not None}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console as RichConsole
-from rich.live import Live
-from rich.text import Text
 
 from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import (
@@ -23,24 +20,30 @@ from nanotrain_core.contracts import (
     RunInfo,
     StepReport,
 )
+from nanotrain_core.monitors.lines import COLUMNS, SinceLine, pairs, row, step_fields
+from nanotrain_core.monitors.panel import Panel
+from nanotrain_core.monitors.terminal import Screen
 from nanotrain_core.run.throughput import peak_flops
+from nanotrain_core.run.working import is_live
 
-#: Columns of a table and their widths.
-COLUMNS = {"step": 13, "loss": 8, "grad_norm": 9, "lr": 8, "tokens/s": 9, "ms/step": 7}
+#: Published texts that the panel shows: what monitors have to say of the run's health.
+HEALTH = "health"
 
 
 class Console(Monitor):
-    """One live line on a terminal, plain ``key=value`` lines in a file or a pipe."""
+    """A panel at the bottom of a terminal, plain ``key=value`` lines in a file or a pipe."""
 
     reads_weights = False
 
     def __init__(self, config: ConsoleConfig) -> None:
         self.config = config
-        self.live: Live | None = None
+        self.panel: Panel | None = None
+        self.screen: Screen | None = None
 
     def on_start(self, run: RunInfo) -> None:
         """Print what is about to run."""
         self.run, self.shown = run, run.rank == 0
+        self.since = SinceLine(run.first_step)
         if not self.shown:
             return
         ranks = f"{run.world_size} rank{'s' if run.world_size > 1 else ''} on {run.device.type}"
@@ -63,30 +66,51 @@ class Console(Monitor):
             self._line(f"resumed after step {run.first_step}")
         if self.config.style == "table":
             self._line("  ".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
-        elif self.config.style == "auto" and sys.stdout.isatty():
-            self.live = Live(console=RichConsole(highlight=False, soft_wrap=True), auto_refresh=False)
-            self.live.start()
+        elif self.config.style == "auto" and is_live(sys.stdout):
+            self._show_panel(run)
+
+    def _show_panel(self, run: RunInfo) -> None:
+        progress = getattr(run, "progress", None)
+        self.panel = Panel(
+            run.name,
+            run.steps,
+            run.first_step,
+            phase=lambda: progress.phase if progress is not None else "",
+            memory=lambda: memory_of(run.device),
+        )
+        panel = self.panel
+        self.screen = Screen(lambda width, height, plain: panel.lines(width, height, ascii_only=plain))
+        self.screen.start()
 
     def on_step(self, report: StepReport) -> None:
         """Show one step."""
         if not self.shown:
             return
+        self.since.add(report)
+        if self.panel is None and not self._due(report.step):
+            return
+        report, self.since = self.since.mean(report), SinceLine(report.step)
         mfu = None
         if self.peak:
             flops = self.run.flops_per_token * report.tokens_per_second
             mfu = flops / (self.peak * self.run.world_size)
         fields = step_fields(report, self.run.steps, mfu)
-        if self.live is not None:
-            self.live.update(Text(pairs(fields)), refresh=True)
-        elif self._due(report.step):
+        if self.panel is not None:
+            self.panel.step(report, fields)
+        else:
             self._line(row(fields) if self.config.style == "table" else pairs(fields))
 
     def on_metrics(self, report: MetricsReport) -> None:
-        """Show the published metrics that are asked for."""
+        """Show the published metrics that are asked for, and on a terminal what monitors say of health."""
+        if self.panel is not None and HEALTH in report.texts:
+            self.panel.health = report.texts[HEALTH]
         wanted = [name for name in sorted(report.published) if name in report.values and self._asked(name)]
         if wanted and self._due(report.step):
             fields = {name: f"{report.values[name]:.4g}" for name in wanted}
-            self._line(pairs({"step": report.step, **fields}))
+            if self.panel is not None:
+                self.panel.asked = fields
+            else:
+                self._line(pairs({"step": report.step, **fields}))
 
     def _due(self, step: int) -> bool:
         return step % self.config.every == 0 or step == self.run.steps
@@ -96,6 +120,8 @@ class Console(Monitor):
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Show a validation loss."""
+        if self.panel is not None:
+            self.panel.evaluated(report)
         fields: dict[str, Any] = {"step": report.step, "validation_loss": f"{report.loss:.4f}"}
         if report.bits_per_byte is not None:
             fields["bits_per_byte"] = f"{report.bits_per_byte:.4f}"
@@ -103,27 +129,34 @@ class Console(Monitor):
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Show where a checkpoint went."""
+        if self.panel is not None:
+            self.panel.saved_now(report.step)
+            return
         self._line(
             pairs({"step": report.step, "checkpoint": report.path, "seconds": f"{report.seconds:.2f}"})
         )
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Show where the run went back to."""
+        self.since = SinceLine(report.restored)
+        if self.panel is not None:
+            self.panel.rolled_back()
         fields = {"step": report.step, "rollback_to": report.restored, "because": report.reason}
         self._line(pairs({**fields, "skipped_sequences": "{}-{}".format(*report.skipped)}))
 
     def on_end(self, report: EndReport) -> None:
         """Print how it ended."""
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
+        if self.screen is not None and self.panel is not None:
+            self.panel.over = report.reason
+            self.screen.stop()
+            self.screen = self.panel = None
         self._line(f"{report.reason} after step {report.step}, {report.tokens:,} tokens")
 
     def _line(self, text: str) -> None:
         if not self.shown:
             return
-        if self.live is not None:
-            self.live.console.print(text, markup=False)
+        if self.screen is not None:
+            self.screen.print(text)
             return
         try:
             print(text, flush=True)
@@ -141,37 +174,13 @@ def peak_of(device: torch.device) -> float | None:
     return peak_flops(device_name(device))
 
 
-def step_fields(report: StepReport, steps: int, mfu: float | None = None) -> dict[str, Any]:
-    """Return what a step's line shows, in order."""
-    fields: dict[str, Any] = {"step": f"{report.step}/{steps}", "loss": f"{report.loss:.4f}"}
-    if len(report.losses) > 1:
-        fields.update({name: f"{value:.4f}" for name, value in report.losses.items()})
-    fields |= {
-        "grad_norm": f"{report.grad_norm:.3f}",
-        "lr": f"{report.lr:.2e}",
-        "tokens/s": f"{report.tokens_per_second:,.0f}".replace(",", "_"),
-        "ms/step": f"{report.seconds * 1000:.0f}",
-    }
-    if mfu is not None:
-        fields["mfu"] = f"{mfu:.1%}"
-    if report.expert_load is not None:
-        fields["expert_load"] = f"{report.expert_load:.2f}"
-    if report.bubble is not None:
-        fields["bubble"] = f"{report.bubble:.0%}"
-    if report.skipped or report.loss_scale != 1.0:
-        fields["loss_scale"] = f"{report.loss_scale:g}"
-    if report.skipped:
-        fields["skipped"] = "overflow"
-    return fields
-
-
-def pairs(fields: Mapping[str, Any]) -> str:
-    """Join fields as ``key=value``."""
-    return " ".join(f"{key}={value}" for key, value in fields.items())
-
-
-def row(fields: Mapping[str, Any]) -> str:
-    """Line fields up under :data:`COLUMNS`; what has no column is appended as ``key=value``."""
-    cells = [f"{fields.get(name, ''):>{width}}" for name, width in COLUMNS.items()]
-    rest = pairs({key: value for key, value in fields.items() if key not in COLUMNS})
-    return "  ".join([*cells, rest]).rstrip()
+def memory_of(device: torch.device) -> str:
+    """Return how much memory this process has: of a GPU what torch has reserved, elsewhere the host's."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return f"memory {torch.cuda.memory_reserved(device) / 1e9:.1f} of {total / 1e9:.0f} GB"
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return ""
+    held = next((line for line in status.read_text().splitlines() if line.startswith("VmRSS:")), "")
+    return f"memory {int(held.split()[1]) / 1e6:.1f} GB" if held else ""

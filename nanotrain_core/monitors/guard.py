@@ -48,7 +48,7 @@ class Guard(Monitor):
         problem = self.judge(report)
         if problem is None:
             self.bad.clear()
-            self.good.append(report.loss)
+            self.good.append(loss_of(report))
             return None
         self.bad.append(problem)
         if len(self.bad) < self.config.patience:
@@ -67,10 +67,11 @@ class Guard(Monitor):
             return f"the gradient norm was {report.grad_norm}"
         if len(self.good) < self.config.warmup:
             return None
+        found = loss_of(report)
         middle = median(self.good)
         sigma = MAD_TO_SIGMA * median(abs(loss - middle) for loss in self.good)
         limit = middle + self.config.threshold * max(sigma, LEAST_SHARE * abs(middle))
-        return f"the loss rose to {report.loss:.4g}, from {middle:.4g}" if report.loss > limit else None
+        return f"the loss rose to {found:.4g}, from {middle:.4g}" if found > limit else None
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Begin again with what was known then."""
@@ -86,3 +87,11 @@ class Guard(Monitor):
         self.good.clear()
         self.good.extend(meta["good"])
         self.bad, self.rollbacks = list(meta["bad"]), int(meta["rollbacks"])
+
+
+def loss_of(report: StepReport) -> float:
+    """Return what is compared between steps: the language model's loss, where the model has that term.
+
+    The sum of all terms jumps where a phase changes their weights.
+    """
+    return report.losses.get("lm", report.loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -21,13 +20,20 @@ from nanotrain_core.contracts import (
     RunInfo,
     StepReport,
 )
+from nanotrain_core.metrics.declared import describe
+from nanotrain_core.metrics.history import FILE, last_attempt
+from nanotrain_core.run.plain_json import json_text
 
 
 class Jsonl(Monitor):
     """Appends to the file of the run folder, on rank 0.
 
-    Each row has ``event``, ``time`` (seconds since 1970) and the report's fields. A resumed run
-    appends: where a step stands twice, the later row counts.
+    Each row has ``event``, ``time`` (seconds since 1970), ``attempt`` and the report's fields. A run that is
+    resumed or rolled back appends, with the next number of its attempts:
+    :func:`nanotrain_core.metrics.history.read_metrics` puts curves together from them.
+
+    Rows are written in the step that they are of, not by a thread: a run that is killed in the next one has
+    all of them in its file. What a row costs is a write to the system's page cache.
     """
 
     reads_weights = False
@@ -35,11 +41,16 @@ class Jsonl(Monitor):
     def __init__(self, config: JsonlConfig) -> None:
         del config  # it has no keys
         self.file: IO[str] | None = None
+        self.attempt = 0
 
     def on_start(self, run: RunInfo) -> None:
         """Open the file and describe the run."""
         if run.rank == 0 and run.folder is not None:
-            self.file = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            path = run.folder / FILE
+            self.attempt = last_attempt(path) + 1
+            self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+            if _is_torn(path):
+                self.file.write("\n")  # or this run's first row would be lost with the torn one
         self._row(
             "start",
             {
@@ -53,6 +64,8 @@ class Jsonl(Monitor):
                 "flops_per_token": run.flops_per_token,
             },
         )
+        if run.declared:
+            self._row("declared", {"metrics": [describe(metric) for metric in run.declared]})
 
     def on_step(self, report: StepReport) -> None:
         """Write a step."""
@@ -83,6 +96,7 @@ class Jsonl(Monitor):
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Write where the run went back to, and which data it leaves out."""
+        self.attempt += 1
         self._row("rollback", attrs.asdict(report))
 
     def on_end(self, report: EndReport) -> None:
@@ -94,12 +108,12 @@ class Jsonl(Monitor):
 
     def _row(self, event: str, fields: dict[str, Any]) -> None:
         if self.file is not None:
-            row = {"event": event, "time": time.time(), **fields}
-            self.file.write(json.dumps(row, default=_plain) + "\n")
+            row = {"event": event, "time": time.time(), "attempt": self.attempt, **fields}
+            self.file.write(json_text(row) + "\n")
             self.file.flush()
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} does not belong into metrics.jsonl")
+def _is_torn(path: Path) -> bool:
+    """Return whether the file's last line has no end: whoever wrote it was killed, or had no space."""
+    with open(path, "rb") as file:
+        return bool(file.seek(0, 2)) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"

@@ -105,7 +105,8 @@ class Replicas(Monitor):
         for span in sorted(self.groups):
             hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])
             most = torch.stack([hashes, ~hashes])  # ~ turns the order round: the greatest is the least
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
+            with self.run.mesh.waits.collectives:
+                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
             differs += (most[0] != ~most[1]).any()
         self.run.mesh.all_reduce(differs, op=dist.ReduceOp.MAX)
         if differs.item():

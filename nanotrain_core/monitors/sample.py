@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import torch
 
 from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+from nanotrain_core.models.sampling import draw
 
 
 class Sample(Monitor):
@@ -34,7 +38,15 @@ class Sample(Monitor):
     def _write(self, step: int) -> None:
         text = self.run.data.decode(self._tokens(step))  # every rank takes part in the forward passes
         if self.run.rank == 0:
+            self._keep(step, text)
             print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
+
+    def _keep(self, step: int, text: str) -> None:
+        """Add the sample to ``samples.jsonl`` of the run folder."""
+        if self.run.folder is not None:
+            row = {"step": step, "time": time.time(), "prompt": self.config.prompt, "text": text}
+            with open(self.run.folder / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
     @torch.no_grad()
     def _tokens(self, seed: int) -> list[int]:
@@ -45,14 +57,6 @@ class Sample(Monitor):
         for _ in range(self.config.tokens):
             context = (tokens[-window:] + [0] * window)[:window]  # causal: padding changes nothing before it
             logits = self.run.logits(torch.tensor([context], device=device))
-            last = logits[0, min(len(tokens), window) - 1].float().cpu()
-            tokens.append(pick(last, self.config.temperature, generator))
+            last = logits[0, min(len(tokens), window) - 1]
+            tokens.append(draw(last, generator, temperature=self.config.temperature))
         return tokens
-
-
-def pick(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """Draw a token from logits [V]; temperature 0 takes the likeliest."""
-    if temperature == 0:
-        return int(logits.argmax())
-    weights = torch.softmax(logits / temperature, dim=-1)
-    return int(torch.multinomial(weights, 1, generator=generator))

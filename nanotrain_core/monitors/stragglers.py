@@ -1,77 +1,129 @@
-"""The ``stragglers`` monitor: which rank makes the others wait, and in what?
+"""The ``stragglers`` monitor: which rank makes the others wait, and in what? Which link is slow?
 
-All ranks of a run take the same time for a step: the slow one works, the others wait for it. What tells
-them apart is where the time goes, so the phases in which a rank never waits for another are compared,
-by the clock of each host. Forward and backward are not: there ranks wait for each other's gradients and
-stages, and a long time may be another's.
+All ranks of a run take the same time for a step: the slow one works, the others wait for it. So what is
+compared is each rank's own work, a phase's time but what it spent in exchanges: the slow rank is the one that
+waits least, in whatever phase and whatever else goes on, such as a checkpoint on its way. What a
+transfer itself takes counts as waiting on both of its ends; links are compared by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import socket
 
+import attrs
 import structlog
 
 from nanotrain_core.builtin.configs import StragglersConfig
-from nanotrain_core.contracts import Monitor, RunInfo, StepReport
+from nanotrain_core.builtin.stragglers import PHASES, SAID
+from nanotrain_core.contracts import MetricsReport, Monitor, RollbackReport, RunInfo, StepReport
+from nanotrain_core.monitors.links import seconds_from_neighbour
 
-#: Phases that do not wait for other ranks.
-PHASES = ("data", "monitors")
+#: What of a run each phase is: parts that the engine notes.
+PARTS = {
+    "data": ("data",),
+    "compute": ("forward and backward", "gradient sync", "optimizer"),
+    "monitors": ("monitors",),
+}
+
+
+@attrs.define(frozen=True)
+class Found:
+    """A rank that is far above the others in one phase."""
+
+    phase: str
+    rank: int
+    seconds: float
+    others: float
+    """The lower median of all ranks: of two, the faster one's."""
 
 
 class Stragglers(Monitor):
-    """Warns, on rank 0, of a rank that is slow in one phase for several comparisons in a row."""
+    """Warns, on rank 0, of a rank or a link that is slow for several comparisons in a row."""
+
+    reads_weights = False
 
     def __init__(self, config: StragglersConfig) -> None:
         self.config = config
-        self.suspect: tuple[int, str] | None = None
-        self.seen = 0
-        """Comparisons in a row that found the same suspect."""
+        self.suspects: dict[str, tuple[tuple[str, int], int]] = {}
+        """Of work, and of links: phase and rank, and how many comparisons in a row have found them."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin to count."""
+        """Begin to count, and learn where ranks are. Collective."""
         self.run = run
-        self.before, self.step = dict(run.progress.seconds), run.first_step
+        self.places: list[tuple[str, str]] = run.mesh.gather((socket.gethostname(), str(run.device)))
+        run.progress.time_device(run.device)
+        self.before, self.step = run.progress.measured(), run.first_step
 
     def on_step(self, report: StepReport) -> None:
-        """Compare the seconds a step of this rank with those of the others."""
-        if report.step % self.config.every:
+        """Tell how long this rank worked in each phase, and how long its neighbour's message took."""
+        if report.step % self.config.every == 0:
+            now, steps = self.run.progress.measured(), max(1, report.step - self.step)
+            for phase, parts in PARTS.items():
+                spent = [now[part].since(self.before.get(part)).busy for part in parts if part in now]
+                share = max(self.run.pipeline_share, 0.1) if phase == "compute" else 1.0
+                self.run.metrics.of_rank(f"stragglers/{phase}/{{over}}", sum(spent) / steps / share)
+            self.before, self.step = now, report.step
+        if self.config.links and report.step % self.config.links == 0 and self.run.world_size > 1:
+            self.run.metrics.of_rank("stragglers/link/{over}", seconds_from_neighbour(self.run.mesh))
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Compare what ranks do from there on."""
+        self.before, self.step = self.run.progress.measured(), report.restored
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Compare."""
+        for kind, phases in (("work", PHASES[:-1]), ("link", PHASES[-1:])):
+            told = [
+                Found(
+                    phase,
+                    int(report.values[f"{name}/rank"]),
+                    report.values[f"{name}/max"],
+                    report.values[f"{name}/median"],
+                )
+                for phase in phases
+                if (name := f"stragglers/{phase}") + "/max" in report.values
+            ]
+            if told:
+                self._judge(kind, slowest(told, self.config.ratio, self.config.least), report.step)
+
+    def _judge(self, kind: str, found: Found | None, step: int) -> None:
+        """Name a suspect once it was found for the ``patience``-th time in a row."""
+        if found is None:
+            self.suspects.pop(kind, None)
             return
-        now, steps = dict(self.run.progress.seconds), report.step - self.step
-        mine = {p: (now.get(p, 0.0) - self.before.get(p, 0.0)) / max(1, steps) for p in PHASES}
-        self.before, self.step = now, report.step
-        everyone = self.run.mesh.gather(mine)
-        found = slowest(everyone, self.config.ratio, self.config.least)
-        self.seen = self.seen + 1 if found is not None and found == self.suspect else int(found is not None)
-        self.suspect = found
-        if found is not None and self.seen == self.config.patience and self.run.rank == 0:
-            rank, phase = found
+        suspect = (found.phase, found.rank)
+        before, times = self.suspects.get(kind, (suspect, 0))
+        times = times + 1 if before == suspect else 1
+        self.suspects[kind] = suspect, times
+        if times != self.config.patience:
+            return
+        text = f"rank {found.rank} is slow: others wait for its {found.phase}"
+        if found.phase == "link":
+            sender = (found.rank - 1) % self.run.world_size
+            text = f"the link from rank {sender} to rank {found.rank} is slow"
+        host, device = self.places[found.rank]
+        self.run.metrics.text(
+            SAID, f"step {step}: {text}, {found.seconds:.3g} s against {found.others:.3g} s."
+        )
+        if self.run.rank == 0:
             structlog.get_logger("nanotrain.stragglers").warning(
-                f"rank {rank} is slow: others wait for its {phase}",
-                step=report.step,
-                seconds=f"{everyone[rank][phase]:.4f}",
-                others=f"{usual([each[phase] for each in everyone]):.4f}",
+                text,
+                step=step,
+                host=host,
+                device=device,
+                seconds=f"{found.seconds:.4f}",
+                others=f"{found.others:.4f}",
             )
 
 
-def slowest(everyone: Sequence[Mapping[str, float]], ratio: float, least: float) -> tuple[int, str] | None:
-    """Return the rank and the phase in which it is furthest above the others, if it is far above.
+def slowest(told: list[Found], ratio: float, least: float) -> Found | None:
+    """Return the phase in which a rank is furthest above the others, if it is far above.
 
     Args:
-        everyone: seconds a step by phase, of every rank.
+        told: of each phase, the rank that takes longest.
         ratio: how many times the others' seconds are far.
         least: seconds above the others' that are worth a word.
     """
-    excess = {
-        (rank, phase): seconds - usual([each[phase] for each in everyone])
-        for rank, mine in enumerate(everyone)
-        for phase, seconds in mine.items()
-    }
-    rank, phase = max(excess, key=excess.__getitem__)
-    seconds, above = everyone[rank][phase], excess[rank, phase]
-    return (rank, phase) if above > least and seconds > ratio * (seconds - above) else None
-
-
-def usual(seconds: Sequence[float]) -> float:
-    """Return the lower median: of two ranks, the faster one's."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]
+    found = max(told, key=lambda each: each.seconds - each.others)
+    far = found.seconds - found.others > least and found.seconds > ratio * found.others
+    return found if far else None

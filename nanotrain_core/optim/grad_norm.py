@@ -42,7 +42,7 @@ class GlobalNorm:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for replicas, numbers in self.held_by.items():
-            blocks = runs(gradients[number] for number in numbers)
+            blocks = chunks_for_norm(gradients[number] for number in numbers)
             total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
         self.mesh.all_reduce(total)
         return total.sqrt()
@@ -54,7 +54,7 @@ def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh)
     return GlobalNorm([placement for _, placement in pairs], mesh).of([gradient for gradient, _ in pairs])
 
 
-def runs(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def chunks_for_norm(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return all elements of ``gradients`` in tensors as long as their device adds up well."""
     found: list[torch.Tensor] = []
     for gradient in gradients:
@@ -81,7 +81,9 @@ def named_norms(
     totals = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
     for gradient, placement in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        norms = torch.stack([torch.linalg.vector_norm(run, dtype=wide) for run in runs([gradient])])
+        norms = torch.stack(
+            [torch.linalg.vector_norm(run, dtype=wide) for run in chunks_for_norm([gradient])]
+        )
         totals[position[placement.name]] += norms.double().square().sum() / placement.replicas(mesh.layout)
     mesh.all_reduce(totals)
     found: list[float] = totals.sqrt().tolist()

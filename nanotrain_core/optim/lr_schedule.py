@@ -47,10 +47,23 @@ class Scheduler(LambdaLR):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             super().step(epoch)
 
+    def set_peak(self, rate: float, of: float) -> None:
+        """Have the schedule's factors, that of the next step included, multiply another rate.
+
+        Args:
+            rate: in place of ``of``, the config's. Groups whose rates differ from that keep the ratio.
+        """
+        own = [group["initial_lr"] for group in self.optimizer.param_groups]
+        self.base_lrs = [rate if each == of else each * rate / of for each in own]
+        factors = [factor(self.last_epoch) for factor in self.lr_lambdas]
+        self._last_lr = [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
 
 def lr_scheduler(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int, *, done: int = 0
-) -> LambdaLR:
+) -> Scheduler:
     """Return the scheduler of a run of ``steps`` optimizer steps, ``done`` of them before a resume.
 
     The rate is a function of the step alone, so a resumed run may change its peak.

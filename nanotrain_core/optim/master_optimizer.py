@@ -1,7 +1,8 @@
 """Steps a ``torch.optim`` optimizer on the master weights of what this rank updates.
 
-That are parameters, or ranges of them. Plain masters (float32 tensors) are updated all at once; others (4-bit
-or offloaded ones) are decoded, updated and encoded wave by wave.
+A rank updates whole parameters or, with optimizer-state sharding (``zero12``), ranges of them. Plain masters
+(float32 tensors) are updated all at once; others (4-bit or offloaded ones) are decoded, updated and encoded
+wave by wave.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class MasterOptimizer(Optimizer):
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the torch optimizer for two parameter groups.
 
-        Matrices have the config's ``weight_decay``, if it has that key; all else has 0.
+        Matrices have the config's ``weight_decay``, if it has that key; all else has 0. Of ``adamw``
+        (``adamw.py``) it is torch's fused AdamW (``fused_adamw.py``), or one for moments of other dtypes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
 
@@ -93,10 +95,10 @@ class MasterOptimizer(Optimizer):
         self.plain = PlainWeights(self.slots)
         self.encoded = [slot for slot in self.slots if not slot.plain]
         self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
-        self._refuse_loss()
+        self._require_error_feedback()
 
-    def _refuse_loss(self) -> None:
-        """Refuse masters whose error nobody would carry: their weights would stand still or wander."""
+    def _require_error_feedback(self) -> None:
+        """Refuse lossy masters without error feedback: their weights would stand still or wander."""
         lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
         if lossy and not self.carries:
             raise NanotrainError(
@@ -116,7 +118,7 @@ class MasterOptimizer(Optimizer):
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
-        late = self.mesh.reads_late and not self.encoded and self.skips_on_device
+        late = self.mesh.device_is_async and not self.encoded and self.skips_on_device
         if not late and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
@@ -204,6 +206,7 @@ class Slot:
     def __init__(self, piece: Piece, master: MasterWeight) -> None:
         self.piece, self.master = piece, master
         self.feedback = master if isinstance(master, ErrorFeedback) else None
+        #: Master and model weight of a plain (float32) master; None of others.
         self.plain = master.plain
         self.parameter, self.placement = piece.parameter, piece.placement
         held = self.plain[0] if self.plain else master.load()

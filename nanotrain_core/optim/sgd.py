@@ -17,7 +17,7 @@ class SGD(MasterOptimizer):
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return ``torch.optim.SGD``, fused where a step may be skipped on the device."""
-        fused = self.mesh.reads_late
+        fused = self.mesh.device_is_async
         return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, fused=fused)
 
     @property

@@ -17,6 +17,7 @@ from nanotrain_core.contracts import GradientSync, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.annotation import annotated
 from nanotrain_core.pipeline.p2p import StageP2P
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
@@ -86,7 +87,8 @@ class Executor:
                 ending = self._ends_at.get(position, ())
                 if ending:
                     self.gradients.last_microbatch(ending)
-                self._execute(action)
+                with annotated(action):
+                    self._execute(action)
                 if self._ends_backward(action):
                     self.gradients.microbatch_done(self._parameters[action.stage])
                 if ending:
@@ -202,14 +204,14 @@ class Executor:
     def forward(self, batch: Batch) -> Losses:
         """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
         sums: Losses = {}
-        for output in self._through(batch).values():
+        for output in self.through(batch).values():
             _add(output.losses, sums)
         return sums
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
-        outputs = self._through(Batch(tokens))
+        outputs = self.through(Batch(tokens))
         if len(set(self.owners)) == 1:
             alone = outputs[self.final].value
             assert alone is not None
@@ -222,11 +224,16 @@ class Executor:
             torch.empty(shape, dtype=dtype, device=self.mesh.device) if mine is None else mine.contiguous()
         )
         source = self.mesh.ranks("pp")[self.owners[self.final]]
-        dist.broadcast(logits, source, group=self.mesh.group("pp"))
+        with self.mesh.waits.collectives:
+            dist.broadcast(logits, source, group=self.mesh.group("pp"))
         return logits
 
-    def _through(self, batch: Batch) -> dict[int, PartOutput]:
-        """Run this rank's stages forward, in the order of the model, in evaluation mode."""
+    @torch.no_grad()
+    def through(self, batch: Batch) -> dict[int, PartOutput]:
+        """Run this rank's stages forward, in the order of the model and in evaluation mode.
+
+        Collective over the pipeline. The cache of ``batch`` is not advanced. Returns outputs by stage.
+        """
         self.p2p.begin(1)
         outputs = {}
         for stage in sorted(self.stages):

@@ -52,12 +52,14 @@ class StageP2P:
             self._told.add((edge, like))
             self.messages.arrived((way, edge, -1))  # a description of another shape
             self.messages.send((way, edge, -1), describe(tensor))
-        self.messages.send((way, edge, microbatch), tensor)
+        with self.mesh.waits.messages:
+            self.messages.send((way, edge, microbatch), tensor)
 
     def flush(self) -> None:
         """Return once everything sent has left."""
         began = time.perf_counter()
-        self.messages.flush()
+        with self.mesh.waits.messages:
+            self.messages.flush()
         self.waited += time.perf_counter() - began
 
     def begin(self, microbatches: int) -> None:
@@ -93,7 +95,8 @@ class StageP2P:
 
     def _wait_for(self, key: MessageKey, into: torch.Tensor) -> None:
         began = time.perf_counter()
-        self.messages.receive(key, into)
+        with self.mesh.waits.messages:
+            self.messages.receive(key, into)
         self.waited += time.perf_counter() - began
 
 

@@ -11,6 +11,7 @@ and the check of any wrapper, which knows roles and no models, reads it with :fu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import gcd
 from typing import Any
 
 import attrs
@@ -42,12 +43,16 @@ class Divisible:
         """Return whether ``degree`` ranks can split the units."""
         return self.units % degree == 0 or self.grouped
 
-    def problem(self, dim: str, degree: int) -> Problem:
-        """Return a problem: ``degree`` ranks along ``dim`` do not divide the units; and which would."""
+    def problem(self, dim: str, degree: int, others: Iterable[Divisible] = ()) -> Problem:
+        """Return a problem: ``degree`` ranks along ``dim`` do not divide the units; and which would.
+
+        These divide the units of ``others`` as well, which are split by the same ranks.
+        """
+        common = gcd(self.units, *(other.units for other in others if not other.grouped))
         return Problem(
             self.key,
             f"{self.units} {self.what} do not divide by {dim} = {degree}; {dim} could be "
-            f"{either(divisors_near(self.units, degree))}, their number "
+            f"{either(divisors_near(common, degree))}, their number "
             f"{either(multiples_near(self.units, degree))}",
         )
 
@@ -97,6 +102,8 @@ def undivided(
 ) -> Iterator[Problem]:
     """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""
     wanted = {*roles}
-    for extent in divisibility_of(config) or ():
-        if wanted & {*extent.roles} and extent.width == width and not extent.fits(degree):
-            yield extent.problem(dim, degree)
+    told = divisibility_of(config) or ()
+    extents = [extent for extent in told if wanted & {*extent.roles} and extent.width == width]
+    for extent in extents:
+        if not extent.fits(degree):
+            yield extent.problem(dim, degree, extents)

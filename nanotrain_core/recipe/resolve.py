@@ -12,9 +12,12 @@ from packaging.utils import canonicalize_name
 
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.errors import PluginError, Problem, did_you_mean
+from nanotrain_core.phases.tables import PhaseTables, steps_of
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.phase import SECTIONS, Phase
+from nanotrain_core.recipe.ranges import LARGEST_COUNT
 from nanotrain_core.recipe.structure import absolute_paths, structure
 from nanotrain_core.recipe.suggestions import with_section
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, Recipe, RunConfig, Selection
@@ -38,6 +41,7 @@ class Resolver:
         sections: dict[str, Any] = {name: self._table(name, config) for name, config in _TABLES.items()}
         for kind in KINDS:
             sections[kind] = self._listed(kind) if kind in LISTED_KINDS else self._single(kind)
+        sections["phase"] = self._phases(sections)
         sections["requires"] = self._requirements()
         names = [field.name for field in attrs.fields(Recipe)]
         for name in sorted(set(self._tree) - set(names)):
@@ -47,7 +51,29 @@ class Resolver:
         self.written_versions()
         if self.problems:
             return None
-        return Recipe(**sections, versions=self._versions(sections))
+        recipe = Recipe(**sections, versions=self._versions(sections))
+        return recipe if "steps" in self._tree.get("run", {}) else self._with_steps(recipe)
+
+    def _phases(self, sections: Mapping[str, Any]) -> tuple[Phase, ...]:
+        """Return the phases, once the sections that they change are right."""
+        if "phase" not in self._tree or None in (sections[name] for name in SECTIONS):
+            return ()
+        if None in (getattr(sections[name], "config", sections[name]) for name in SECTIONS):
+            return ()
+        tables = PhaseTables(sections)
+        phases = tables.phases(self._tree["phase"])
+        self.problems += tables.problems
+        return phases
+
+    def _with_steps(self, recipe: Recipe) -> Recipe | None:
+        """Return a recipe that leaves ``run.steps`` to its phases with as many as they take."""
+        steps, most = steps_of(recipe), LARGEST_COUNT
+        if steps is None or steps > most:
+            told = "the last phase has no until_tokens" if steps is None else f"its phases take {steps:,}"
+            text = f"missing, and {told}; expected an integer, or phases of at most {most:,} steps"
+            self.problems.append(Problem("run.steps", text))
+            return None
+        return attrs.evolve(recipe, run=attrs.evolve(recipe.run, steps=steps))
 
     def written_versions(self) -> Mapping[str, str]:
         """Return the ``[versions]`` a resolved recipe was written with, empty for others."""
@@ -63,7 +89,10 @@ class Resolver:
         return instance
 
     def _table(self, name: str, config: type) -> Any:
-        return self._structure(self._tree.get(name, {}), config, name)
+        table = self._tree.get(name, {})
+        if name == "run" and isinstance(table, dict) and "phase" in self._tree:
+            table = {"steps": 1, **table}  # if it is left out, the phases say how many
+        return self._structure(table, config, name)
 
     def _single(self, kind: str) -> Selection | None:
         if kind not in self._tree:

@@ -12,6 +12,8 @@ from typing import Any
 import attrs
 
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
+from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable
+from nanotrain_core.recipe.ranges import Range
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, members, type_schema
 from nanotrain_core.registry.registry import Registry
@@ -39,6 +41,7 @@ def recipe_schema(registry: Registry) -> Schema:
         definitions |= {f"{kind}.{c.name}": _component(c) for c in components}
         section = _section(kind, components)
         properties[kind] = {"type": "array", "items": section} if kind in LISTED_KINDS else section
+    properties["phase"] = {"type": "array", "items": _phase(registry)}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "nanotrain recipe",
@@ -46,9 +49,26 @@ def recipe_schema(registry: Registry) -> Schema:
         "properties": properties,
         "additionalProperties": False,
         "if": {"not": {"required": ["extends"]}},
-        "then": {"required": ["run", "batch", "model"]},
+        "then": {"required": ["batch", "model"], "anyOf": [{"required": ["run"]}, {"required": ["phase"]}]},
         "definitions": definitions,
     }
+
+
+def _phase(registry: Registry) -> Schema:
+    """Return the schema of ``[[phase]]``: the keys that any component lets it change, as number or ramp."""
+    phase = _table(Phase, without="changes")
+    for kind in SECTIONS:
+        configs: list[type] = [BatchConfig]
+        if kind in KINDS:
+            configs = [registry.get(kind, name).config for name in registry.names(kind)]
+        tables = [(config, _table(config)["properties"]) for config in configs]
+        known = {name: fields[name] for config, fields in tables for name in changeable(config)}
+        numbers = {
+            name: {"anyOf": [field, _table(Ramp)], "description": field.get("description", "")}
+            for name, field in known.items()
+        }
+        phase["properties"][kind] = {"type": "object", "properties": numbers, "additionalProperties": False}
+    return phase
 
 
 def _section(kind: str, components: list[Component]) -> Schema:
@@ -72,12 +92,17 @@ def _component(component: Component) -> Schema:
     return schema
 
 
-def _table(config: type) -> Schema:
-    """Return the schema of an attrs class: types, defaults, and the text under each field."""
+def _table(config: type, without: str = "") -> Schema:
+    """Return the schema of an attrs class: types, defaults, and the text under each field but one."""
     types, texts = field_types(config), field_docs(config)
     properties = {}
-    for field in attrs.fields(config):
+    for field in (field for field in attrs.fields(config) if field.name != without):
         schema = _nested(types[field.name]) or type_schema(types[field.name])
+        for validator in getattr(field.validator, "_validators", (field.validator,)):  # what and_() joins
+            if isinstance(validator, Range):
+                items = schema.get("items", schema)
+                for each in items if isinstance(items, list) else [items]:
+                    each.update(validator.schema())
         if field.name in texts:
             schema["description"] = texts[field.name]
         if isinstance(field.default, bool | int | float | str):

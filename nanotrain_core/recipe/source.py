@@ -17,6 +17,10 @@ from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.suggestions import as_written
 from nanotrain_core.recipe.tree import DEFAULT_USE
 
+#: The deepest key of any recipe has a few: files and plugins that nest more are mistaken, or hostile.
+MOST_LEVELS = 32
+TOO_DEEP = f"tables or arrays are nested too deeply; expected at most {MOST_LEVELS} levels"
+
 
 class Source:
     """One layer of a recipe: its tables as written, and where they were written."""
@@ -24,6 +28,8 @@ class Source:
     def __init__(
         self, label: str, data: dict[str, Any], *, text: str = "", folder: Path | None = None
     ) -> None:
+        if _is_too_deep(data):
+            raise RecipeError([f"{label}: {TOO_DEEP}"])
         self.label = label
         self.data = data
         self.folder = folder or Path.cwd()
@@ -38,6 +44,15 @@ class Source:
         while key and key not in self._lines:
             key = key.rpartition(".")[0]
         return f"{self.label}:{self._lines[key]}" if key else self.label
+
+
+def _is_too_deep(data: dict[str, Any]) -> bool:
+    """Return whether tables and arrays are nested more than :data:`MOST_LEVELS` deep; level by level."""
+    level: list[Any] = [data]
+    for _ in range(MOST_LEVELS):
+        below = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [value for values in below for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def default_source() -> Source:
@@ -66,6 +81,8 @@ def override_source(number: int, text: str) -> Source:
         raise RecipeError([f"{label}: expected KEY=VALUE, for example optimizer.lr=1e-3, got '{text}'"])
     try:
         data = tomli.loads(text)
+    except RecursionError:
+        raise RecipeError([f"{label}: {key.strip()}: {TOO_DEEP}"]) from None
     except tomli.TOMLDecodeError:
         quoted = tomli_w.dumps({"word": word.strip()}).partition("=")[2]
         try:
@@ -91,6 +108,8 @@ def file_source(path: Path) -> Source:
         raise RecipeError([f"{label}: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
+    except RecursionError:
+        raise RecipeError([f"{label}: {TOO_DEEP}"]) from None
     except tomli.TOMLDecodeError as error:
         raise RecipeError(
             [f"{label}:{error.lineno}: {as_written(error.msg)} (column {error.colno})"]
@@ -126,11 +145,12 @@ def _parent(source: Source) -> Path | None:
     if not isinstance(name, str):
         raise RecipeError([f"{place}: expected the path of one recipe, got {name!r}"])
     beside = source.folder / name
-    if beside.is_file():
+    if os.path.isfile(beside):
         return beside.resolve()
     shipped = shipped_recipes()
-    if name in shipped:
-        return shipped[name].resolve()
+    for candidate in (name, f"{name}.toml"):
+        if candidate in shipped:
+            return shipped[candidate].resolve()
     around = [p.name for p in source.folder.glob("*.toml")]
     near = did_you_mean(name, sorted({*around, *shipped}))
     raise RecipeError([f"{place}: no file {beside} and no shipped recipe '{name}'{near}"])
@@ -167,6 +187,11 @@ def shipped_recipes() -> dict[str, Path]:
     if (checkout / "pyproject.toml").is_file():
         found |= _recipes_in(checkout / "recipes")
     return dict(sorted((found | _recipes_in(Path("recipes"))).items()))
+
+
+def is_recipe(word: str) -> bool:
+    """Return whether a word of a command names a recipe: a TOML file, or a shipped recipe."""
+    return word.endswith(".toml") or f"{word}.toml" in shipped_recipes()
 
 
 def _recipes_in(folder: Path) -> dict[str, Path]:

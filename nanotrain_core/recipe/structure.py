@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from nanotrain_core.recipe.types import (
     is_union,
     members,
 )
+
+#: Python's integers are of any size: what lies beyond these can be no number of a recipe.
+LARGEST_FLOAT, LARGEST_INTEGER = 10**300, 2**63
 
 
 def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
@@ -82,9 +86,16 @@ def _converter() -> Converter:
 
 def _scalar(value: Any, type_: type) -> Any:
     if type_ is float and type(value) is int:
-        return float(value)
+        value = float(value) if abs(value) < LARGEST_FLOAT else math.inf
     if type(value) is not type_:
         raise TypeError(_mismatch(value, type_))
+    match value:
+        case float() if not math.isfinite(value):
+            raise ValueError(f"expected a finite number, got {value}")
+        case int() if abs(value) >= LARGEST_INTEGER:
+            raise ValueError("expected an integer of 64 bits, as TOML's are")
+        case str() if "\0" in value:
+            raise ValueError("expected text without the character NUL")
     return value
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, optional
 
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
+from nanotrain_core.recipe.phase import CHANGES, Phase
+from nanotrain_core.recipe.ranges import Range
 
 
 def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
@@ -23,8 +25,18 @@ def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
         words: values that are no path and stay as they are.
         options: passed to ``attrs.field``.
     """
-    return attrs.field(metadata={"nanotrain": "path", "words": words}, **options)
+    metadata = {"nanotrain": "path", "words": words}
+    return attrs.field(metadata=metadata, validator=_fits_a_file_system, **options)
 
+
+def _fits_a_file_system(instance: Any, field: Any, value: Any) -> None:
+    for path in value if isinstance(value, tuple) else (value or "",):
+        if len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+            raise ValueError(f"{path[:60]}...: too long for a file's name, of {len(path)} characters")
+
+
+#: Seconds: the longest that anything waits.
+FOUR_MONTHS = 1e7
 
 #: Marks a field of a model's config that shapes training, but not what given weights compute:
 #: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
@@ -44,6 +56,16 @@ def _compile_backend(instance: Any, field: Any, value: str) -> None:
         raise ValueError(f"torch.compile has no backend '{value}'{near}; expected one of {', '.join(known)}")
 
 
+def _folder_name(instance: Any, field: Any, value: str) -> None:
+    """Refuse what would be another folder than one in ``runs``, or what no file system takes."""
+    plain = value.isprintable() and value == value.strip() and len(os.fsencode(value)) <= 200
+    if not plain or not all(part and part[0] not in ".-" for part in value.split("/")):
+        raise ValueError(
+            f"expected the name of a folder in runs, up to 200 characters, no part of it first '.' or '-', "
+            f"got {value[:60]!r}; run.folder may be any folder"
+        )
+
+
 @attrs.define(frozen=True)
 class Selection:
     """A component picked by name, with its own table as that component's config class."""
@@ -57,13 +79,13 @@ class Selection:
 class RunConfig:
     """``[run]``: what is run, for how long, where its results go."""
 
-    name: str = "run"
+    name: str = attrs.field(default="run", validator=_folder_name)
     """Names the run folder, ``runs/<name>``."""
-    steps: int = attrs.field(validator=ge(1))
-    """Optimizer steps in all."""
-    seed: int = 1234
+    steps: int = attrs.field(validator=Range(1))
+    """Optimizer steps in all. May be left out where phases say how many tokens they take."""
+    seed: int = attrs.field(default=1234, validator=Range(-(2**62), 2**62))
     """Of the initial weights and of the order of the data."""
-    ranks: int = attrs.field(default=1, validator=ge(1))
+    ranks: int = attrs.field(default=1, validator=Range(1, 2**20))
     """World size: `--nproc` times `--nnodes` overrides it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs when there are any."""
@@ -73,20 +95,20 @@ class RunConfig:
     weights: str | None = path_field(default=None)
     """What to start from in place of random weights: a Hugging Face folder, what `nanotrain convert` wrote,
     a checkpoint or a run folder. `--weights` overrides it; a resumed run has its checkpoint's."""
-    folder: str | None = None
+    folder: str | None = attrs.field(default=None, validator=_fits_a_file_system)
     """Run folder. Unset: `runs/<name>`, then `runs/<name>-2` and so on, so that no run is overwritten."""
-    log_every: int = attrs.field(default=1, validator=ge(1))
+    log_every: int = attrs.field(default=1, validator=Range(1))
     """Steps between reports to monitors. Each report makes the host wait for the device."""
-    timeout: float = attrs.field(default=300.0, validator=gt(0))
+    timeout: float = attrs.field(default=300.0, validator=Range(0.001, FOUR_MONTHS))
     """Seconds a collective may take before the run fails."""
-    hang_timeout: float = attrs.field(default=240.0, validator=ge(0.0))
+    hang_timeout: float = attrs.field(default=240.0, validator=Range(0.0, FOUR_MONTHS))
     """Seconds without progress after which ranks are named, their stacks kept, and all of them ended; 0 never
     does. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
     collective fails first."""
-    grace: float = attrs.field(default=120.0, validator=gt(0.0))
+    grace: float = attrs.field(default=120.0, validator=Range(0.001, FOUR_MONTHS))
     """Seconds for a last step and checkpoint after Ctrl-C or SIGTERM; ranks that take longer are ended. Less
     than the cluster waits before it kills."""
-    max_restarts: int = attrs.field(default=0, validator=ge(0))
+    max_restarts: int = attrs.field(default=0, validator=Range(0))
     """How often all ranks are started again after a failure; `--max-restarts` overrides it."""
     strict_monitors: bool = False
     """Let an exception inside a monitor stop the run."""
@@ -110,12 +132,12 @@ class RunConfig:
 class BatchConfig:
     """``[batch]``: the global batch of one optimizer step, the same for every layout."""
 
-    sequences: int = attrs.field(validator=ge(1))
+    sequences: int = attrs.field(validator=Range(1), metadata={CHANGES: True})
     """Sequences per optimizer step over the whole run."""
-    microbatch: int = attrs.field(validator=ge(1))
+    microbatch: int = attrs.field(validator=Range(1))
     """Sequences one rank passes through the model at once, at most: the last microbatch of a step may be
     smaller."""
-    length: int = attrs.field(validator=ge(1))
+    length: int = attrs.field(validator=Range(1))
     """Tokens per sequence."""
 
     def microbatches(self, shards: int) -> int:
@@ -131,9 +153,9 @@ class BatchConfig:
 class EvaluationConfig:
     """``[evaluation]``: loss on data that is never trained on."""
 
-    every: int = attrs.field(default=0, validator=ge(0))
+    every: int = attrs.field(default=0, validator=Range(0))
     """Steps between evaluations; 0 evaluates only at the end."""
-    sequences: int = attrs.field(default=64, validator=ge(0))
+    sequences: int = attrs.field(default=64, validator=Range(0))
     """Validation sequences to use, rounded up to whole batches; 0 turns evaluation off."""
 
 
@@ -143,12 +165,12 @@ class ScheduleConfig:
 
     use: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after warm-up. `wsd` stays constant and then decays linearly over `decay_steps`."""
-    warmup_steps: int = attrs.field(default=0, validator=ge(0))
+    warmup_steps: int = attrs.field(default=0, validator=Range(0))
     """Steps of linear rise to the full rate; the first step already has a rate above 0."""
-    decay_steps: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    decay_steps: int | None = attrs.field(default=None, validator=Range(1))
     """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run, at least
     2."""
-    final_ratio: float = attrs.field(default=0.0, validator=ge(0.0))
+    final_ratio: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
     """Rate that the decay leads to, as a fraction of `lr`: it would be reached one step after the run."""
 
 
@@ -156,9 +178,9 @@ class ScheduleConfig:
 class OptimizerConfig:
     """What every optimizer's table has; an optimizer's config class derives from this."""
 
-    lr: float = attrs.field(default=1e-3, validator=gt(0.0))
+    lr: float = attrs.field(default=1e-3, validator=Range(0.0, 1e3, above=True), metadata={CHANGES: True})
     """Peak learning rate."""
-    clip_norm: float = attrs.field(default=1.0, validator=ge(0.0))
+    clip_norm: float = attrs.field(default=1.0, validator=Range(0.0, 1e12))
     """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
     lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
     """Learning rate over the steps of the run."""
@@ -185,6 +207,8 @@ class Recipe:
     checkpoint: Selection
     monitor: tuple[Selection, ...] = ()
     data: Selection
+    phase: tuple[Phase, ...] = ()
+    """What changes after how many tokens."""
     requires: tuple[str, ...] = ()
     """Distributions the recipe needs, as version specifiers: `nanotrain-ddp>=0.1`."""
     versions: Mapping[str, str] = attrs.field(factory=FrozenMapping, converter=_frozen)

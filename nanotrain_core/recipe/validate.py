@@ -12,9 +12,12 @@ from nanotrain_core.compile.eager import kept_eager, refused
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.layout.layout import Layout
+from nanotrain_core.phases.tables import key_in_force
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.divisibility import either, multiples_near
-from nanotrain_core.recipe.passes import expect_one_step
+from nanotrain_core.recipe.metric_names import unknown_metrics
+from nanotrain_core.recipe.passes import expect_each_pass, expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
@@ -22,6 +25,8 @@ from nanotrain_core.registry.registry import Registry
 if TYPE_CHECKING:  # contracts import torch
     from nanotrain_core.contracts import Topology
 
+#: Of a step, on a rank: each is an action of the schedule, which is checked one by one.
+MOST_MICROBATCHES = 16_384
 #: World sizes to look for one that the degrees of a recipe fit.
 MOST = 4096
 
@@ -83,10 +88,70 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     mismatches = [*_batch(recipe, layout), *_dimensions(members, layout, recipe, registry)]
     problems += mismatches or _stages(recipe, layout, registry)
     problems += _own_checks(members, recipe, layout, registry)
+    problems += unknown_metrics(recipe, registry)
+    if recipe.phase and not problems:
+        problems += _phases(recipe, layout, registry)
     if recipe.run.compile is True and not problems:
         device = None if recipe.run.device == "auto" else recipe.run.device
         problems += refused(recipe, kept_eager(recipe, registry, layout, device))
     return layout, problems
+
+
+def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
+    """Check the recipe at the beginning of each phase and where ramps end, and batches of sizes between."""
+    decays = recipe.optimizer.config.lr_schedule.use
+    changing = [number for number, phase in enumerate(recipe.phase) if "optimizer.lr" in phase.changes]
+    if changing and decays != "constant":
+        text = (
+            f"a phase and lr_schedule '{decays}' both change the rate: set "
+            "optimizer.lr_schedule.use = 'constant' (its warmup_steps may stay)"
+        )
+        yield Problem(f"phase.{changing[0]}.optimizer.lr", text)
+    timeline, told = Timeline(recipe), set[str]()
+    found, counts = list[tuple[int, Problem]](), {microbatches_of(recipe, layout)}
+    for number, now in timeline.corners():
+        wrong, count = list(_batch(now, layout)), microbatches_of(now, layout)
+        if not wrong and count not in counts:
+            wrong += _stages(now, layout, registry)
+            counts.add(count)
+        wrong += _own_checks(_members(now, registry), now, layout, registry)
+        found += ((number, problem) for problem in wrong)
+    dp = layout.size("dp") if "dp" in layout.dims else 1
+    for number, sizes in timeline.ramps():
+        for size in sizes[:dp]:  # remainders by the ranks that share a batch then repeat
+            found += ((number, problem) for problem in _batch(timeline.with_batch(number, size), layout))
+    if not found:
+        found += _ramped_stages(timeline, layout, registry)
+    for number, problem in found:
+        key = key_in_force(recipe, number, problem.key)
+        if key not in told:
+            yield Problem(key, problem.message)
+        told.add(key)
+
+
+def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
+    """Ask the schedule for the smallest number of microbatches of each remainder by twice pp.
+
+    Those are what schedules refuse between two sizes that they take; all sizes would take long.
+    """
+    around = 2 * pipeline_of(layout)
+    dp = layout.size("dp") if "dp" in layout.dims else 1
+    batch = timeline.recipe.batch
+    period = around * dp * batch.microbatch  # in which remainders repeat
+    for number, sizes in timeline.ramps():
+        seen = set[int]()
+        for size in sizes[:period] if sizes.step > 0 else sizes[::-1][:period]:
+            count = attrs.evolve(batch, sequences=size).microbatches(dp)
+            if count % around in seen:
+                continue
+            seen.add(count % around)
+            now = timeline.with_batch(number, size)
+            for problem in _stages(now, layout, registry, between=True):
+                text = f"{problem.message} ({count} microbatches: a batch of {size} sequences in the ramp)"
+                yield number, Problem(problem.key, text)
+                return
+            if len(seen) == around:
+                break
 
 
 def _nearest(topology: Topology, ranks: int) -> Layout | None:
@@ -97,14 +162,20 @@ def _nearest(topology: Topology, ranks: int) -> Layout | None:
     return None
 
 
-def _stages(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
-    """Ask the schedule for its stages and actions, where the recipe says how many layers there are."""
-    layers = model_layers(recipe)
+def _stages(
+    recipe: Recipe, layout: Layout, registry: Registry, *, between: bool = False
+) -> Iterator[Problem]:
+    """Ask the schedule for its actions, and for stages where the recipe says how many layers there are.
+
+    ``between``: whether only that each pass is there once is checked, as between two sizes that were whole.
+    """
     schedule = registry.build(recipe.schedule)
+    pp, microbatches = pipeline_of(layout), microbatches_of(recipe, layout)
     try:
-        expect_one_step(
-            schedule, layers=layers, pp=pipeline_of(layout), microbatches=microbatches_of(recipe, layout)
-        )
+        if between:
+            expect_each_pass(schedule, pp=pp, microbatches=microbatches)
+        else:
+            expect_one_step(schedule, layers=model_layers(recipe), pp=pp, microbatches=microbatches)
     except ValueError as error:
         yield Problem("schedule", f"'{recipe.schedule.use}': {error}")
     except Exception as error:
@@ -201,6 +272,12 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
     if fewest == 0:
         text = f"{batch.sequences} leave some of dp = {dp} ranks without a sequence; nearest: {nearest}"
         yield Problem("batch.sequences", text)
+    elif microbatches > MOST_MICROBATCHES:
+        text = (
+            f"{batch.sequences} are {microbatches:,} microbatches of {batch.microbatch} on each of dp = {dp} "
+            f"ranks; expected at most {MOST_MICROBATCHES:,} a step: lower it, or raise batch.microbatch"
+        )
+        yield Problem("batch.sequences", text)
     elif fewest < microbatches:  # of one sequence each: with larger ones there is always one for the last
         text = (
             f"{batch.sequences} leave some of dp = {dp} ranks without a sequence in the last of "
@@ -226,6 +303,13 @@ def _dimensions(
 
 def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]:
     """Yield what works, but could work better."""
+    if recipe.phase:
+        yield from _phase_remarks(Timeline(recipe), recipe.run.steps)
+    if recipe.monitor and not any(
+        {"prints_metrics", "records_metrics"} & registry.get("monitor", each.use).provides
+        for each in recipe.monitor
+    ):  # an empty list is meant: nobody writes it by accident
+        yield 'no monitor prints or records this run: add [[monitor]] use = "console" and "jsonl"'
     chosen = (registry.get(selection.kind, selection.use) for selection in recipe.selections())
     faster = registry.providers("gradient_sync")
     if not faster or any("gradient_sync" in component.provides for component in chosen):
@@ -236,3 +320,12 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
             size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
             yield f"{size}: gradients are summed after backward; {others} would sum them meanwhile"
             return
+
+
+def _phase_remarks(timeline: Timeline, steps: int) -> Iterator[str]:
+    """Yield that a run is shorter or longer than its phases."""
+    reached, ended = timeline.reached(steps), timeline.ended(steps)
+    if reached < len(timeline.spans):
+        yield f"run.steps = {steps} ends the run before phase.{reached} begins"
+    elif ended < steps:
+        yield f"phases end at step {ended:,}; steps {ended + 1:,} to {steps:,} keep the last phase's values"

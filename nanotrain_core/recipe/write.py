@@ -13,13 +13,14 @@ from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.phase import Phase
 from nanotrain_core.recipe.tree import Recipe, Selection
 
 
 def write_resolved(recipe: Recipe) -> str:
     """Return ``recipe`` as TOML with every default spelled out. Loading it gives an equal recipe."""
-    tables = {field.name: _plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
-    for optional in ("requires", "versions"):
+    tables = {field.name: plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
+    for optional in ("requires", "versions", "phase"):
         if not tables[optional]:
             del tables[optional]
     # TOML wants plain keys before the first table: here, requirements and the kinds with no component.
@@ -33,17 +34,19 @@ def _dump(tables: dict[str, Any]) -> str:
     tomli-w would write short items on one line. So items are written as tables with numbers for
     names, whose headers are then changed.
     """
-    for kind in LISTED_KINDS:
-        if tables[kind]:
+    listed = (*sorted(LISTED_KINDS), "phase")
+    for kind in listed:
+        if tables.get(kind):
             tables[kind] = {str(number): table for number, table in enumerate(tables[kind])}
-    kinds = "|".join(LISTED_KINDS)
+    kinds = "|".join(listed)
     text = re.sub(rf"^\[({kinds})\.\d+\]$", r"[[\1]]", tomli_w.dumps(tables), flags=re.MULTILINE)
-    return re.sub(rf"^\[({kinds})\.\d+\.", r"[\1.", text, flags=re.MULTILINE)
+    # A table, or an array of tables, of the item that was written last.
+    return re.sub(rf"^(\[\[?)({kinds})\.\d+\.", r"\1\2.", text, flags=re.MULTILINE)
 
 
 def write_model(selection: Selection) -> str:
     """Return the table ``[model]`` of a selected model, every default spelled out: a recipe can extend it."""
-    return tomli_w.dumps({"model": _plain(selection)})
+    return tomli_w.dumps({"model": plain(selection)})
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -68,13 +71,15 @@ def _origin(merged: Merged, key: str) -> str:
     return "default" if origin is None else origin.place(key)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return attrs classes and mappings as dicts without None, tuples as lists."""
+    if isinstance(value, Phase):
+        return value.table()
     if isinstance(value, Selection):
-        return {"use": value.use, **_plain(value.config)}
+        return {"use": value.use, **plain(value.config)}
     if attrs.has(type(value)):
         pairs = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
-        return {name: _plain(item) for name, item in pairs if item is not None}
+        return {name: plain(item) for name, item in pairs if item is not None}
     if isinstance(value, FrozenMapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value

@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 import nanotrain_core
 from nanotrain_core import hookspecs
+from nanotrain_core.command import CORE_COMMANDS, Command
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import PluginError, Preempted, describe, did_you_mean
 from nanotrain_core.recipe.tree import OptimizerConfig
@@ -68,6 +69,7 @@ class PluginInfo:
     """Why it cannot be used; None when it can."""
     components: tuple[tuple[str, Component], ...] = ()
     """(kind, component) of everything it announced."""
+    commands: tuple[Command, ...] = ()
     requires_core: str = ""
     """The versions of nanotrain-core that it asks for, for example ``>=0.1,<0.2``."""
     local: bool = False
@@ -157,11 +159,12 @@ def _clash(info: PluginInfo, found: list[tuple[PluginInfo, Import]]) -> PluginIn
 def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     """Import a plugin and collect its components; on any failure return it with the error."""
     components: list[tuple[str, Component]] = []
+    commands: list[Command] = []
     problem = None
     before = "torch" in sys.modules
     try:
         _check_core(info.requires_core)
-        _announce(importer(), components)
+        _announce(importer(), components, commands)
     except Preempted:
         raise  # it only happened to come here
     except PluginError as error:
@@ -171,7 +174,13 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     except Exception as error:
         problem = describe(error) + _known_field(str(error))
     brought = "torch" in sys.modules and not before
-    return attrs.evolve(info, error=problem, components=tuple(components), imports_torch=brought)
+    return attrs.evolve(
+        info,
+        error=problem,
+        components=tuple(components),
+        commands=tuple(commands),
+        imports_torch=brought,
+    )
 
 
 def _unfound(info: PluginInfo, missing: str | None) -> str:
@@ -197,7 +206,7 @@ def _known_field(text: str) -> str:
     return did_you_mean(unknown.group(1), [f.name for f in attrs.fields(Component)]) if unknown else ""
 
 
-def _announce(module: Any, components: list[tuple[str, Component]]) -> None:
+def _announce(module: Any, components: list[tuple[str, Component]], commands: list[Command]) -> None:
     """Call the hooks of one plugin and append what it registers.
 
     Raises:
@@ -221,12 +230,20 @@ def _announce(module: Any, components: list[tuple[str, Component]]) -> None:
             components.append((kind, component))
 
         getattr(manager.hook, f"nanotrain_register_{kind}")(register=register)
-    if not components:
-        raise PluginError(f"announces no component; hooks are {', '.join(_hooks())}")
+
+    def register_command(*given: Any, **named: Any) -> None:
+        if named or len(given) != 1 or not isinstance(given[0], Command):
+            raise PluginError("a command hook must call register(Command(...)) with one Command")
+        _check_command(given[0], commands)
+        commands.append(given[0])
+
+    manager.hook.nanotrain_register_command(register=register_command)
+    if not components and not commands:
+        raise PluginError(f"announces no component and no command; hooks are {', '.join(_hooks())}")
 
 
 def _hooks() -> tuple[str, ...]:
-    return tuple(f"nanotrain_register_{kind}" for kind in KINDS)
+    return tuple(f"nanotrain_register_{kind}" for kind in (*KINDS, "command"))
 
 
 def _known_hooks(text: str) -> str:
@@ -265,6 +282,16 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
         check_config_types(config)
     except (TypeError, NameError) as error:
         raise PluginError(f"{label}: {error}") from None
+
+
+def _check_command(command: Command, earlier: list[Command]) -> None:
+    label = f"command '{command.name}'"
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", command.name):
+        raise PluginError(f"{label}: a name has only lower-case letters, digits and hyphens")
+    if command.name in CORE_COMMANDS:
+        raise PluginError(f"{label} is one of the core's own; choose another name")
+    if any(command.name == other.name for other in earlier):
+        raise PluginError(f"{label} is registered twice")
 
 
 def _is_frozen(config: Any) -> bool:

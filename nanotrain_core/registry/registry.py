@@ -12,27 +12,51 @@ from typing import Any
 import attrs
 
 import nanotrain_core
+from nanotrain_core.command import Command
 from nanotrain_core.component import KINDS, LISTED_KINDS, TORCH_FREE_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, discover
 
+#: Commands of this project that are not part of the core: for ``pip install``.
+FIRST_PARTY_COMMANDS = {
+    "doctor": "nanotrain-doctor",
+    "explain": "nanotrain-plan",
+    "inspect": "nanotrain-inspect",
+    "launch": "nanotrain-launch",
+    "plan": "nanotrain-plan",
+    "report": "nanotrain-report",
+    "sample": "nanotrain-sample",
+    "top": "nanotrain-report",
+}
+
 #: Where the components of this project live that are not part of the core: for ``pip install``.
 FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
     ("kernels", "cuda"): "nanotrain-cuda",
+    ("kernels", "dry"): "nanotrain-plan",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "activation_offload"): "nanotrain-activation-offload",
     ("parallel", "ddp"): "nanotrain-ddp",
     ("parallel", "tp"): "nanotrain-tp",
     ("parallel", "ep_deepseek"): "nanotrain-ep-deepseek",
+    ("monitor", "throughput"): "nanotrain-performance",
+    ("monitor", "memory"): "nanotrain-performance",
+    ("monitor", "pipeline"): "nanotrain-performance",
+    ("monitor", "device"): "nanotrain-performance",
+    ("monitor", "goodput"): "nanotrain-performance",
     ("schedule", "1f1b"): "nanotrain-pp-1f1b",
     ("schedule", "gpipe"): "nanotrain-pp-1f1b",
     ("schedule", "interleaved_1f1b"): "nanotrain-pp-1f1b",
     ("schedule", "zb_h1"): "nanotrain-pp-1f1b",
     ("schedule", "dualpipe_v"): "nanotrain-pp-1f1b",
     ("optimizer", "zero12"): "nanotrain-zero12",
+    ("monitor", "profiler"): "nanotrain-inspect",
+    ("monitor", "dump"): "nanotrain-inspect",
     ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
+    ("monitor", "alerts"): "nanotrain-alerts",
+    ("monitor", "tensorboard"): "nanotrain-tensorboard",
+    ("monitor", "wandb"): "nanotrain-wandb",
 }
 
 
@@ -64,7 +88,35 @@ class Registry:
     def clashes(self) -> tuple[str, ...]:
         """Return one line per name that several plugins announce."""
         keys = [(kind, name) for kind in KINDS for name in self.names(kind)]
-        return tuple(self._clash(*key) for key in keys if len(self.offers(*key)) > 1)
+        found = [self._clash(*key) for key in keys if len(self.offers(*key)) > 1]
+        owners = {name: self._owners_of_command(name) for name in self.commands()}
+        return tuple(found + [_clash("command", *each) for each in owners.items() if len(each[1]) > 1])
+
+    def commands(self) -> dict[str, Command]:
+        """Return the commands that plugins add, by name, sorted; of a clash the first."""
+        found = [c for plugin in reversed(self.plugins) if not plugin.error for c in plugin.commands]
+        return {c.name: c for c in sorted(found, key=lambda command: command.name) if not c.extends}
+
+    def extensions(self, name: str) -> list[Command]:
+        """Return what plugins add to another's command of that name."""
+        found = [c for plugin in self.plugins if not plugin.error for c in plugin.commands]
+        return [c for c in found if c.name == name and c.extends]
+
+    def command(self, name: str) -> Command:
+        """Return the command that a plugin adds under that name.
+
+        Raises:
+            PluginError: several plugins add it.
+            KeyError: none does.
+        """
+        owners = self._owners_of_command(name)
+        if len(owners) > 1:
+            raise PluginError(_clash("command", name, owners))
+        return self.commands()[name]
+
+    def _owners_of_command(self, name: str) -> list[PluginInfo]:
+        usable = [plugin for plugin in self.plugins if not plugin.error]
+        return [p for p in usable if any(name == c.name and not c.extends for c in p.commands)]
 
     def get(self, kind: str, use: str) -> Component:
         """Return the component a recipe selects.
@@ -145,10 +197,7 @@ class Registry:
         return dict(sorted(found.items()))
 
     def _clash(self, kind: str, use: str) -> str:
-        plugins = [plugin for plugin, _ in self.offers(kind, use)]
-        owners = " and ".join(map(str, plugins))
-        options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
-        return f"{kind} '{use}' is announced by {owners}; {options}, or rename the component"
+        return _clash(kind, use, [plugin for plugin, _ in self.offers(kind, use)])
 
     def _unknown(self, kind: str, use: str) -> str:
         names = self.names(kind)
@@ -178,6 +227,13 @@ class Registry:
                 offered = ", ".join(f'{kind} "{component.name}"' for kind, component in plugin.components)
                 return f"'{use}' is a plugin, which offers {offered}"
         return ""
+
+
+def _clash(kind: str, name: str, plugins: list[PluginInfo]) -> str:
+    owners = " and ".join(map(str, plugins))
+    options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
+    what = "command" if kind == "command" else "component"
+    return f"{kind} '{name}' is announced by {owners}; {options}, or rename the {what}"
 
 
 def header(kind: str) -> str:

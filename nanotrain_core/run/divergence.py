@@ -12,7 +12,7 @@ from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, LossScale, TrainState
 from nanotrain_core.errors import Diverged
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.run.told import Told
+from nanotrain_core.run.step_readback import StepFlags
 
 #: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
 #: needs up to 24 to find its floor.
@@ -27,17 +27,17 @@ class SkippedSteps:
     def __init__(self, saves: CheckpointSaver) -> None:
         self.in_a_row, self.saves = 0, saves
 
-    def learn(self, told: Told) -> None:
+    def learn(self, flags: StepFlags) -> None:
         """Count a step.
 
         Raises:
             Diverged: it was one too many.
         """
-        self.in_a_row = self.in_a_row + 1 if told.skipped else 0
+        self.in_a_row = self.in_a_row + 1 if flags.skipped else 0
         if self.in_a_row == MOST_SKIPPED:
             self.saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
             raise Diverged(
-                f"step {told.step}: the gradient norm was {told.grad_norm} for {MOST_SKIPPED} "
+                f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "
                 "steps in a row, which were skipped: the weights are those from before"
             )
 

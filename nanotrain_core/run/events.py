@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,17 @@ from nanotrain_core.contracts import (
     StepReport,
     UpdateReport,
 )
-from nanotrain_core.errors import NanotrainError, PluginError
+from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
+from nanotrain_core.metrics.core import CORE
+from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.run.log import record
 from nanotrain_core.run.plain_json import as_json
 from nanotrain_core.run.stop import Rollback, StopRequest
 from nanotrain_core.run.together import FailedElsewhere, Together
+from nanotrain_core.watch.progress import Progress
 
 
 class Events:
@@ -48,8 +53,10 @@ class Events:
         self.weights_ready = weights_ready
         self.board: Board | None = None
         self.together: Together | None = None
+        self.progress = Progress()
         self._rollbacks = 0
         self._failed: dict[int, Exception] = {}
+        self._told: Counter[tuple[str, str]] = Counter()
         self.log = structlog.get_logger("nanotrain.monitor")
 
     def start(self, run: RunInfo, board: Board, together: Together) -> None:
@@ -57,11 +64,16 @@ class Events:
 
         What monitors publish goes to ``board``, and ``together`` has all ranks enter their collectives.
         """
-        self.board, self.together = board, together
+        self.board, self.together, self.progress = board, together, run.progress
+        told = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
+        declared = tuple({metric.name: metric for metric in reversed(told)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
             own = Metrics(board, number, name, strict=self.strict)
-            tap = partial(run.tap, number, run.mesh)
-            self._tell("on_start", attrs.evolve(run, metrics=own, tap=tap), to=[monitor])
+            taps: dict[str, Any] = {
+                name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
+            }
+            info = attrs.evolve(run, metrics=own, declared=declared, **taps)
+            self._tell("on_start", info, to=[monitor])
 
     def before_update(self, update: UpdateReport) -> None:
         """The gradient of a step is complete, and the optimizer is about to use it."""
@@ -98,7 +110,14 @@ class Events:
             if self.together.rank == 0:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
-                    self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
+                    if self._again(f"{name} on rank {rank}"):
+                        record("warning", text, monitor=name, on_rank=rank)
+                    else:
+                        self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
+        for number, (name, monitor) in enumerate(self._named()):
+            with self._bearing(f"{name}.derive"):
+                names = self.board.names[number] if self.board is not None else Names(monitor.declared)
+                report = with_derived(report, monitor, monitor.derive(report), names)
         self._tell("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -128,6 +147,7 @@ class Events:
     def end(self, report: EndReport) -> None:
         """The run is over, well or not."""
         self._tell("on_end", report)
+        self._tell_how_often()
 
     def board_on(self, mesh: Mesh) -> Board:
         """Return where the monitors of this rank publish. Collective.
@@ -177,7 +197,8 @@ class Events:
             if monitor.reads_weights:
                 self.weights_ready()
             name = f"{type(monitor).__name__}.{event}"
-            with self._bearing(name), self._within(number, event, arguments[0]):
+            within = self._within(number, event, arguments[0])
+            with self._bearing(name), self.progress.within("monitors"), within:
                 if number in self._failed:
                     raise self._failed.pop(number)
                 request = getattr(monitor, event)(*arguments)
@@ -213,20 +234,64 @@ class Events:
         except FailedElsewhere as problem:
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
-            self.log.warning(
-                "a monitor leaves an event that it failed in elsewhere", monitor=what, why=str(problem)
-            )
+            text = "a monitor leaves an event that it failed in elsewhere"
+            if self._again(what, str(problem)):
+                record("warning", text, monitor=what, why=str(problem))
+            else:
+                self.log.warning(text, monitor=what, why=str(problem))
         except Exception as problem:
             if self.strict or isinstance(problem, NanotrainError):
                 raise
-            self.log.exception("a monitor failed and the run goes on", monitor=what)
+            text = "a monitor failed and the run goes on"
+            if self._again(what, describe(problem)):
+                record("error", text, monitor=what, error=describe(problem))
+            else:
+                self.log.exception(text, monitor=what)
+
+    def _again(self, what: str, problem: str = "") -> bool:
+        """Return whether that was told before, and count it. Numbers in ``problem`` may differ."""
+        key = what, re.sub(r"\d+", "0", problem)
+        self._told[key] += 1
+        return self._told[key] > 1
+
+    def _tell_how_often(self) -> None:
+        """Log what was told once and happened again, now that the run is over."""
+        for (what, _), times in self._told.items():
+            if times > 1:
+                self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
+        self._told.clear()
+
+
+def with_derived(
+    report: MetricsReport, monitor: Monitor, values: Mapping[str, float], names: Names
+) -> MetricsReport:
+    """Return ``report`` with what a monitor derived from it; ``names`` are those that it declares.
+
+    Raises:
+        PluginError: the monitor does not declare a name, or the report has it.
+    """
+    if not values:
+        return report
+    for name in values:
+        if name in report.values or names.find(name) is None:
+            why = "which the step has already" if name in report.values else "which it does not declare"
+            raise PluginError(
+                f"{type(monitor).__name__} derives the metric '{name}', {why}{names.near(name)}"
+            )
+    found = {name: metric for name in values if (metric := names.find(name)) is not None}
+    return attrs.evolve(
+        report,
+        values={**report.values, **values},
+        metrics={**report.metrics, **found},
+        published=report.published | values.keys(),
+    )
 
 
 def step_values(report: StepReport) -> dict[str, float]:
     """Return the metrics that a step's report has."""
     plain = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds")
     values = {name: float(getattr(report, name)) for name in plain}
-    optional = {"expert_load": report.expert_load, "bubble": report.bubble}
+    optional = {"expert_load": report.expert_load, "bubble": report.bubble, "phase": report.phase}
     terms = {f"losses/{name}": value for name, value in report.losses.items()}
     return {**values, **terms, **{name: value for name, value in optional.items() if value is not None}}
 

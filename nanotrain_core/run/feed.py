@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
+import attrs
 import torch
 
 from nanotrain_core.batch import Batch, Shard
-from nanotrain_core.contracts import Data, Model
+from nanotrain_core.contracts import Data, Model, SkipsAhead
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.upload import Upload
@@ -38,6 +39,10 @@ class Feed(Protocol):
         """Take a script's loaders; a recipe's feed has its data already and refuses others."""
         ...
 
+    def step_done(self) -> None:
+        """Note that the last batch was trained on."""
+        ...
+
     def microbatches(self) -> list[Batch]:
         """Return this rank's share of the next global batch."""
         ...
@@ -48,6 +53,10 @@ class Feed(Protocol):
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return what each loss term of ``batch`` is averaged over."""
+        ...
+
+    def resize(self, sequences: int) -> None:
+        """Take batches of so many sequences from now on, as a phase says; a script's loader has no phases."""
         ...
 
     def of_last(self, steps: int) -> tuple[int, int]:
@@ -73,46 +82,85 @@ class DataFeed:
     ) -> None:
         self.data, self.counts = data, model.loss_counts
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
+        self._validated = batch
+        """In batches of the recipe's own size, so that all evaluations of a run see the same sequences."""
         self._upload = Upload(device)
-        self.tokens_per_step = batch.sequences * batch.length
         self.bytes_per_token = data.bytes_per_token
         self.taken = 0
         """Sequences taken from the data since the beginning of the run, those skipped included."""
         self.skipped: list[tuple[int, int]] = []
         """Ranges of these that are not trained on."""
         self.tokens = 0
+        self._open: tuple[int, int] | None = None
+        """Place and tokens of the batch whose step is not done."""
         self._sizes = [(0, batch.sequences)]
-        """From which sequence on a batch has how many: a resumed run may change it."""
+        """From which sequence on a batch has how many: a resumed run may change it, and phases do."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the whole run, in the next step."""
+        return self.batch.sequences * self.batch.length
+
+    def resize(self, sequences: int) -> None:
+        """Take batches of so many sequences from now on."""
+        self.batch = attrs.evolve(self.batch, sequences=sequences)
+        if self._sizes[-1][0] == self.taken:
+            self._sizes.pop()
+        if (
+            not self._sizes or self._sizes[-1][1] != sequences
+        ):  # a resume adds nothing: same state, same bytes
+            self._sizes.append((self.taken, sequences))
 
     def use(self, train: Any, validation: Any) -> None:
-        """Refuse loaders: the recipe names the data.
+        """Refuse loaders: the recipe names the data. The batch of a step that was broken off is left out.
 
         Raises:
             TypeError: a loader was given.
         """
         if train is not None or validation is not None:
             raise TypeError("this engine was built from a recipe, which names its data: call fit() alone")
+        if self._open is not None:
+            (begin, tokens), self._open = self._open, None
+            self.skipped.append((begin, self.taken))
+            self.tokens -= tokens
 
     def microbatches(self) -> list[Batch]:
         """Return this rank's share of the next global batch."""
         while self._is_skipped(self.taken, self.batch.sequences):
-            self._take()
+            self._leave_out()
         self.tokens += self.tokens_per_step
-        return list(self._split(self._take()))
+        self._open = self.taken, self.tokens_per_step
+        return list(self._split(self._take(), self.batch))
 
-    def _split(self, batch: Batch) -> Iterator[Batch]:
-        """Yield microbatches of ``batch.microbatch`` rows, on every data-parallel rank as many."""
-        count = self.batch.microbatches(self.shard.count)
-        return self._upload(batch).split(self.batch.microbatch, count)
+    def step_done(self) -> None:
+        """The last batch was trained on."""
+        self._open = None
+
+    def _split(self, batch: Batch, shape: BatchConfig) -> Iterator[Batch]:
+        """Yield microbatches of ``shape.microbatch`` rows, on every data-parallel rank as many."""
+        count = shape.microbatches(self.shard.count)
+        return self._upload(batch).split(shape.microbatch, count)
 
     def _take(self) -> Batch:
         """Return this rank's rows of the next global batch: the data read no others."""
         self.taken += self.batch.sequences
-        return self._checked("train_batch", self.data.train_batch(self.batch.sequences, self.shard))
+        batch = self.data.train_batch(self.batch.sequences, self.shard)
+        return self._checked("train_batch", batch, self.batch)
 
-    def _checked(self, what: str, batch: Batch) -> Batch:
+    def _leave_out(self) -> None:
+        """Go on behind the ranges that reach into the next batch, by whole batches."""
+        size, here = self.batch.sequences, self.taken
+        end = max(end for first, end in self.skipped if first < here + size and here < end)
+        if _skips_ahead(self.data):
+            left_out = -(-(end - here) // size) * size
+            self.data.skip(left_out)
+            self.taken += left_out
+        else:
+            self._take()
+
+    def _checked(self, what: str, batch: Batch, shape: BatchConfig) -> Batch:
         """Refuse what is not all of this rank's rows, and nothing else: it would train on other tokens."""
-        wanted = (len(self.shard.rows(self.batch.sequences)), self.batch.length)
+        wanted = (len(self.shard.rows(shape.sequences)), shape.length)
         for name in ("tokens", "targets"):
             found: Any = getattr(batch, name, None)
             is_tensor = isinstance(found, torch.Tensor)
@@ -143,6 +191,7 @@ class DataFeed:
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position."""
+        self._open = None
         self.data.load_meta(meta)
         self.taken = int(meta.get("taken", 0))
         self.skipped = [(int(first), int(end)) for first, end in meta.get("skipped", ())]
@@ -157,8 +206,21 @@ class DataFeed:
 
         A global batch is the unit so that every layout evaluates the same sequences.
         """
-        for index in range(-(-self.evaluation.sequences // self.batch.sequences)):
-            batch = self.data.validation_batch(index, self.batch.sequences, self.shard)
+        shape = self._validated
+        for index in range(-(-self.evaluation.sequences // shape.sequences)):
+            batch = self.data.validation_batch(index, shape.sequences, self.shard)
             if batch is None:
                 return
-            yield from self._split(self._checked("validation_batch", batch))
+            yield from self._split(self._checked("validation_batch", batch, shape), shape)
+
+
+def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:
+    """Return whether ``data.skip`` advances all that ``data.train_batch`` does.
+
+    Inherited from a class whose ``train_batch`` another one has replaced, it may not know what that keeps.
+    """
+    order = type(data).__mro__
+    defines = {name: next((c for c in order if name in vars(c)), object) for name in ("skip", "train_batch")}
+    return isinstance(data, SkipsAhead) and order.index(defines["skip"]) <= order.index(
+        defines["train_batch"]
+    )

@@ -6,8 +6,10 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -16,14 +18,16 @@ import structlog
 
 from nanotrain_core.errors import FolderError, FolderLocked
 from nanotrain_core.run import log
+from nanotrain_core.run.owner import LOCK
+from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.watch.collectives import DUMPS
 
-#: Held by the launcher, or by rank 0 of ranks that others started.
-LOCK = ".lock"
 #: Shared by every rank: they may outlive a launcher by a second.
 RANKS_LOCK = ".ranks"
 #: Seconds that a claim waits for ranks to end that have lost their launcher.
 PATIENCE = 5.0
+#: Looks in a row that must find no folder, and the seconds between: one may fall into a remount.
+LOOKS, BETWEEN = 3, 1.0
 
 
 class RunFolder:
@@ -147,6 +151,39 @@ def hold_as_rank(path: Path) -> IO[str] | None:
     except OSError:
         return None
     return held
+
+
+def is_gone(path: Path, held: IO[str]) -> bool:
+    """Return whether the run folder was deleted, or replaced, since a rank has shared its lock."""
+    try:
+        return not os.path.samestat(os.fstat(held.fileno()), (path / RANKS_LOCK).stat())
+    except FileNotFoundError:
+        return True
+    except OSError:  # of the network, for example: it may come back
+        return False
+
+
+def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
+    """Have a run stop when its folder is gone: another run may be in its place, or what is saved is nowhere.
+
+    Args:
+        path: of the folder.
+        held: what :func:`hold_as_rank` returned; looked at until it is closed.
+        stop: of the run.
+    """
+
+    def look() -> None:
+        missed = 0
+        while held is not None and not held.closed:
+            with suppress(ValueError):  # it is closed meanwhile
+                missed = missed + 1 if is_gone(path, held) else 0
+                if missed == LOOKS:
+                    log.say(f"the run folder {path} was deleted or replaced: the run ends and saves no more")
+                    stop.request("lost")
+                    return
+            time.sleep(BETWEEN)
+
+    threading.Thread(target=look, name="folder", daemon=True).start()
 
 
 def _ranks_live(path: Path) -> bool:

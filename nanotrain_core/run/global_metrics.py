@@ -21,7 +21,7 @@ def sum_over_data(
     ``beside`` are summed over all ranks and appended.
     """
     mine = values.to(mesh.device, torch.float64, non_blocking=True)
-    if not mesh.speaks_for_replicas(once_per_pipeline=once_per_pipeline):
+    if not mesh.is_first_replica(once_per_pipeline=once_per_pipeline):
         mine = torch.zeros_like(mine)
     more = torch.tensor(list(beside), dtype=torch.float64)  # on a device at once, the host would wait for it
     total = torch.cat([mine, more.to(mesh.device, non_blocking=True)])

@@ -11,6 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import shlex
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -73,7 +76,9 @@ class LogFile:
     def _append(self, line: str) -> None:
         with self._lock, contextlib.suppress(OSError):
             create = 0 if self.rank is None else os.O_CREAT
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | create, 0o644)
+            file = os.open(
+                self.path, os.O_WRONLY | os.O_APPEND | create, 0o666
+            )  # as open() does: less the umask
             try:
                 os.write(file, line.encode())
             finally:
@@ -106,10 +111,11 @@ def kept_in(
 
 
 def begin(**fields: Any) -> None:
-    """Make the file, now that a run begins, and say so in it."""
+    """Make the file, now that a run begins, and say so in it: with its command, and where it runs."""
     if _file is not None:
         _file.begin()
-    record("info", "run begins", **fields)
+    where = {"host": socket.gethostname(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    record("info", "run begins", **fields, command=shlex.join(sys.argv), **where, system=platform.platform())
 
 
 def record(level: str, event: str, **fields: Any) -> None:

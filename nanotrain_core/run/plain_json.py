@@ -1,8 +1,11 @@
-"""State as JSON gives it back, and where it is none."""
+"""Numbers and state as JSON, and where they are none."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nanotrain_core.errors import PluginError
@@ -34,3 +37,32 @@ def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
         return {key: as_json(value, key) for key, value in meta.items()}
     except (AttributeError, TypeError) as problem:
         raise PluginError(f"a checkpoint cannot remember this state: {problem}") from None
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON. Numbers that are not finite are the texts ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, as JSON has no others; paths are texts.
+
+    >>> json_text({"loss": float("nan"), "step": 3})
+    '{"loss": "NaN", "step": 3}'
+    """
+    try:
+        return json.dumps(value, default=_path, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(value), default=_path, allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")

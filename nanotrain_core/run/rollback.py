@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from nanotrain_core.contracts import RollbackReport
+from nanotrain_core.checkpoint.run_state import state_problems
+from nanotrain_core.contracts import RollbackReport, TrainState
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.model_table import refuse_other_model
+from nanotrain_core.run import random_state
 from nanotrain_core.run.stop import Rollback
 
 if TYPE_CHECKING:
@@ -26,13 +28,30 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         NanotrainError: it is of another model or of other data, or not the state of a run.
     """
     run = engine.run
+    if problems := state_problems(meta):
+        raise CheckpointError(f"the checkpoint has not the state of a run: {'; '.join(problems)}")
     try:
         refuse_other_model(meta["model"], run.model)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
         engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
-    except (AttributeError, LookupError, TypeError, ValueError) as problem:
+        engine.evaluated = meta.get("evaluated")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+
+
+def go_on(engine: RuntimeEngine, saved: TrainState) -> None:
+    """Become what a checkpoint says, now that its tensors are read.
+
+    Raises:
+        NanotrainError: see :func:`become`; or state of the optimizer, or random-number streams, are none.
+    """
+    become(engine, saved.meta)  # whatever the checkpoint has called
+    try:
+        engine.run.optimizer.load_meta(saved.meta["optimizer"])
+        random_state.restore(saved.rank_tensors)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
 
@@ -53,9 +72,9 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine._owes_save = False
     engine.stop.request_rollback(None)
-    engine.reading.forget()
+    engine.readback.forget()
     engine.watching.board.forget()
-    engine.pace.restart(engine.step)
+    engine.pace.restart(engine.step, engine.run.feed.tokens)
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)
     )

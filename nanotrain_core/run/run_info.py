@@ -35,29 +35,40 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         flops_per_token=run.flops_per_token,
         recipe=run.recipe,
         optimizer_bytes=sum(b.tensor.nbytes for b in run.optimizer.blocks()),
+        optimizer_device_bytes=partial(_optimizer_device_bytes, run),
         mesh=engine.watching.mesh,
         parts=tuple(run.stages.values()),
         placed=run.placed,
         data=run.feed.data,
         logits=engine.watching.together.before(engine.executor.logits),
-        weights=partial(_weights, run),
+        weights=partial(_weights, engine),
         optimizer_state=partial(_optimizer_state, run),
         tap=engine.watching.taps.add,
+        tap_calls=engine.watching.taps.add_calls,
         together=engine.watching.together.enter,
         progress=engine.progress,
         metrics=Metrics(engine.watching.board, 0, "", strict=False),
+        schedule=run.schedule,
+        pipeline_share=run.pipeline_share,
         described=run.described,
     )
 
 
-def _weights(run: Run) -> Iterator[tuple[torch.Tensor, Placement]]:
+def _optimizer_device_bytes(run: Run) -> int:
+    kind = run.mesh.device.type
+    return sum(b.tensor.nbytes for b in run.optimizer.blocks() if b.tensor.device.type == kind)
+
+
+def _weights(engine: RuntimeEngine) -> Iterator[tuple[torch.Tensor, Placement]]:
+    engine.weights_ready()
+    run = engine.run
     yield from ((dequantize(placed.parameter.detach()), placed.placement) for placed in run.placed)
 
 
-def _optimizer_state(run: Run, name: str) -> Iterator[tuple[torch.Tensor, Placement]]:
+def _optimizer_state(run: Run, *names: str) -> Iterator[tuple[torch.Tensor, Placement]]:
     placements = {piece.placement.name: piece.placement for piece in run.gradients.pieces()}
     for block in run.optimizer.blocks():
         slot, _, parameter = block.name.partition("/")
-        placement = placements.get(parameter) if slot == name else None
+        placement = placements.get(parameter) if slot in names else None
         if placement is not None and block.tensor.is_floating_point() and block.tensor.shape:
             yield block.tensor, placement

@@ -8,6 +8,7 @@ import attrs
 
 from nanotrain_core.compose import Run
 from nanotrain_core.layout.placement import Placement
+from nanotrain_core.layout.roles import natural
 
 COLUMNS = ("parameter", "whole", "block", "view", "on ranks", "gradient summed over")
 
@@ -45,7 +46,7 @@ def _rows(held: Iterable[Held]) -> list[tuple[str, ...]]:
     ranks: dict[Held, list[int]] = {}
     for each in held:
         ranks.setdefault(attrs.evolve(each, rank=-1), []).append(each.rank)
-    ordered = sorted(ranks, key=lambda each: (_natural(each.name), each.block))
+    ordered = sorted(ranks, key=lambda each: (natural(each.name), each.block))
     return [
         (
             each.name,
@@ -57,11 +58,6 @@ def _rows(held: Iterable[Held]) -> list[tuple[str, ...]]:
         )
         for each in ordered
     ]
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts layers.2 before layers.10."""
-    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

@@ -1,12 +1,13 @@
-"""What monitors are told of a step."""
+"""What monitors are told of a step, and of an evaluation."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from nanotrain_core.contracts import StepReport, StepStats
+from nanotrain_core.contracts import EvaluationReport, StepReport, StepStats
 from nanotrain_core.pipeline.executor import Losses
 from nanotrain_core.run.events import step_values
 from nanotrain_core.run.global_metrics import bubble, expert_load, sum_over_data
@@ -33,7 +34,7 @@ def step_report(
     nothing = torch.zeros((), device=run.mesh.device)
     sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
     means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
-    seconds = engine.pace.seconds_per_step(engine.step, restart=logged)
+    seconds, tokens_per_second = engine.pace.since(engine.step, run.feed.tokens, restart=logged)
     return StepReport(
         step=engine.step,
         loss=sum(run.loss_weights[name] * value for name, value in means.items()),
@@ -41,10 +42,33 @@ def step_report(
         grad_norm=stats.grad_norm.item(),
         lr=lr,
         tokens=run.feed.tokens,
-        tokens_per_second=run.feed.tokens_per_step / seconds,
+        tokens_per_second=tokens_per_second,
         seconds=seconds,
         loss_scale=run.loss_scale.value,
         skipped=bool(stats.skipped),
         expert_load=expert_load(engine.loads.values(), run.mesh) if run.has_routers else None,
         bubble=bubble(engine.executor.idle, run.owners, run.mesh),
+        phase=run.phases.number if run.phases else None,
     )
+
+
+def evaluation(
+    engine: RuntimeEngine, loss: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor
+) -> EvaluationReport | None:
+    """Return the report of an evaluation from this rank's sums, None if nothing was predicted. Collective.
+
+    Args:
+        engine: of the run.
+        loss: summed next-token losses [1], float64.
+        counted: how many tokens were predicted [1].
+        seen: tokens of these batches, predicted or not [1].
+    """
+    run = engine.run
+    total = sum_over_data(loss, run.mesh).item()
+    counts = sum_over_data(torch.cat([counted, seen]), run.mesh, once_per_pipeline=True)
+    count, positions = (int(each) for each in counts.tolist())
+    if not count:
+        return None
+    per_token = run.feed.bytes_per_token
+    bits = total / count / per_token / math.log(2) if per_token else None
+    return EvaluationReport(engine.step, total / count, bits, count, positions)

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Literal
 
 import attrs
+import structlog
 from attrs.validators import ge, instance_of
 
 from nanotrain_core.errors import Exit, Preempted
 from nanotrain_core.run import log
+from nanotrain_core.run.working import is_live
 
-StopReason = Literal["stopped", "preempted", "interrupted"]
+StopReason = Literal["stopped", "preempted", "interrupted", "lost"]
 
 #: From the most to the least urgent: what the ranks agree on when they asked for different things.
-REASONS: tuple[StopReason, ...] = ("interrupted", "preempted", "stopped")
+REASONS: tuple[StopReason, ...] = ("lost", "interrupted", "preempted", "stopped")
 
-SIGNALS: dict[signal.Signals, StopReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted"}
+SIGNALS: dict[signal.Signals, StopReason] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "preempted",
+    signal.SIGHUP: "preempted",
+}
+#: Those that end a process that has no step to finish: asked to end, or its terminal is gone.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 #: Exit codes of runs that were stopped.
-EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED}
+EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED, "lost": Exit.UNSAVED}
 
-#: Seconds in which a SIGTERM after the first is that one again.
+#: Seconds in which one of these after another is the same request.
 ECHO = 1.0
 
 
-def is_again(number: int, since: float) -> bool:
-    """Return whether a signal is the one received at monotonic time ``since``, on another way.
+def is_again(number: int, first: int, since: float) -> bool:
+    """Return whether a signal is the request that ``first`` was, at monotonic time ``since``, on another way.
 
     Slurm, ``timeout`` and a shell's ``kill %1`` tell all processes, and a launcher tells its ranks once more.
+    systemd with ``SendSIGHUP`` sends both ending signals, as a supervisor and a closed terminal do together.
     """
-    return number == signal.SIGTERM and time.monotonic() - since < ECHO
+    return number in ENDING and first in ENDING and time.monotonic() - since < ECHO
+
+
+def heeded() -> list[signal.Signals]:
+    """Return the signals that stop a run: all but a SIGHUP that ``nohup`` has this process ignore."""
+    return [
+        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 @attrs.define(frozen=True)
@@ -50,13 +68,34 @@ class Rollback:
 
 
 def end_on_sigterm() -> None:
-    """End this process at once on SIGTERM, as long as it trains nothing: there is no step to finish."""
+    """End this process at once on SIGTERM or SIGHUP, while there is no step to finish: it trains nothing."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way
-        raise Preempted("ended by SIGTERM at once: the last checkpoint, if there is one, is all there is")
+        for each in {*ENDING} & {*heeded()}:
+            signal.signal(each, signal.SIG_IGN)  # it is on its way
+        name = signal.Signals(number).name
+        raise Preempted(f"ended by {name} at once: the last checkpoint, if there is one, is all there is")
 
-    signal.signal(signal.SIGTERM, end)
+    for number in {*ENDING} & {*heeded()}:
+        signal.signal(number, end)
+
+
+def keep_code(code: int) -> int:
+    """Have a signal that comes from now on end this process with ``code``, which is returned.
+
+    All is done but the interpreter's own end, which takes a second with torch: what a second SIGTERM raises
+    there is a traceback, and the code of the run is lost.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in {*ENDING} & {*heeded()}:
+            signal.signal(number, end)
+    return code
 
 
 class StopRequest:
@@ -103,27 +142,29 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C or SIGTERM into a stop request; a second one acts as it would without us."""
+        """Turn the first Ctrl-C, SIGTERM or SIGHUP into a stop request; a second acts as without us."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in heeded()}
         received: dict[signal.Signals, float] = {}
         over = threading.Event()
 
         def handle(number: int, frame: FrameType | None) -> None:
             name = signal.Signals(number)
-            if name not in received:
+            if not received:
                 received[name] = time.monotonic()
                 self.request(SIGNALS[name])
-            elif not is_again(number, received[name]):
+            elif not is_again(number, *next(iter(received.items()))):
                 signal.signal(number, before[name])
                 signal.raise_signal(number)
 
         if self.grace is not None:
-            threading.Thread(target=_end_after, args=(self.grace, received, over), daemon=True).start()
+            first = structlog.contextvars.get_contextvars().get("rank", 0) == 0
+            watch = partial(_end_after, self.grace, received, over, first=first)
+            threading.Thread(target=watch, daemon=True).start()
 
-        for number in SIGNALS:
+        for number in before:
             signal.signal(number, handle)
         try:
             yield
@@ -133,9 +174,23 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def _end_after(grace: float, received: Mapping[signal.Signals, float], over: threading.Event) -> None:
+def announce(grace: float) -> None:
+    """Tell the person who pressed Ctrl-C what happens now."""
+    text = f"a last step and a checkpoint, within {grace:g} s; again, and all ranks end at once"
+    with suppress(OSError):  # nobody reads: stop all the same
+        log.say(f"Ctrl-C: {text}", level="warning")
+
+
+def _end_after(
+    grace: float, received: Mapping[signal.Signals, float], over: threading.Event, *, first: bool
+) -> None:
     """End this process if training is not over so long after the first signal: a rank may wait for ever."""
+    announced = False
     while not over.wait(0.2):
+        if signal.SIGINT in received and not announced:
+            announced = True
+            if first and is_live(sys.stdout):
+                announce(grace)  # here, and not in the launcher, who would write into the console's panel
         if received and time.monotonic() - min(received.values()) > grace:
             number = next(iter(received))
             text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"

@@ -1,8 +1,10 @@
-"""Taps: monitors look at what modules return while a logged step runs, by the modules' global names.
+"""Taps: monitors look at what modules return while a logged step runs, by the modules' global names, and at
+what functions that these call, as attention, are called with.
 
 A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside of its hooks, so a
 tap on a compiled layer runs between graphs and leaves them as they are; modules inside of a graph cannot be
-tapped, since their hooks would be traced. A recomputation, for activation checkpointing, is not looked at
+tapped, since their hooks would be traced. Functions are told of from inside of a graph, too: see
+:mod:`~nanotrain_core.run.calls`. A recomputation, for activation checkpointing, is not looked at
 again. In steps that are not logged a tap is one call of Python that returns at once.
 """
 
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +24,16 @@ from torch.utils.hooks import RemovableHandle
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, tagged, taken_over_by
+from nanotrain_core.layout.roles import Role, main_layers, natural, tagged, taken_over_by
+from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.run.calls import Calls
 from nanotrain_core.run.together import Together
 
 #: Takes a module's name and what it returned.
 Look = Callable[[str, Any], None]
+#: Returns whether a monitor reads its taps in the step under way.
+When = Callable[[], bool]
 
 
 class Taps:
@@ -59,8 +67,18 @@ class Taps:
         self.on = False
         """Whether the step under way is looked at."""
         self._handles: list[RemovableHandle] = []
+        self._calls: list[Calls] = []
 
-    def add(self, owner: int, mesh: Mesh, look: Look, modules: Sequence[str] = ()) -> list[str]:
+    def add(
+        self,
+        owner: int,
+        mesh: Mesh,
+        look: Look,
+        modules: Sequence[str] = (),
+        *,
+        compiled: bool = True,
+        when: When = lambda: True,
+    ) -> list[str]:
         """Have ``look(name, output)`` called with what modules return in each forward pass of logged steps.
 
         Collective: in ``on_start``, on all ranks.
@@ -71,6 +89,9 @@ class Taps:
             look: must change nothing and call no collective; what it publishes is told with the step. Output
                 is the first tensor of what the module returned, detached, else what it returned.
             modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
+            compiled: refuse modules inside of compiled layers; False leaves them out.
+            when: whether to call ``look``, asked in each forward pass of a logged step: for a monitor that
+                reads only some steps.
 
         Returns:
             The names that were found, of the whole model, in its order.
@@ -78,27 +99,89 @@ class Taps:
         Raises:
             PluginError: nothing has such a name on any rank, or it is inside of a compiled layer.
         """
-        everyone = mesh.gather((self.blocks, [name for name in self.modules if _any(name, modules)]))
-        blocks, found = (
-            sorted({name for rank in everyone for name in rank[which]}, key=_natural) for which in range(2)
+        found = self._found(mesh, modules, compiled=compiled)
+        for name in found:
+            if name in self.modules:
+                hook = self._hook(owner, name, look, when)
+                self._handles.append(self.modules[name].register_forward_hook(hook))
+        return found
+
+    def add_calls(
+        self,
+        owner: int,
+        mesh: Mesh,
+        function: str,
+        look: Callable[..., None],
+        modules: Sequence[str] = (),
+        *,
+        when: When = lambda: True,
+    ) -> list[str]:
+        """Have ``look(name, *args)`` called with what modules call a function of their table with.
+
+        As :meth:`add`: in each forward pass of logged steps, also inside of compiled layers.
+
+        Args:
+            owner: the monitor's place in the run.
+            mesh: that the monitor was given.
+            function: a field of :class:`~nanotrain_core.models.ops.Ops`, as ``attention``.
+            look: is told the name of the tapped module that the call is inside of, and its arguments, tensors
+                detached. Those of attention are this rank's heads, of whole sequences.
+            modules: names or patterns, by default the first, middle and last layer.
+            when: as of :meth:`add`.
+
+        Returns:
+            The names that were found, of the whole model, in its order. A model whose modules have no table
+            is never told of.
+
+        Raises:
+            PluginError: there is no such function; or as :meth:`add`.
+        """
+        if function not in (known := [field.name for field in fields(Ops)]):
+            raise PluginError(f"models call no function '{function}'{did_you_mean(function, known)}")
+        found = self._found(mesh, modules)
+        inside: list[str] = []
+
+        def enter(name: str, *_: Any) -> None:
+            inside.append(name)
+
+        def leave(*_: Any) -> None:
+            inside.pop()
+
+        def tell(*args: Any) -> None:
+            if inside and self.on and when() and not self.passes.in_backward:
+                given = (x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+                self._call(owner, look, inside[-1], *given)
+
+        for name in (name for name in found if name in self.modules):
+            module = self.modules[name]
+            self._handles.append(module.register_forward_pre_hook(partial(enter, name)))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        calls = Calls(tell, mesh.device)
+        calls.observe(function, self.modules.values())
+        self._calls.append(calls)
+        return found
+
+    def _found(self, mesh: Mesh, modules: Sequence[str], *, compiled: bool = True) -> list[str]:
+        """Return the names that patterns stand for, on all ranks. Collective."""
+        own = [name for name in self.modules if _any(name, modules)]
+        everyone = mesh.gather((self.blocks, own, [name for name in own if name in self.inside_graphs]))
+        blocks, found, inside = (
+            sorted({name for rank in everyone for name in rank[which]}, key=natural) for which in range(3)
         )
         if not modules:
-            found = sorted({blocks[0], blocks[len(blocks) // 2], blocks[-1]}, key=_natural) if blocks else []
+            layers = main_layers(blocks)
+            found = sorted({layers[n] for n in (0, len(layers) // 2, -1)}, key=natural) if layers else []
         for pattern in modules:
             if not any(fnmatchcase(name, pattern) for name in found):
                 near = did_you_mean(pattern, [*self.modules])
                 raise PluginError(f"no module is called '{pattern}' on any rank{near}")
-        for name in found:
-            if name in self.inside_graphs:
-                block = self.inside_graphs[name]
-                raise PluginError(
-                    f"{name} is inside of {block}, which is compiled: look at {block}, or set "
-                    "run.compile = false"
-                )
-            if name in self.modules:
-                hook = self._hook(owner, name, look)
-                self._handles.append(self.modules[name].register_forward_hook(hook))
-        return found
+        if compiled and inside:
+            block = self.inside_graphs.get(inside[0], inside[0].rpartition(".")[0])
+            raise PluginError(
+                f"{inside[0]} is inside of {block}, which is compiled: look at {block}, or set "
+                "run.compile = false"
+            )
+        return [name for name in found if name not in inside]
 
     @contextmanager
     def looking(self, on: bool) -> Iterator[None]:
@@ -114,21 +197,26 @@ class Taps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        while self._calls:
+            self._calls.pop().restore()
 
-    def _hook(self, owner: int, name: str, look: Look) -> Callable[..., None]:
+    def _hook(self, owner: int, name: str, look: Look, when: When) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.on and not self.passes.in_backward:
+            if self.on and when() and not self.passes.in_backward:
                 self._look(owner, name, look, output)
 
         return hook
 
-    @torch.no_grad()
     def _look(self, owner: int, name: str, look: Look, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
+        self._call(owner, look, name, first.detach() if isinstance(first, torch.Tensor) else first)
+
+    @torch.no_grad()
+    def _call(self, owner: int, look: Callable[..., None], *args: Any) -> None:
         assert self.together is not None
         self.together.forbidden = "while it looks at a module, where ranks are at different places"
         try:
-            look(name, first.detach() if isinstance(first, torch.Tensor) else first)
+            look(*args)
         except Exception as problem:
             self.fail(owner, problem)
         finally:
@@ -155,8 +243,3 @@ def block_names(part: nn.Module) -> list[str]:
 
 def _any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts layers.2 before layers.10."""
-    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]

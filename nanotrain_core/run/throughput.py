@@ -25,18 +25,19 @@ def peak_flops(device: str) -> float | None:
 
 
 class Throughput:
-    """Seconds per step since it was last asked or restarted."""
+    """Seconds per step, and tokens per second, since it was last asked or restarted."""
 
     def __init__(self) -> None:
-        self.restart(0)
+        self.restart(0, 0)
 
-    def restart(self, step: int) -> None:
-        """Measure from here: what came before was not training."""
-        self._began, self._step = time.monotonic(), step
+    def restart(self, step: int, tokens: int) -> None:
+        """Measure from here, after so many steps and tokens in all: what came before was not training."""
+        self._began, self._step, self._tokens = time.monotonic(), step, tokens
 
-    def seconds_per_step(self, step: int, *, restart: bool = True) -> float:
-        """Return the mean since the last restart, after ``step`` steps in all, and measure from here."""
-        seconds = (time.monotonic() - self._began) / max(1, step - self._step)
+    def since(self, step: int, tokens: int, *, restart: bool = True) -> tuple[float, float]:
+        """Return seconds per step and tokens per second since the last restart, and measure from here."""
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        found = elapsed / max(1, step - self._step), (tokens - self._tokens) / elapsed
         if restart:
-            self.restart(step)
-        return seconds
+            self.restart(step, tokens)
+        return found

@@ -42,6 +42,7 @@ class Together:
         """Make the group, where there are several ranks and any monitors. Collective."""
         self.rank, self.monitors = mesh.rank, monitors
         self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
+        self._waits = mesh.waits
         self._at: tuple[int, int] | None = None
         """The monitor that is called now, and what its event is known by."""
         self._told: list[tuple[dist.Work, torch.Tensor]] = []
@@ -104,7 +105,8 @@ class Together:
         other."""
         while True:
             work, round_ = self._round(here=(monitor, event))
-            work.wait()
+            with self._waits.collectives:
+                work.wait()
             at, failed, ranks = self._read(round_)
             if not any(failed):
                 break

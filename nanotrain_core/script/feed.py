@@ -124,6 +124,13 @@ class LoaderFeed:
     def _size(self, taken: list[Taken]) -> int:
         return sum(each.batch.tokens.numel() for each in taken) * self.mesh.world_size
 
+    def resize(self, sequences: int) -> None:
+        """Refuse: the loader says how large batches are."""
+        raise NotImplementedError("a script's loader has batches of its own")
+
+    def step_done(self) -> None:
+        """Nothing to note: each call of fit begins with its loader."""
+
     def microbatches(self) -> list[Batch]:
         """Return the loader's next batches."""
         taken, self._ahead = self._ahead or self._take(), []

@@ -107,7 +107,7 @@ class ScriptOptimizer(Optimizer):
         norm = global_norm(pairs, self.mesh) / loss_scale
         skipped = ~torch.isfinite(norm)
         on_device = getattr(self.inner, "_step_supports_amp_scaling", False) and has_momentum(self.inner)
-        late = self.mesh.reads_late and on_device
+        late = self.mesh.device_is_async and on_device
         if not late and skipped:
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):

@@ -60,6 +60,12 @@ def _heads(name: str, sizes: tuple[int, int, int, int, int, int], scale: float |
     return Sample(name, leaves, partial(_in_order, scale=scale) if scale else _in_order)
 
 
+def _after_others(name: str, sample: Sample, queries: int) -> Sample:
+    """Return the sample with only so many of the last queries: a cache has the keys of those before."""
+    leaves = {**sample.leaves, "q": sample.leaves["q"][:, -queries:].clone()}
+    return Sample(name, leaves, sample.call)
+
+
 def _attention() -> Iterator[Sample]:
     yield _heads("ordinary", (2, 16, 4, 4, 8, 8))
     yield _heads("one head, odd sizes", (1, 7, 1, 1, 5, 5))
@@ -69,6 +75,8 @@ def _attention() -> Iterator[Sample]:
     yield _heads("one token", (3, 1, 2, 1, 4, 4))
     yield _heads("no sequences", (0, 5, 2, 2, 4, 4))
     yield _heads("a long sequence", (1, 1031, 2, 1, 4, 4))
+    yield _after_others("one token after 6 others", _heads("", (2, 7, 6, 2, 4, 5)), 1)
+    yield _after_others("3 tokens after 6 others", _heads("", (2, 9, 4, 2, 4, 5)), 3)
 
     def views(function: Function, leaves: Tensors) -> torch.Tensor:
         q, k = leaves["q"].transpose(1, 2), leaves["k"].unsqueeze(2).expand(-1, -1, 4, -1)

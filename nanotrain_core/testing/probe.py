@@ -133,9 +133,9 @@ def make_engine(case: Case, changes: Mapping[str, Any], **options: Any) -> Runti
     return RuntimeEngine.from_recipe(recipe, registry=case.registry(), rank=rank(), device=device, **options)
 
 
-def make_run(case: Case, changes: Mapping[str, Any]) -> Run:
+def make_run(case: Case, changes: Mapping[str, Any], **options: Any) -> Run:
     """Build the objects of the case's recipe on this rank, without an engine."""
-    return compose(case.recipe(**changes), case.registry(), rank=rank())
+    return compose(case.recipe(**changes), case.registry(), rank=rank(), **options)
 
 
 def placements(case: Case) -> list[Placement]:

@@ -49,7 +49,8 @@ class SummedGradients(LocalGradients, Parallel):
             group = self.mesh.group_of(span)
             if group is not None and placed.parameter.requires_grad:
                 total = self._sums[placed.parameter] = super().gradient(placed.parameter)
-                dist.all_reduce(total, group=group)
+                with self.mesh.waits.collectives:
+                    dist.all_reduce(total, group=group)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the sum."""

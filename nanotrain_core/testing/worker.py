@@ -9,11 +9,13 @@ import contextlib
 import faulthandler
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -112,6 +114,7 @@ class Failure:
 
 def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -> None:
     """Answer jobs until the pool closes the connection."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()  # torch's objects, several hundred thousand, stay: no collection need look at them
     with open(stack_file, "w") as stacks:
         faulthandler.enable(stacks)  # a crash in C code leaves its Python stack
@@ -122,6 +125,14 @@ def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -
             except EOFError:
                 return
             connection.send_bytes(answer(job, rank, world_size))
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that has the pool is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # of a pool: until the end of a pipe that the parent alone holds is closed
+        os._exit(1)
 
 
 def answer(job: Job, rank: int, world_size: int) -> bytes:

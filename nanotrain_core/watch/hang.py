@@ -24,6 +24,7 @@ import attrs
 
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
+from nanotrain_core.run.owner import is_alive
 
 #: How many times longer the start, the first step and a checkpoint may take than other steps.
 PATIENCE = 5
@@ -197,15 +198,3 @@ def kill(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process of that number runs: one that nobody has waited for, a zombie, does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(OSError):  # a system without /proc cannot tell
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        return state not in "ZX"
-    return True

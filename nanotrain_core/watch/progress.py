@@ -1,27 +1,126 @@
-"""Where a rank's run is: noted by the engine, read by the watchdog."""
+"""Where a rank's run is, and where its time goes: noted by the engine, read by watchdog and monitors."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from nanotrain_core.watch.device_clock import DeviceClock
+from nanotrain_core.watch.waits import Waits
 
 #: Phases that may rightly take long: everything before training, and writing to a slow disk.
 SLOW = frozenset({"start", "checkpoint"})
 
 
+@attrs.define
+class Spent:
+    """Seconds of one part of a run so far."""
+
+    seconds: float = 0.0
+    collectives: float = 0.0
+    """Of these in collectives: see :mod:`nanotrain_core.watch.waits`."""
+    messages: float = 0.0
+    """Of these in waiting for messages of other pipeline stages."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the rank's own work."""
+        return self.seconds - self.collectives - self.messages
+
+    def since(self, before: Spent | None) -> Spent:
+        """Return what was added after ``before``."""
+        old = before or Spent()
+        return Spent(
+            self.seconds - old.seconds, self.collectives - old.collectives, self.messages - old.messages
+        )
+
+
 class Progress:
     """Counts what a rank has begun. All ranks of a run note the same things in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        """``waits``: of the run's mesh."""
         self.count, self.step, self.phase, self.slow = 0, 0, "start", True
-        self.seconds: dict[str, float] = {}
-        """Spent in each phase so far, by the host's clock."""
-        self._since = time.monotonic()
+        self.waits = waits or Waits()
+        self.spent: dict[str, Spent] = {}
+        """In each part so far, by the host's clock. The present one is missing its end."""
+        self._part = "start"
+        self._since = time.perf_counter()
+        self._waited = (0.0, 0.0)
+        self._event: Any = None
 
     def note(self, phase: str, step: int = 0, *, first: bool = False) -> None:
         """Note that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
-        now = time.monotonic()
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._since
-        self._since = now
+        self._go_to(phase)
         self.step, self.phase = step, phase
         self.slow = first or phase in SLOW
         self.count += 1  # last: a reader that sees the count sees the rest
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Count the time of a ``with`` block as that of ``part``, not of the phase that it is in."""
+        outer = self._go_to(part)
+        try:
+            yield
+        finally:
+            self._go_to(outer)
+
+    def _go_to(self, part: str) -> str:
+        """End the present part; return its name."""
+        now, outer = time.perf_counter(), self._part
+        waited = (self.waits.collectives.seconds, self.waits.messages.seconds)
+        spent = self.spent.get(outer)
+        if spent is None:
+            spent = self.spent[outer] = Spent()
+        spent.seconds += now - self._since
+        spent.collectives += waited[0] - self._waited[0]
+        spent.messages += waited[1] - self._waited[1]
+        self._part, self._since, self._waited = part, now, waited
+        if self.waits.device is not None:
+            event = self.waits.device.now()
+            self.waits.device.add("", self._event, event)
+            self.waits.device.part, self._event = part, event
+        return outer
+
+    # --- on a device ----------------------------------------------------------------------------
+
+    def time_device(self, device: Any) -> None:
+        """Measure parts and exchanges by the device's clock too; nothing where the host is the device.
+
+        Args:
+            device: a ``torch.device``.
+        """
+        if device.type == "cpu" or self.waits.device is not None:
+            return
+        import torch  # the watchdog's side of this needs none
+
+        self.use_clock(DeviceClock(lambda: torch.Event(device, enable_timing=True)))
+
+    def use_clock(self, clock: DeviceClock) -> None:
+        """Measure by ``clock`` too, from now on."""
+        clock.part, self._event = self._part, clock.now()
+        self.waits.device = clock
+
+    def work(self, *parts: str) -> float:
+        """Return the seconds of a rank's own work in ``parts`` so far, as :meth:`measured` has them."""
+        spent = self.spent if self.waits.device is None else self.measured()
+        return sum(spent[part].busy for part in parts if part in spent)
+
+    def measured(self) -> Mapping[str, Spent]:
+        """Return what was spent, by the clock of what computes: the device's if it is timed, else the host's.
+
+        The device's is read late: it has not all of the last steps. A device that waits for the host, as for
+        data, is in the part that the host is in.
+        """
+        clock = self.waits.device
+        if clock is None:
+            return {part: attrs.evolve(spent) for part, spent in self.spent.items()}
+        clock.read()
+        found: dict[str, Spent] = {}
+        for (part, kind), seconds in clock.seconds.items():
+            setattr(found.setdefault(part, Spent()), kind or "seconds", seconds)
+        return found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.contracts import Initializer, Model, PartOutput
+from nanotrain_core.contracts import ChangesInRun, Initializer, Model, PartOutput
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
@@ -20,6 +20,7 @@ from nanotrain_core.models.ops import TORCH
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import parts_between
 from nanotrain_core.recipe.divisibility import divisibility_of
+from nanotrain_core.recipe.phase import changeable
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
@@ -298,3 +299,27 @@ def flops_are_counted(case: Case) -> None:
     assert len(long.layers) == model.layers, f"FLOPs of {len(long.layers)} layers; expected {model.layers}"
     pieces = [long.embedding, *long.layers, long.head]
     assert min(pieces) >= 0, f"a piece of the model has a negative number of FLOPs: {pieces}"
+
+
+@check("model", since="0.2", applies=lambda case: bool(changeable(type(case.settings()))))
+def changes_in_a_run_are_those_of_a_model_built_so(case: Case) -> None:
+    """After ``change`` weights of losses, losses and what routers do are those of a model of that config."""
+    config = case.settings()
+    now = {name: type(old := getattr(config, name))(old / 2) for name in changeable(type(config))}
+    config = attrs.evolve(config, **now)
+    changed, parts = model_of(case), parts_of(case)
+    assert isinstance(changed, ChangesInRun), "fields are marked with CHANGES, but it has no change()"
+    changed.change(config, parts)
+    case = attrs.evolve(case, config={**case.config, **now})
+    fresh, others = model_of(case), parts_of(case)
+    weights, wanted = dict(changed.loss_weights), dict(fresh.loss_weights)
+    assert weights == wanted, f"loss_weights {weights} after {now}; expected {wanted}"
+    found, expected = (
+        {name: loss.item() for name, loss in run_parts(each, batch_of(case)).items()}
+        for each in (parts, others)
+    )
+    assert found == expected, f"losses {found} after {now}; expected {expected}"
+    for each in (parts, others):
+        for router in counting_routers(each).values():
+            router.balance(router.take_load())
+    assert_bitwise(named(parts), named(others), f"weights and biases of routers after {now}")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.contracts import MetricsReport, Monitor
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.metrics import gathered
 from nanotrain_core.metrics.declared import Names
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.stop import StopRequest
@@ -174,6 +175,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and not _reads_host_memory():
             self._now.append("".join(traceback.format_stack()[-4:-1]).strip())
         return func(*args, **(kwargs or {}))
+
+
+def _reads_host_memory() -> bool:
+    """Return whether it is the core that reads, which does so of tensors in the host's memory alone."""
+    return any(frame.f_code is gathered.read.__code__ for frame, _ in traceback.walk_stack(None))

@@ -4,9 +4,8 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 """
 
 import attrs
-from attrs.validators import ge
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Range, Register, hookimpl
 
 __version__ = "0.1.0"
 
@@ -15,9 +14,9 @@ __version__ = "0.1.0"
 class OffloadConfig:
     """``[[parallel]] use = "activation_offload"``."""
 
-    min_mb: float = attrs.field(default=1.0, validator=ge(0.0))
+    min_mb: float = attrs.field(default=1.0, validator=Range(0.0, 1e6))
     """Smaller tensors stay on the device: a copy of few bytes costs more than it frees."""
-    keep: int = attrs.field(default=1, validator=ge(0))
+    keep: int = attrs.field(default=1, validator=Range(0))
     """So many layers at the end of a stage keep their activations: backward wants them at once."""
 
 

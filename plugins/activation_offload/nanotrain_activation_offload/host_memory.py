@@ -61,6 +61,22 @@ class PinnedMemory(HostMemory):
         return take
 
 
+class NoMemory(HostMemory):
+    """Copies nothing, on ``meta``: what has left takes no memory of the device in a dry run."""
+
+    def copy_out(self, flat_N: torch.Tensor) -> tuple[int, torch.dtype]:
+        """Return what to make a tensor of."""
+        return flat_N.numel(), flat_N.dtype
+
+    def copy_back(self, copied: tuple[int, torch.dtype]) -> Callable[[], torch.Tensor]:
+        """Take memory of the device again."""
+        numel, dtype = copied
+        came_back = torch.empty(numel, dtype=dtype, device=self.device)
+        return lambda: came_back
+
+
 def host_memory(device: torch.device) -> HostMemory:
     """Return what copies to and from ``device``."""
+    if device.type == "meta":
+        return NoMemory(device)
     return PinnedMemory(device) if device.type == "cuda" else HostMemory(device)

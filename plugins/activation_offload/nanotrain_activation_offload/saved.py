@@ -115,7 +115,7 @@ class SavedByLayer:
         if not self.leaves(tensor):
             return Kept(tensor)
         key = (
-            tensor.untyped_storage().data_ptr(),
+            place_of(tensor),
             tensor.storage_offset(),
             tensor.numel(),
             tensor.dtype,
@@ -152,7 +152,7 @@ class SavedByLayer:
             and tensor.dtype in DTYPES
             and tensor.device.type == self.memory.device.type
             and tensor.numel() * tensor.element_size() >= max(self.least, 1)
-            and tensor.untyped_storage().data_ptr() not in self.weights
+            and place_of(tensor) not in self.weights
             and is_dense(tensor)
         )
 
@@ -169,6 +169,12 @@ class SavedByLayer:
         self._came_back = True
         for region in list(self.regions.values()):
             region.bring_back()
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's memory from that of others; on ``meta`` none has an address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -27,8 +27,12 @@ BLOCK = 64
 def attention(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Return what :func:`nanotrain_core.models.ops.attention` does; of longer sequences, that itself."""
-    if q_BSHK.shape[1] > SHORT or not q_BSHK.numel():
+    """Return what :func:`nanotrain_core.models.ops.attention` does; of longer sequences, that itself.
+
+    Also where keys of earlier tokens were kept in a cache: text is generated without a backward pass.
+    """
+    after_others = q_BSHK.shape[1] != k_BSGK.shape[1]
+    if q_BSHK.shape[1] > SHORT or after_others or not q_BSHK.numel():
         return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)
     scale = q_BSHK.shape[-1] ** -0.5 if scale is None else scale
     y: torch.Tensor = _Short.apply(q_BSHK, k_BSGK, v_BSGV, scale)  # type: ignore[no-untyped-call]

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
-from attrs.validators import gt
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Range, Register, hookimpl
 
 __version__ = "0.1.0"
 
@@ -22,7 +21,7 @@ class DataParallelConfig:
         "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
     }
 
-    bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
+    bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
     """Megabytes of gradient summed by one all-reduce: small ones start early, large ones cost less each."""
     overlap: bool = True
     """Start a bucket's all-reduce during backward, as soon as its last gradient is there."""

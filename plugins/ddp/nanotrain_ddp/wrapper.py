@@ -65,7 +65,9 @@ class DataParallel(LocalGradients, Parallel):
     def __init__(self, config: DataParallelConfig) -> None:
         super().__init__()
         self.config = config
-        self.listens = config.overlap  # else all gradients are put into their buckets when they are complete
+        self.needs_gradient_hooks = (
+            config.overlap
+        )  # else all gradients are put into their buckets when they are complete
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.started = 0

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.torch import Ops, RMSNorm, Rotation, SwiGLU
+from nanotrain_core.api.torch import LayerCache, Ops, RMSNorm, Rotation, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
 from nanotrain_deepseek.moe import MixtureOfExperts
@@ -42,8 +42,10 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(config, ops)
         tag(self, Role.BLOCK)
 
-    def forward(self, x_BSD: torch.Tensor, turn: Rotation) -> tuple[torch.Tensor, Routed | None]:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), turn)
+    def forward(
+        self, x_BSD: torch.Tensor, cos_sin: Rotation, cache: LayerCache | None = None
+    ) -> tuple[torch.Tensor, Routed | None]:
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache)
         h_BSD = self.ffn_norm(x_BSD)
         if self.dense:
             return x_BSD + self.ffn(h_BSD), None

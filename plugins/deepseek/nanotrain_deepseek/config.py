@@ -6,9 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-from attrs.validators import ge, gt
 
-from nanotrain_core.api import TRAINING, Divisible, Problem, Role, yarn_magnitude
+from nanotrain_core.api import (
+    CHANGES,
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    TRAINING,
+    CachedToken,
+    Divisible,
+    Problem,
+    Range,
+    Role,
+    yarn_magnitude,
+)
 
 if TYPE_CHECKING:
     from nanotrain_core.api import Layout, Recipe
@@ -18,17 +28,17 @@ if TYPE_CHECKING:
 class YarnConfig:
     """``[model.yarn]``: stretch RoPE to sequences longer than those trained on."""
 
-    factor: float = attrs.field(default=40.0, validator=gt(1.0))
+    factor: float = attrs.field(default=40.0, validator=Range(1.0, 1e6, above=True))
     """How many times longer sequences become."""
-    original_length: int = attrs.field(default=4096, validator=ge(1))
+    original_length: int = attrs.field(default=4096, validator=Range(1))
     """Length the model was trained on before."""
-    beta_fast: float = attrs.field(default=32.0, validator=gt(0.0))
+    beta_fast: float = attrs.field(default=32.0, validator=Range(0.001, 1e6))
     """Pairs that turn more often than this over `original_length` keep their frequency."""
-    beta_slow: float = attrs.field(default=1.0, validator=gt(0.0))
+    beta_slow: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
     """Pairs that turn less often are slowed down by `factor`; those between, in part."""
-    mscale: float = 1.0
+    mscale: float = attrs.field(default=1.0, validator=Range(-1e3, 1e3))
     """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
-    mscale_all_dim: float = attrs.field(default=1.0, validator=ge(0.0))
+    mscale_all_dim: float = attrs.field(default=1.0, validator=Range(0.0, 1e3))
     """Scales attention scores by m(mscale_all_dim) squared."""
 
     @beta_slow.validator
@@ -60,78 +70,82 @@ _OF_EXPERTS = {
 class DeepSeekConfig:
     """``[model] use = "deepseek"``: defaults are V3's where its dimensions do not matter."""
 
-    layers: int = attrs.field(validator=ge(1))
+    layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
     """Blocks."""
-    dense_layers: int = attrs.field(default=1, validator=ge(0))
+    dense_layers: int = attrs.field(default=1, validator=Range(0, MOST_LAYERS))
     """Leading blocks with a dense feed-forward layer in place of experts."""
-    width: int = attrs.field(validator=ge(1))
+    width: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Size D of the residual stream."""
-    vocab: int = attrs.field(validator=ge(2))
+    vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=ge(0), metadata={TRAINING: True})
+    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
     """Longest sequence; 0: any length."""
 
-    heads: int = attrs.field(validator=ge(1))
+    heads: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Attention heads."""
-    q_rank: int = attrs.field(default=0, validator=ge(0))
+    q_rank: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
     """Size of the latent that queries are made from (q_lora_rank); 0 makes them from the width."""
-    kv_rank: int = attrs.field(validator=ge(1))
+    kv_rank: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Size of the latent that keys and values are made from (kv_lora_rank)."""
-    nope_size: int = attrs.field(validator=ge(1))
+    nope_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Numbers of a query and key head without position."""
-    rope_size: int = attrs.field(validator=ge(2))
+    rope_size: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Numbers with position; those of the key are shared by all heads."""
-    value_size: int = attrs.field(validator=ge(1))
+    value_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Numbers of a value head."""
-    rope_theta: float = attrs.field(default=10000.0, validator=gt(0.0))
+    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12))
     """Base of the RoPE frequencies."""
     yarn: YarnConfig | None = None
     """Stretches RoPE to longer sequences."""
 
-    ffn: int = attrs.field(validator=ge(1))
+    ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Width of a dense feed-forward layer."""
-    experts: int = attrs.field(validator=ge(1))
+    experts: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Routed experts E of a layer."""
-    top_k: int = attrs.field(validator=ge(1))
+    top_k: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Routed experts K that a token goes to."""
-    shared_experts: int = attrs.field(default=1, validator=ge(0))
+    shared_experts: int = attrs.field(default=1, validator=Range(0, LARGEST_SIZE))
     """Experts that every token goes to."""
-    expert_ffn: int = attrs.field(validator=ge(1))
+    expert_ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Width F of one expert."""
-    groups: int = attrs.field(default=1, validator=ge(1))
+    groups: int = attrs.field(default=1, validator=Range(1, LARGEST_SIZE))
     """Groups of consecutive experts: of V2's balance losses, the devices."""
-    group_limit: int = attrs.field(default=0, validator=ge(0))
+    group_limit: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
     """Groups that the experts of one token may come from; 0: all."""
 
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """`sigmoid` with a bias for balance is V3's router, `softmax` without is V2's."""
     normalise_weights: bool = True
     """Divide the chosen experts' scores by their sum."""
-    route_scale: float = attrs.field(default=1.0, validator=gt(0.0))
+    route_scale: float = attrs.field(default=1.0, validator=Range(0.0, 1e3, above=True))
     """Factor on the experts' weights."""
-    bias_update_rate: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
+    bias_update_rate: float = attrs.field(
+        default=0.0, validator=Range(0.0, 1.0), metadata={TRAINING: True, CHANGES: True}
+    )
     """How far a step moves the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it."""
-    seq_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
+    seq_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of V3's balance loss of each sequence."""
-    expert_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
+    expert_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of V2's expert-level balance loss."""
-    device_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
+    device_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of V2's device-level balance loss."""
-    comm_balance: float = attrs.field(default=0.0, validator=ge(0.0), metadata={TRAINING: True})
+    comm_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of V2's communication balance loss."""
 
-    mtp: int = attrs.field(default=0, validator=ge(0))
+    mtp: int = attrs.field(default=0, validator=Range(0, MOST_LAYERS))
     """Further tokens predicted in training, each by a module of one layer (V3: 1)."""
-    mtp_weight: float = attrs.field(default=0.3, validator=ge(0.0), metadata={TRAINING: True})
+    mtp_weight: float = attrs.field(
+        default=0.3, validator=Range(0.0, 1e3), metadata={TRAINING: True, CHANGES: True}
+    )
     """Weight of the loss of those tokens."""
     mtp_input: Literal["hidden_first", "embedding_first"] = "hidden_first"
     """How such a module joins its inputs: as the paper writes it, or as the released weights have it."""
 
-    norm_eps: float = attrs.field(default=1e-6, validator=gt(0.0))
+    norm_eps: float = attrs.field(default=1e-6, validator=Range(1e-30, 1.0))
     """Added to the mean square."""
     tied: bool = False
     """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.006, validator=gt(0.0), metadata={TRAINING: True})
+    init_std: float = attrs.field(default=0.006, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
     """Of every matrix."""
 
     @property
@@ -182,6 +196,15 @@ class DeepSeekConfig:
         if self.shared_experts:
             shared = self.shared_experts * self.expert_ffn
             yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts", row=shared)
+
+    def cached_token(self) -> CachedToken:
+        """Return the latent and the rotary key of every layer, which all heads share.
+
+        Queries and outputs are multiplied by the up-projections in place of keys and values, so that
+        attention is over latents. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and table 1.
+        """
+        sizes = self.kv_rank + self.rope_size, self.kv_rank
+        return CachedToken(elements=self.layers * sizes[0], flops=2.0 * self.layers * self.heads * sum(sizes))
 
 
 def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.api import HFError, HFMapping, ParameterMapping, expect, expect_size
+from nanotrain_core.api import (
+    HFError,
+    HFMapping,
+    ParameterMapping,
+    expect,
+    expect_flag,
+    expect_real,
+    expect_size,
+)
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.hf_names import Storage, empty, mappings
 from nanotrain_deepseek.hf_rope import rope_options, rope_table
@@ -66,12 +74,12 @@ class DeepSeekNames(HFMapping):
             "q_rank": f.get("q_lora_rank", default["q_rank"]) or 0,
             "shared_experts": f.get("n_shared_experts", default["shared"]) or 0,
             "score": "sigmoid" if v3 else "softmax",
-            "normalise_weights": bool(f.get("norm_topk_prob", default["normalised"])),
-            "route_scale": float(f.get("routed_scaling_factor", default["scale"])),
+            "normalise_weights": expect_flag(f, "norm_topk_prob", default=default["normalised"]),
+            "route_scale": expect_real(f, "routed_scaling_factor", default["scale"]),
             "max_length": f.get("max_position_embeddings") or 0,
-            "norm_eps": float(f.get("rms_norm_eps", 1e-6)),
-            "tied": bool(f.get("tie_word_embeddings", False)),
-            "init_std": float(f.get("initializer_range", 0.02)),
+            "norm_eps": expect_real(f, "rms_norm_eps", 1e-6),
+            "tied": expect_flag(f, "tie_word_embeddings", default=False),
+            "init_std": expect_real(f, "initializer_range", 0.02),
             "mtp": _further(f, table["layers"], tensors),
             **_groups(f, kind),
             **rope_table(f, mistral=kind == _MISTRAL),
@@ -117,7 +125,7 @@ class DeepSeekNames(HFMapping):
 
     def mappings_in(self, config: DeepSeekConfig, hf: Mapping[str, Any]) -> Iterator[ParameterMapping]:
         """Yield the same for files with the ``config.json`` ``hf``."""
-        interleaved = bool(hf.get("rope_interleave", True))
+        interleaved = expect_flag(hf, "rope_interleave", default=True)
         return mappings(config, Storage(interleaved, stacked=hf["model_type"] == _MISTRAL))
 
     def empty(self, config: DeepSeekConfig) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -191,7 +199,8 @@ def _method(c: DeepSeekConfig) -> str:
 
 def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int:
     """Return how many modules for further tokens there are: files may lack what the config promises."""
-    promised = f.get("num_nextn_predict_layers", f.get("num_mtp_layers", 0)) or 0
+    key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in f else "num_mtp_layers"
+    promised = min(expect_size(f, key), len(tensors) + 1) if f.get(key) else 0
     there = sum(f"model.layers.{layers + depth}.eh_proj.weight" in tensors for depth in range(promised))
     if there not in (0, promised):
         raise HFError(f"config.json: num_nextn_predict_layers is {promised}, but {there} of them are there")

@@ -5,16 +5,17 @@ Sources: DeepSeek-V3, arXiv 2412.19437; DeepSeek-V2, arXiv 2405.04434.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from nanotrain_core.api import Costs, Part
-from nanotrain_core.api.torch import IGNORE, TORCH, Batch, Ops
+from nanotrain_core.api.torch import IGNORE, TORCH, Batch, Ops, counting_routers
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import later_targets
 from nanotrain_deepseek.part import DeepSeekPart
+from nanotrain_deepseek.router import Router
 
 #: Balance losses by the config's key of their weight, which is also their name.
 BALANCE = ("seq_balance", "expert_balance", "device_balance", "comm_balance")
@@ -28,15 +29,15 @@ class DeepSeek:
         self.layers = config.layers
         self.vocab_size = config.vocab
         self.max_length = config.max_length or None
-        self.loss_weights: Mapping[str, float] = self._loss_weights()
+        self.caches = True
+        self.loss_weights: Mapping[str, float] = self._loss_weights(config)
 
-    def _loss_weights(self) -> dict[str, float]:
+    def _loss_weights(self, c: DeepSeekConfig) -> dict[str, float]:
         """Weigh each term's mean.
 
         A balance loss is reported as the mean over layers. The papers add up layers, each with the weight
         of the recipe, so here the mean has that weight times the number of layers.
         """
-        c = self.config
         weights = {"lm": 1.0}
         if c.mtp:
             weights["mtp"] = c.mtp_weight
@@ -46,6 +47,13 @@ class DeepSeek:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
             return DeepSeekPart(self.config, part, ops)
+
+    def change(self, config: DeepSeekConfig, parts: Iterable[nn.Module]) -> None:
+        """Take the weight of the loss of further tokens and the rate of routers' biases of ``config``."""
+        self.config, self.loss_weights = config, self._loss_weights(config)
+        for router in counting_routers(parts).values():
+            if isinstance(router, Router):
+                router.bias_update_rate = config.bias_update_rate
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return targets for ``lm``; those of every depth for ``mtp``; sequences times layers for balance."""

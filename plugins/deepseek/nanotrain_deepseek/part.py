@@ -44,10 +44,10 @@ class DeepSeekPart(nn.Module):
         The length is the batch's: a wrapper may have left this rank a part of each sequence.
         """
         losses: dict[str, torch.Tensor] = {}
-        x_BSD = self._embed(inputs) if self.part.has_embedding else inputs
-        turn = rotation(batch.tokens.shape[1], self.config, like=x_BSD)
-        for layer in self.layers.values():
-            x_BSD, routed = layer(x_BSD, turn)
+        x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
+        cos_sin = rotation(batch.tokens.shape[1], self.config, like=x_BSD, start=batch.start)
+        for number, layer in self.layers.items():
+            x_BSD, routed = layer(x_BSD, cos_sin, batch.cache_of(number))
             self._count(layer, routed, losses)
         if not self.part.has_head:
             return PartOutput(x_BSD, losses)
@@ -55,7 +55,7 @@ class DeepSeekPart(nn.Module):
         if batch.targets is None:
             return PartOutput(output)
         if self.training and self.config.mtp:
-            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, turn, losses)
+            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, cos_sin, losses)
         return PartOutput(None, {"lm": output, **losses})
 
     def _count(self, layer: nn.Module, routed: Routed | None, losses: dict[str, torch.Tensor]) -> None:
@@ -67,10 +67,10 @@ class DeepSeekPart(nn.Module):
         if routed.load is not None:
             cast(Block, layer).moe.router.add_load(routed.load)
 
-    def _embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        length, limit = tokens_BS.shape[1], self.config.max_length
-        if limit and length > limit:
-            raise ValueError(f"a sequence of {length} tokens exceeds the model's max_length = {limit}")
+    def _embed(self, tokens_BS: torch.Tensor, start: int) -> torch.Tensor:
+        end, limit = start + tokens_BS.shape[1], self.config.max_length
+        if limit and end > limit:
+            raise ValueError(f"a sequence of {end} tokens exceeds the model's max_length = {limit}")
         x_BSD: torch.Tensor = self.embed(tokens_BS)
         return x_BSD
 
@@ -84,14 +84,14 @@ class DeepSeekPart(nn.Module):
         h_BSD: torch.Tensor,
         tokens: torch.Tensor,
         targets: torch.Tensor,
-        turn: Rotation,
+        cos_sin: Rotation,
         losses: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the summed cross-entropies of all depths; the first starts from the last layer's output."""
         found = []
         for depth, predictor in enumerate(self.mtp, start=1):
             embedded_BSD = self.embed(later_tokens(tokens, depth))
-            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, turn)
+            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin)
             self._count(cast(Predictor, predictor).block, routed, losses)
             found.append(self._head(normed_BSD, later_targets(targets, depth)))
         return torch.stack(found).sum()

@@ -27,7 +27,7 @@ class Router(CountingRouter):
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__(config.experts)
-        self.config = config
+        self.config, self.bias_update_rate = config, config.bias_update_rate
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         bias = None
         if config.score == "sigmoid":
@@ -92,7 +92,7 @@ class Router(CountingRouter):
 
         Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing.
         """
-        if self.bias is None or not self.config.bias_update_rate:
+        if self.bias is None or not self.bias_update_rate:
             return
         missing = load.sum() - load * len(load)  # E times (mean - load): exact in integers
-        self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.config.bias_update_rate)
+        self.bias.add_(missing.sign().to(self.bias.dtype), alpha=self.bias_update_rate)

@@ -16,11 +16,11 @@ from nanotrain_core.api.torch import Rotation, rope_frequencies, rope_rotation, 
 from nanotrain_deepseek.config import DeepSeekConfig
 
 
-def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor) -> Rotation:
-    """Return what turns positions 0 to ``length`` - 1: cosines and signed sines, each [S, 1, P]."""
+def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor, start: int = 0) -> Rotation:
+    """Return what turns ``length`` positions from ``start`` on: cosines and signed sines, each [S, 1, P]."""
     magnitude = config.yarn.magnitude if config.yarn else 1.0
-    turning = frequencies(config, device=like.device)
-    return rope_rotation(length, turning, like=like, magnitude=magnitude)
+    inv_freq_P = frequencies(config, device=like.device)
+    return rope_rotation(length, inv_freq_P, like=like, magnitude=magnitude, start=start)
 
 
 def softmax_scale(config: DeepSeekConfig) -> float:

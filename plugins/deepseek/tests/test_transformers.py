@@ -97,7 +97,13 @@ data = { use = "synthetic", vocab = 64 }
 """
 
 
-@pytest.mark.parametrize("version", ["v3-halves", "v3-no-shared-experts", "mistral"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        "v3-halves",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("v3-no-shared-experts", "mistral")),
+    ],
+)
 def test_what_a_run_makes_of_it_is_what_transformers_computes(version, tmp_path):
     model = theirs(version, tmp_path / "theirs", YARN)
     convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())

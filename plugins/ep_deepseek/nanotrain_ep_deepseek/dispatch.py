@@ -27,8 +27,17 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api.torch import Compute, Mesh, Routing, dispatch_codec, inverted, ops_of, sort_by_expert
-from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, from_experts, to_experts
+from nanotrain_core.api.torch import (
+    Compute,
+    Exchange,
+    Mesh,
+    Routing,
+    dispatch_codec,
+    inverted,
+    ops_of,
+    sort_by_expert,
+)
+from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, Traffic, from_experts, to_experts
 
 
 class Experts(Protocol):
@@ -60,9 +69,15 @@ class Dispatcher:
         self.experts = experts
         self.ep, self.etp = (mesh.size(dim) for dim in ("ep", "etp"))
         self.ep_group, self.etp_group = mesh.exchange("ep"), mesh.exchange("etp")
-        self.etp_rank = mesh.coordinate("etp")
+        self.ep_rank, self.etp_rank = mesh.coordinate("ep"), mesh.coordinate("etp")
         self.rows = 0
         """M of the last pass."""
+        self.traffic = Traffic()
+
+    @property
+    def bytes_sent(self) -> int:
+        """To other ranks in training: see :func:`nanotrain_core.moe.routing.bytes_sent`."""
+        return self.traffic.sent
 
     def __call__(self, module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the weighted sums [..., D] of the experts' outputs for this rank's tokens x [..., D].
@@ -73,14 +88,18 @@ class Dispatcher:
         back_N, chosen = inverted(order_N), routing.experts.shape[-1]
         ops = ops_of(module)
         rows_ND = ops.permute(x.flatten(0, -2), order_N, back_N, chosen)
-        outputs_ND = self.run(module, rows_ND, self.plan(counts_E), routing.meanwhile)
+        outputs_ND = self.run(
+            module, rows_ND, self.plan(counts_E, counted=module.training), routing.meanwhile
+        )
         return ops.unpermute(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
-    def plan(self, counts_E: torch.Tensor) -> Plan:
+    def plan(self, counts_E: torch.Tensor, *, counted: bool = True) -> Plan:
         """Exchange counts by all-to-all over ep, then over etp, and bring them to the host.
 
-        The only place where the host waits for the device: it must know the splits of what follows.
+        The only place where the host waits for the device: it must know the splits of what follows. Bytes
+        of a pass that is not ``counted``, as of an evaluation, are nowhere in :attr:`bytes_sent`.
         """
+        traffic = self.traffic if counted else Traffic()
         sent_PL = counts_E.view(self.ep, -1)
         received_PL = sent_PL
         if self.ep_group is not None:
@@ -95,12 +114,18 @@ class Dispatcher:
         self.rows = sum(everyones)
         order_M = sort_arrivals(arrivals_QPL, self.rows)
         return Plan(
-            dispatch=Route(self.ep_group, sent, mine) if self.ep_group else None,
-            gather=Route(self.etp_group, [sum(mine)] * self.etp, everyones) if self.etp_group else None,
+            dispatch=self._route(self.ep_group, sent, mine, self.ep_rank, traffic),
+            gather=self._route(self.etp_group, [sum(mine)] * self.etp, everyones, self.etp_rank, traffic),
             order_M=order_M,
             inverse_M=inverted(order_M),
             counts_L=arrivals_QPL.sum((0, 1)),
         )
+
+    @staticmethod
+    def _route(
+        group: Exchange | None, sent: list[int], received: list[int], own: int, traffic: Traffic
+    ) -> Route | None:
+        return Route(group, sent, received, own, traffic) if group else None
 
     def run(
         self, module: nn.Module, rows: torch.Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None

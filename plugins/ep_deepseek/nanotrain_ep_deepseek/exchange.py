@@ -14,6 +14,14 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.api.torch import DispatchCodec, Exchange, Pending
 
 
+@attrs.define
+class Traffic:
+    """Counts bytes."""
+
+    sent: int = 0
+    """To other ranks, since the beginning."""
+
+
 @attrs.define(frozen=True)
 class Route:
     """How many rows this rank sends to each rank of a group, and gets from it, in the group's order."""
@@ -21,10 +29,13 @@ class Route:
     group: Exchange
     sent: list[int]
     received: list[int]
+    own: int
+    """This rank, in that order."""
+    traffic: Traffic
 
     def reversed(self) -> Route:
         """Return the way back."""
-        return Route(self.group, self.received, self.sent)
+        return attrs.evolve(self, sent=self.received, received=self.sent)
 
     def send(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> torch.Tensor:
         """All-to-all: send rows, grouped by destination, and return those received, grouped by source."""
@@ -34,6 +45,7 @@ class Route:
         """Send rows and go on."""
         wire = (rows if codec is None else codec.encode(rows)).contiguous()
         coming = wire.new_empty(sum(self.received), *wire.shape[1:])
+        self.traffic.sent += (sum(self.sent) - self.sent[self.own]) * wire.shape[1] * wire.itemsize
         pending = self.group.all_to_all(coming, wire, self.received, self.sent, async_op=True)
         return Sent(pending, codec, rows.shape[1], rows.dtype)
 

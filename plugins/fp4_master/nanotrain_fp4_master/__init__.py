@@ -12,6 +12,7 @@ from nanotrain_core.api import (
     Component,
     Layout,
     Problem,
+    Range,
     Recipe,
     Register,
     Role,
@@ -34,7 +35,7 @@ class FP4MasterConfig:
     (bf16 only), `eco` nothing, but the optimizer's momentum carries it, `naive` nothing."""
     format: Literal["nvfp4", "nf4", "bf16"] | None = None
     """What weights are rounded to, for the model too. Unless said: `nvfp4`, and `bf16` for `remainder`."""
-    block_size: int | None = None
+    block_size: int | None = attrs.field(default=None, validator=Range(0, 1024))
     """Weights with one scale: 16 of `nvfp4`; of `nf4` 64, 32 or 16."""
     packed: bool = True
     """Hold weights of four bits packed, 0.53 to 0.63 bytes each, and unpack them for each product; false: as

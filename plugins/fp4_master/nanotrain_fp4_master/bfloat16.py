@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from nanotrain_core.api.torch import ErrorFeedback, MasterWeight
-from nanotrain_fp4_master.blocks import round_up_or_down
+from nanotrain_fp4_master.blocks import stochastic_round_bfloat16
 from nanotrain_fp4_master.noise import Noise, chunks
 
 
@@ -117,7 +117,7 @@ class Eco(Naive, ErrorFeedback):
         flat, weight = value.reshape(-1), self.weight.view(-1)
         for begin, end in chunks(flat):
             threshold = (self.noise.weights(begin, end) * 2**16).int()
-            weight[begin:end] = round_up_or_down(flat[begin:end], threshold)
+            weight[begin:end] = stochastic_round_bfloat16(flat[begin:end], threshold)
 
     def error(self, value: torch.Tensor) -> torch.Tensor:
         """Return what rounding lost."""

@@ -144,7 +144,7 @@ class NF4Blocks:
         largest = blocks.abs().amax(dim=1, keepdim=True)
         rounded = largest.bfloat16().float()
         if noise is not None:
-            rounded = round_up_or_down(largest, (noise * 2**16).int())
+            rounded = stochastic_round_bfloat16(largest, (noise * 2**16).int())
         return torch.where(rounded.isfinite(), rounded, torch.nan)
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
@@ -156,8 +156,8 @@ class NF4Blocks:
         return scales > 0
 
 
-def round_up_or_down(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round float32 to bfloat16 numbers, more often to the nearer: ``noise`` is 0 to 65535, int32."""
+def stochastic_round_bfloat16(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Stochastic rounding of float32 to bfloat16: the mean over ``noise``, int32 of 0 to 65535, is ``x``."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + noise) >> 16 << 16).view(torch.float32)
 
@@ -168,11 +168,11 @@ def to_nearest(blocks: torch.Tensor, form: Format) -> torch.Tensor:
     return on_grid(form.nearest(blocks / nonzero(scales)), scales)
 
 
-def at_random(
+def stochastic_round(
     blocks: torch.Tensor, form: Format, noise: torch.Tensor, scale_noise: torch.Tensor
 ) -> torch.Tensor:
-    """Round blocks to one of the two nearest numbers of the format so that the mean over the noise is the
-    weight.
+    """Stochastic rounding of blocks: to one of the two nearest numbers of the format, the mean over the noise
+    being the weight.
 
     That holds for each block's largest, through its scale, and for all weights below 8/9 of it. Above, a
     scale that was rounded down makes them smaller than they should be, by less than an eighth.

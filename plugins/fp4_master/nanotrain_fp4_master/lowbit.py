@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, read_range, unquantized, write_range
-from nanotrain_fp4_master.blocks import Format, at_random, nonzero, on_grid, quotient, to_nearest
+from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, quotient, stochastic_round, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
 #: A residual is a multiple of 1/124 of the largest error that rounding to nearest makes, and at most 127 of
@@ -87,7 +87,7 @@ class Eco(Naive, ErrorFeedback):
         form = self.blocks.fit(value)
         for begin, end in self.blocks.chunks():
             noise, scale_noise = self.blocks.noise_for(begin, end)
-            rounded = at_random(self.blocks.of(value, begin, end), form, noise, scale_noise)
+            rounded = stochastic_round(self.blocks.of(value, begin, end), form, noise, scale_noise)
             self.blocks.write(self.weight, begin, end, rounded)
 
     def error(self, value: torch.Tensor) -> torch.Tensor:

@@ -45,8 +45,16 @@ def test_four_bits_miss_the_band_of_the_harness_with_a_float32_master_too(monkey
 
 
 test_bfloat16 = conformance(case("bf16", "remainder"), case("bf16", "residual"))
-test_nvfp4 = conformance(case("nvfp4", "residual"), expected_failures=FOUR_BITS)
-test_nvfp4_in_the_momentum = conformance(case("nvfp4", "eco"), expected_failures={**FOUR_BITS, **AT_RANDOM})
+test_nvfp4 = conformance(
+    case("nvfp4", "residual"),
+    expected_failures=FOUR_BITS,
+    marks={"master_keeps_small_updates": pytest.mark.full},
+)
+test_nvfp4_in_the_momentum = conformance(
+    case("nvfp4", "eco"),
+    expected_failures={**FOUR_BITS, **AT_RANDOM},
+    marks={"master_keeps_small_updates": pytest.mark.full},
+)
 test_bfloat16_in_the_momentum = pytest.mark.full(conformance(case("bf16", "eco")))
 test_without_help = pytest.mark.full(conformance(case("bf16", "naive"), expected_failures=LOST))
 test_four_bits_without_help = pytest.mark.full(

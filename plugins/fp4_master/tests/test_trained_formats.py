@@ -11,7 +11,7 @@ import published
 import pytest
 import torch
 from nanotrain_fp4_master import FP4MasterConfig
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, at_random, to_nearest
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, stochastic_round, to_nearest
 from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp4_master.precision import FP4Master
 from pieces import LAYOUT
@@ -201,7 +201,7 @@ def test_what_is_rounded_at_random_is_of_the_format_too_and_is_packed_without_lo
         noise = torch.rand(len(blocks), size + 1, generator=torch.Generator().manual_seed(turn))
         noise = noise.mul(2**16).floor().div(2**16)
         form_of_all = packing.form.fit(blocks.abs().max())
-        found = at_random(blocks, form_of_all, noise[:, 1:], noise[:, :1])
+        found = stochastic_round(blocks, form_of_all, noise[:, 1:], noise[:, :1])
         np.testing.assert_array_equal(found.isnan().numpy(), wanted)
         assert (holds(found.numpy(), form, size) | wanted.any(axis=1, keepdims=True)).all()
         assert_bits(packing.unpack(packing.pack(found.flatten()))[: found.numel()].float(), found)

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from typing import Literal
 
 import attrs
-from attrs.validators import ge
 
 from nanotrain_core.api import (
     Component,
     Layout,
+    Metric,
+    Range,
     Recipe,
     Register,
     Role,
+    Rule,
     StaysEager,
     divisibility_of,
     hookimpl,
@@ -22,6 +24,7 @@ from nanotrain_core.api import (
 
 __version__ = "0.1.0"
 
+Reduce = Literal["sum", "mean", "max"]
 Backend = Literal["auto", "emulated", "torch", "triton", "te"]
 
 
@@ -39,7 +42,7 @@ class ModuleFormats:
     """Those that stay in bfloat16."""
     fp32: tuple[str, ...] = ()
     """Those whose GEMMs are made in float32, from bfloat16 weights."""
-    min_size: int = attrs.field(default=0, validator=ge(0))
+    min_size: int = attrs.field(default=0, validator=Range(0))
     """Layers that would be FP8 stay in bfloat16 where N x K, outputs times inputs of the weight, is less: of
     what a rank holds of it, and of one expert. In small GEMMs rounding takes longer than FP8 saves.
     0: none do."""
@@ -73,8 +76,37 @@ class FP8HybridConfig(ModuleFormats):
 class FP8MonitorConfig:
     """``[[monitor]] use = "fp8"``."""
 
-    every: int = attrs.field(default=50, validator=ge(1))
+    every: int = attrs.field(default=50, validator=Range(1))
     """Watch the first step, and each one after as many steps."""
+
+
+def _metric(
+    figure: str, summary: str, *, unit: str = "1", reduce: Reduce = "mean", rule: Rule | None = None
+) -> Metric:
+    return Metric(
+        name=f"fp8/{figure}/{{module}}/{{operand}}",
+        unit=unit,
+        group="precision",
+        level="debug",
+        cost="layers",
+        reduce=reduce,
+        summary=summary,
+        rule=rule,
+    )
+
+
+OVERFLOW = Rule(
+    bad_above=0,
+    high="{percent} of an operand in {where} is no finite number in FP8: an element is infinite or NaN; "
+    "lower lr, or keep this module in bf16",
+)
+METRICS = (
+    _metric("elements", "elements of an operand that were counted", unit="elements", reduce="sum"),
+    _metric("amax", "largest magnitude of an operand", reduce="max"),
+    _metric("underflow", "share of an operand's elements that are not zero, and are once rounded"),
+    _metric("overflow", "share that is no finite number once rounded", rule=OVERFLOW),
+    _metric("at_largest", "share whose code is the format's largest number"),
+)
 
 
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
@@ -131,5 +163,6 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory=f"{__name__}.monitor:FP8Monitor",
             summary="sizes of FP8 operands, and how many are lost to zero, module by module",
             requires={"fp8_products"},
+            metrics=METRICS,
         )
     )

@@ -103,6 +103,16 @@ def _torch(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     return ScaledFP8(recipe, scratch)
 
 
+def _needs_meta(device: torch.device, recipe: Recipe) -> str:
+    return "" if device.type == "meta" else f"it has no numbers, for a dry run on meta; this is {device.type}"
+
+
+def _dry(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+    from nanotrain_fp8_deepseek_v3.dry import DryFP8
+
+    return DryFP8(recipe, scratch)
+
+
 def _triton(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
@@ -122,6 +132,7 @@ BACKENDS = {
         Backend("torch", _torch, _needs_torch),
         Backend("triton", _triton, _needs_triton),
         Backend("te", _te, _needs_te),
+        Backend("dry", _dry, _needs_meta),
     )
 }
 
@@ -145,8 +156,8 @@ def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
 
 def automatic(device: torch.device, recipe: Recipe) -> str:
     """Return the name of a device's backend: on a GPU the one that rounds a tile in one pass over memory."""
-    if device.type == "cpu":
-        return "emulated"
+    if device.type in ("cpu", "meta"):
+        return "emulated" if device.type == "cpu" else "dry"
     return "triton" if recipe.tile else "torch"
 
 

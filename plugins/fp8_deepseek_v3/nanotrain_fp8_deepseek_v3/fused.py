@@ -15,11 +15,14 @@ from nanotrain_core.api.torch import Kept, Prepared
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
 from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import Blocks, quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import Blocks, quantize_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
+    quantize_transposed,
+    requantize_transposed,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

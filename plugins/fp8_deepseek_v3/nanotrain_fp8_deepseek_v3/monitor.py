@@ -1,7 +1,7 @@
 """Tells what eight bits do to the operands of each module: sizes, and what is lost to zero.
 
-On a watched step every rank rounds its operands once more, to count them, and the counts are summed over
-ranks; other steps cost nothing. Numbers of the run are never touched.
+On a watched step every rank rounds its operands once more, to count them, and publishes the counts, which are
+told with the next logged step; other steps cost nothing. Numbers of the run are never touched.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from nanotrain_core.api.torch import (
     GEMMBackend,
+    MetricsReport,
     Monitor,
     Passes,
     RollbackReport,
@@ -28,7 +29,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM
 from nanotrain_fp8_deepseek_v3.precision import Codec
-from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, over_ranks
+from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, figures, publish
 from nanotrain_fp8_deepseek_v3.watched import SENT, Watch, Watched, WatchedCodec, label, operands_of
 
 #: In the run folder: a line for each watched step. A resumed run appends: the later line of a step counts.
@@ -36,7 +37,7 @@ FILE = "fp8.jsonl"
 
 
 class FP8Monitor(Monitor):
-    """The ``fp8`` monitor. Before an update all ranks are at the same point, and may talk to one another."""
+    """The ``fp8`` monitor."""
 
     reads_weights = False
 
@@ -44,6 +45,8 @@ class FP8Monitor(Monitor):
         self.config, self.watch = config, Watch()
         self.own: list[Key] | None = None
         """Operands on this rank."""
+        self.watched = 0
+        """The last watched step."""
         self.passes: list[Passes] = []
         """Of the runs that are watched: on watched steps compiled layers run eager."""
 
@@ -56,12 +59,17 @@ class FP8Monitor(Monitor):
         self._begin(after=run.first_step)
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Report a watched step, and decide whether to watch the next."""
-        if self.watch.on and self.rows:
-            found = over_ranks(self.watch.tallies, self.rows, self.run.mesh)
-            if self.run.rank == 0 and found:
-                self._tell(update.step, found)
+        """Publish a watched step, and decide whether to watch the next."""
+        if self.watch.on:
+            publish(self.watch.tallies, self.run.metrics)
+            self.watched = update.step
         self._begin(after=update.step)
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Tell what all ranks counted in the watched steps since the last logged one."""
+        found = figures(report.values, self.rows)
+        if self.run.rank == 0 and found:
+            self._tell(self.watched, found)
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Go on from an earlier step."""
@@ -100,8 +108,8 @@ class FP8Monitor(Monitor):
         """Print the worst, and write all."""
         print(f"step={step} fp8: {'; '.join(worst(found))}", flush=True)
         modules: dict[str, dict[str, object]] = defaultdict(dict)
-        for (module, operand), figures in found.items():
-            modules[module][operand] = attrs.asdict(figures)
+        for (module, operand), each in found.items():
+            modules[module][operand] = attrs.asdict(each)
         if self.run.folder is not None:
             with open(self.run.folder / FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "modules": modules}) + "\n")

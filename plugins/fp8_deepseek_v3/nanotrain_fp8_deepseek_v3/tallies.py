@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import attrs
 import torch
-import torch.distributed as dist
 
-from nanotrain_core.api.torch import Mesh
+from nanotrain_core.api.torch import Metrics
 from nanotrain_fp8_deepseek_v3.formats import Tiled
 
 #: A module, or some of its parameters, and one of its operands.
@@ -63,20 +62,28 @@ class Tally:
         return values
 
 
-def over_ranks(tallies: Mapping[Key, Tally], rows: Sequence[Key], mesh: Mesh) -> dict[Key, Figures]:
-    """Return the figures of each of ``rows`` over all ranks, without those that nobody counted.
+def publish(tallies: Mapping[Key, Tally], metrics: Metrics) -> None:
+    """Publish what was counted on this rank: the core adds it up over ranks, and nothing waits."""
+    for key, tally in tallies.items():
+        metrics.scalar(name_of("elements", key), tally.elements)
+        metrics.scalar(name_of("amax", key), tally.amax)
+        for counted, share in zip(COUNTED, tally.counts.double() / tally.elements, strict=True):
+            metrics.scalar(name_of(counted, key), share, weight=tally.elements)
 
-    Two all-reduces over the world. ``rows`` are the same on every rank.
-    """
-    sums = torch.zeros(len(rows), 1 + len(COUNTED), dtype=torch.int64, device=mesh.device)
-    largest = torch.zeros(len(rows), device=mesh.device)
-    for place, row in enumerate(rows):
-        if tally := tallies.get(row):
-            sums[place, 0], sums[place, 1:], largest[place] = tally.elements, tally.counts, tally.amax
-    mesh.all_reduce(sums)
-    mesh.all_reduce(largest.view(torch.int32), op=dist.ReduceOp.MAX)  # bits of magnitudes: NaN above all
+
+def name_of(figure: str, key: Key) -> str:
+    """Return a metric's name, which has neither spaces nor signs: ``fp8/amax/layers.0.ffn.up/x-of-dW``."""
+    return "/".join(["fp8", figure, *(word.replace(" ", "-").replace("+", "-") for word in key)])
+
+
+def figures(values: Mapping[str, float], rows: Iterable[Key]) -> dict[Key, Figures]:
+    """Return the figures of each of ``rows`` that a report's values have."""
     return {
-        row: Figures(elements, amax, *(count / elements for count in counts))
-        for row, (elements, *counts), amax in zip(rows, sums.tolist(), largest.tolist(), strict=True)
-        if elements
+        row: Figures(
+            elements=int(values[name_of("elements", row)]),
+            amax=values[name_of("amax", row)],
+            **{counted: values[name_of(counted, row)] for counted in COUNTED},
+        )
+        for row in rows
+        if name_of("elements", row) in values
     }

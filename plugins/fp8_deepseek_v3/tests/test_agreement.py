@@ -151,13 +151,13 @@ needs_triton = pytest.mark.skipif(
 
 
 def along_rows(x, form, power_of_two):
-    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
 
     return quantize_rows(x, form, power_of_two=power_of_two)
 
 
 def along_columns(x, form, power_of_two):
-    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import quantize_transposed
 
     return quantize_transposed(x.T, None, form, power_of_two=power_of_two)
 
@@ -183,7 +183,7 @@ def test_codes_and_scales(quantizer, power_of_two, transposed, form):
 
 @needs_triton
 def test_codes_and_scales_of_what_is_rounded_once_more():
-    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import requantize_transposed
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import requantize_transposed
 
     x, _, _ = operands(M=333, K=259)
     once = quantize(x, (1, TILE))
@@ -194,7 +194,7 @@ def test_codes_and_scales_of_what_is_rounded_once_more():
 
 @needs_triton
 def test_codes_and_scales_of_stacked_weights():
-    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
 
     _, w, _ = operands(K=259, N=333, experts=(3,))
     blocks = quantize_blocks(w)

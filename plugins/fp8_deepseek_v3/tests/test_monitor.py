@@ -13,13 +13,11 @@ import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.precision import Codec
-from nanotrain_fp8_deepseek_v3.tallies import over_ranks
+from nanotrain_fp8_deepseek_v3.tallies import Figures
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, operands_of
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.layout.layout import Layout, View
-from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import QuantizedActivations, use_gemm
@@ -28,14 +26,26 @@ from nanotrain_core.testing.checks.parallel import trained
 from nanotrain_core.testing.probe import make_engine
 
 WITH_FP8 = {"precision": {"use": "fp8_deepseek_v3"}}
-ALONE = Mesh(Layout({"dense": View(("dp",), (1,))}))
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 TILED, POWERS = Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)
 HYBRID = Recipe(tile=0, gradients=E5M2)
 
+
+def counted_here(tallies, rows):
+    """Return the figures of this rank alone."""
+    return {
+        row: Figures(
+            tallies[row].elements,
+            tallies[row].amax.item(),
+            *(count / tallies[row].elements for count in tallies[row].counts.tolist()),
+        )
+        for row in rows
+        if row in tallies
+    }
+
+
 test_conformance = conformance(
     Case("monitor", use="fp8", overrides=WITH_FP8),
-    Case("monitor", use="fp8", config={"every": 1}, overrides={"precision": {"use": "fp8_hybrid"}}),
     Case(
         "monitor",
         use="fp8",
@@ -43,6 +53,11 @@ test_conformance = conformance(
         topology={"dp": 2},
         overrides={**WITH_FP8, "parallel": [{"use": "summed"}]},
     ),
+)
+test_hybrid = pytest.mark.full(
+    conformance(
+        Case("monitor", use="fp8", config={"every": 1}, overrides={"precision": {"use": "fp8_hybrid"}})
+    )
 )
 
 
@@ -108,7 +123,7 @@ def multiply(products, x, weight, d_y):
 
 def shares(watch, recipe):
     """Return elements and counts of each operand."""
-    found = over_ranks(watch.tallies, [("m", operand) for operand in operands_of(recipe)], ALONE)
+    found = counted_here(watch.tallies, [("m", operand) for operand in operands_of(recipe)])
     return {
         operand: [
             f.elements,
@@ -207,7 +222,7 @@ def test_a_tile_with_an_element_that_is_not_finite_is_told_of():
         x = torch.ones(2, 256)
         x[1, 3] = worst
         products.forward(x, torch.ones(8, 256))
-        found = over_ranks(watch.tallies, [("m", "x"), ("m", "x of dW")], ALONE)
+        found = counted_here(watch.tallies, [("m", "x"), ("m", "x of dW")])
         by_row, by_column = found.values()
         assert str(by_row.amax) == str(worst)
         assert by_row.overflow == 128 / 512
@@ -223,7 +238,7 @@ def test_rows_on_their_way_to_experts_are_counted_and_sent_as_they_are():
     codec = WatchedCodec(Codec(), watch, "m", nn.Identity())
     assert torch.equal(codec.encode(rows), Codec().encode(rows))
     codes, _ = rounded(rows.numpy(), (1, 128), E4M3, power_of_two=True)
-    (found,) = over_ranks(watch.tallies, [("m", "sent")], ALONE).values()
+    (found,) = counted_here(watch.tallies, [("m", "sent")]).values()
     wanted = counted(rows.numpy(), codes, E4M3)
     assert wanted[1] > 0
     assert [found.elements, round(found.underflow * found.elements)] == wanted[:2]
@@ -247,22 +262,20 @@ def test_gradients_on_their_way_to_experts_are_counted_and_rows_that_are_recompu
     assert counted() == 2 * rows.numel()
 
 
-@pytest.mark.parametrize(("every", "watched_steps"), [(1000, 1), (2, 2)])
-def test_ranks_talk_at_the_start_and_in_watched_steps_and_in_no_other(every, watched_steps):
+def test_ranks_talk_at_the_start_alone_and_publish_in_watched_steps():
     around = {**WITH_FP8, "parallel": [{"use": "summed"}]}
-    case = Case("monitor", use="fp8", config={"every": every}, topology={"dp": 2}, overrides=around)
+    case = Case("monitor", use="fp8", config={"every": 2}, topology={"dp": 2}, overrides=around)
     options = {"check_collectives": True, "log_collectives": True}
     silent = {"monitor": [{"use": "console"}]}  # as many monitors, and none that talks
     with_it, without = (trained(case, changes, **options) for changes in ({}, silent))
     for ours, theirs in zip(with_it, without, strict=True):
         more = Counter(ours.collectives) - Counter(theirs.collectives)
-        assert more.pop(("allreduce_.default", (0, 1), ("int64[70, 4]",))) == watched_steps
-        assert more.pop(("allreduce_.default", (0, 1), ("int32[70]",))) == watched_steps
-        # Before each of these, and before the start's gather, ranks agree that their monitors are here.
-        assert more.pop(("allreduce_.default", (0, 1), ("int64[8]",))) == 1 + 2 * watched_steps
-        # Two are of what there is on each rank, one of the monitors' names, which are others.
-        assert {name for name, *_ in more} == {"allgather_.default"}
-        assert sum(more.values()) == 3
+        # Ranks agree that their monitors are here, before the gather of the start.
+        assert more.pop(("allreduce_.default", (0, 1), ("int64[8]",))) == 1
+        # All else is the metrics': two of float64 in each step, with names in the first, and at the end.
+        reduced = {entry: times for entry, times in more.items() if entry[0] == "allreduce_.default"}
+        assert all(shapes[0].startswith("float64") for _, _, shapes in reduced)
+        assert sum(reduced.values()) <= 2 * (3 + 1 + 1)
 
 
 def lines(folder):

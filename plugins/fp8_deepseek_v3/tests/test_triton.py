@@ -119,9 +119,12 @@ COSTS = {"1 x 128": 20, "128 x 1": 23, "128 x 1 of codes": 22, "128 x 128": 21}
 @needs_triton
 @needs_compiler
 def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_readme_says(tmp_path):
-    from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
-    from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
-    from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
+        quantize_transposed,
+        requantize_transposed,
+    )
 
     x = empty(16384, 7168)
     with launches() as found:

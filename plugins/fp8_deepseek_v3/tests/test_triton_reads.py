@@ -61,11 +61,14 @@ def launched(monkeypatch):
 
     stand_ins = {
         "triton_kernels": {},
-        "triton_kernels.blocks": {"Blocks": object, "quantize_blocks": blocks},
+        "triton_kernels.quantize_blocks": {"Blocks": object, "quantize_blocks": blocks},
         "triton_kernels.experts": {"multiply_columns": None, "multiply_rows": None},
         "triton_kernels.layout": {"Groups": object},
-        "triton_kernels.rows": {"quantize_rows": rows},
-        "triton_kernels.transposed": {"quantize_transposed": transposed, "requantize_transposed": again},
+        "triton_kernels.quantize_rows": {"quantize_rows": rows},
+        "triton_kernels.quantize_transposed": {
+            "quantize_transposed": transposed,
+            "requantize_transposed": again,
+        },
     }
     for name, content in stand_ins.items():
         module = ModuleType(f"{PACKAGE}.{name}")

@@ -6,14 +6,13 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 from typing import Any
 
 import attrs
-from attrs.validators import and_, deep_iterable, ge, min_len, optional
+from attrs.validators import and_, min_len, optional
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import MOST_LAYERS, Component, Range, Register, hookimpl
 
 __version__ = "0.1.0"
 
-_cost: Any = optional(ge(0.0))
-_layers: Any = optional(and_(min_len(1), deep_iterable(ge(0))))
+_layers: Any = optional(and_(min_len(1), Range(0, MOST_LAYERS)))
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -22,9 +21,9 @@ class PipelineConfig:
 
     layers: tuple[int, ...] | None = attrs.field(default=None, validator=_layers)
     """Layers of each stage: 0 leaves a stage to embedding or head. Unset: balanced."""
-    embedding_cost: float | None = attrs.field(default=None, validator=_cost)
+    embedding_cost: float | None = attrs.field(default=None, validator=Range(0.0, 1e6))
     """Time of the embedding, in (mean) layers, where stages are balanced. Unset: by the model's FLOPs."""
-    head_cost: float | None = attrs.field(default=None, validator=_cost)
+    head_cost: float | None = attrs.field(default=None, validator=Range(0.0, 1e6))
     """Time of the head with all that hangs there, in (mean) layers. Unset: by the model's FLOPs."""
 
 
@@ -32,7 +31,7 @@ class PipelineConfig:
 class InterleavedConfig(PipelineConfig):
     """``[schedule] use = "interleaved_1f1b"``."""
 
-    v: int = attrs.field(default=2, validator=ge(1))
+    v: int = attrs.field(default=2, validator=Range(1, MOST_LAYERS))
     """Virtual stages on each rank: v times less idle time for v times as many messages."""
 
 
@@ -57,7 +56,7 @@ def nanotrain_register_schedule(register: Register) -> None:
             Component(
                 name=name,
                 config=InterleavedConfig if name == "interleaved_1f1b" else PipelineConfig,
-                factory=f"nanotrain_pp_1f1b.schedules:{factory}",
+                factory=f"nanotrain_pp_1f1b.components:{factory}",
                 summary=summary,
                 mesh_dims={"pp"},
             )

@@ -1,84 +1,152 @@
-"""The components: an order from :mod:`.orders`, and which rank holds which stage. Torch-free."""
+"""The orders of pipeline schedules: pure functions to one rank's list of actions.
+
+In each, a stage takes the microbatches in ascending order, forward and backward. Hence an order that can
+run to its end can do so without one of its microbatches as well: :func:`dualpipe_v` uses that.
+"""
 
 from __future__ import annotations
 
-from nanotrain_core.api import Action, Costs, Part
-from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig, orders
-from nanotrain_pp_1f1b.split import split
+from collections.abc import Iterator, Sequence
+from itertools import chain, count, pairwise
+
+from nanotrain_core.api import Action
+
+Order = tuple[Action, ...]
 
 
-class Pipeline:
-    """One stage on each rank. See :class:`~nanotrain_core.contracts.Schedule`."""
+def gpipe(rank: int, microbatches: int) -> Order:
+    """All forward passes, then all backward passes.
 
-    def __init__(self, config: PipelineConfig) -> None:
-        self.config = config
-
-    def placement(self, pp: int) -> list[int]:
-        """Return the pipeline rank of each stage, in the order of the model."""
-        return list(range(pp))
-
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        raise NotImplementedError
-
-    def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
-        """Return the stages.
-
-        Raises:
-            ValueError: there are fewer layers than stages, or the config lists others.
-        """
-        return split(self.config, costs, self.placement(pp))
-
-    def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """Return every rank's list; any number of microbatches will do."""
-        return tuple(self.order(pp, rank, microbatches) for rank in range(pp))
+    Source: Huang et al., "GPipe", arXiv 1811.06965, section 2.3.
+    """
+    return alternate(microbatches, passes("F", rank, microbatches), passes("B", rank, microbatches))
 
 
-class GPipe(Pipeline):
-    """``gpipe``."""
+def one_forward_one_backward(pp: int, rank: int, microbatches: int) -> Order:
+    """As many forward passes as there are later stages, then one forward and one backward in turn.
 
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        return orders.gpipe(rank, microbatches)
+    Rank r never holds activations of more than pp - r microbatches.
 
-
-class OneForwardOneBackward(Pipeline):
-    """``1f1b``."""
-
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        return orders.one_forward_one_backward(pp, rank, microbatches)
+    Source: Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.2, with a flush after every step:
+    Narayanan et al., arXiv 2104.04473, section 2.2.1.
+    """
+    return alternate(pp - 1 - rank, passes("F", rank, microbatches), passes("B", rank, microbatches))
 
 
-class ZeroBubbleH1(Pipeline):
-    """``zb_h1``."""
+def interleaved(pp: int, rank: int, microbatches: int, v: int) -> Order:
+    """1F1B over v stages on each rank, r, r + pp, r + 2 pp and so on.
 
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        return orders.zb_h1(pp, rank, microbatches)
+    A rank takes a group of microbatches through its first stage, then the same group through its
+    second. While the last of a group is in one stage the first comes back for the next, if a group has
+    pp microbatches. The paper wants a multiple of pp; here groups have *at least* pp, of nearly equal
+    size, the larger ones first, and idle time is the same for every number of microbatches from pp on.
+
+    The warm-up of rank r has the largest group in all stages but one, and two for each later rank: the last
+    one's first backward comes when its first microbatch is through, that of a rank before one forward and
+    one backward later.
+
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
+    """
+    groups = divide(microbatches, max(1, microbatches // pp))
+    mine = [chunk * pp + rank for chunk in range(v)]
+    forward = [Action("F", stage, m) for group in groups for stage in mine for m in group]
+    backward = [Action("B", stage, m) for group in groups for stage in reversed(mine) for m in group]
+    return alternate((v - 1) * len(groups[0]) + 2 * (pp - 1 - rank), forward, backward)
 
 
-class Interleaved(Pipeline):
-    """``interleaved_1f1b``: stage s is on rank s mod pp."""
+def zb_h1(pp: int, rank: int, microbatches: int) -> Order:
+    """1F1B in which rank r puts off weight gradients by r microbatches.
 
-    config: InterleavedConfig
+    A stage hands on the gradient of its input sooner, and fills gaps at the end with what it put off. Every
+    rank holds activations of at most pp microbatches, as the first one of 1F1B does: pp - r between F and B,
+    r more between B and W.
 
-    def placement(self, pp: int) -> list[int]:
-        """Return the ranks in turn, v times."""
-        return list(range(pp)) * self.config.v
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.1 (ZB-H1).
+    """
+    order: list[Action] = []
+    for action in one_forward_one_backward(pp, rank, microbatches):
+        order.append(action)
+        if action.kind == "B" and action.microbatch >= rank:
+            order.append(Action("W", rank, action.microbatch - rank))
+    put_off = range(max(0, microbatches - rank), microbatches)
+    return (*order, *(Action("W", rank, m) for m in put_off))
 
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        return orders.interleaved(pp, rank, microbatches, self.config.v)
+
+def dualpipe_v(pp: int, rank: int, microbatches: int) -> Order:
+    """Stages along a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up.
+
+    The loss is on rank 0, where a backward can follow at once. In the steady state each rank does F down,
+    B up, F up, B down, so that a forward always stands beside a backward of another microbatch, whose
+    communication it can hide. Around it, with b ranks below this one:
+
+    - fill: 2 b microbatches down, then a down and an up for this rank and each above it;
+    - before the steady state the b backward passes put off their weight gradients just until the input's
+      gradient is away, for the ranks below wait for it;
+    - drain: what the steady state leaves, backward passes up and down; of the last ones the weight
+      gradients wait for the gaps and the end.
+
+    With less than 2 pp microbatches it is the order of 2 pp without those that are not there.
+
+    Source: the "cut-in-half" of Qi et al. (Sea AI Lab) applied to DualPipe, DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.1; phases derived from the schedule shown in DeepSeek's DualPipe repository (DualPipeV).
+    """
+    total = max(microbatches, 2 * pp)
+    below, up_to_here = pp - 1 - rank, rank + 1
+    steady = total - 2 * pp + up_to_here
+    drain = ["B up", "B down"] * up_to_here
+    phases = [
+        ["F down"] * (2 * below),
+        ["F down", "F up"] * up_to_here,
+        ["b up", "W", "F up"] * below,
+        ["F down", "B up", "F up", "B down"] * steady,
+        ["B up", "F up", "B down"] * below,
+        drain[:up_to_here],
+        [step.lower() for step in drain[up_to_here:]],
+        ["W", "b down"] * below,
+        ["W"] * up_to_here,
+    ]
+    stages = {"down": rank, "up": 2 * pp - 1 - rank}
+    order = number(chain.from_iterable(phases), stages)
+    return tuple(action for action in order if action.microbatch < microbatches)
 
 
-class DualPipeV(Pipeline):
-    """``dualpipe_v``: stages go down the ranks and up again."""
+def number(steps: Iterator[str], stages: dict[str, int]) -> Iterator[Action]:
+    """Yield the actions of steps such as ``F up``: each kind takes a stage's microbatches in order.
 
-    def placement(self, pp: int) -> list[int]:
-        """Return the ranks from the first to the last and back."""
-        return [*range(pp), *reversed(range(pp))]
+    ``b`` is a backward that leaves its weight gradients to a ``W``, which takes what was put off first.
+    """
+    counters = {(kind, way): count() for kind in "FB" for way in stages}
+    put_off: list[tuple[int, int]] = []
+    for step in steps:
+        if step == "W":
+            yield Action("W", *put_off.pop(0))
+            continue
+        kind, way = step.split()
+        m = next(counters[kind.upper(), way])
+        if kind == "b":
+            put_off.append((stages[way], m))
+        yield Action("F" if kind == "F" else "B", stages[way], m)
 
-    def order(self, pp: int, rank: int, microbatches: int) -> orders.Order:
-        """Return one rank's list."""
-        return orders.dualpipe_v(pp, rank, microbatches)
+
+def passes(kind: str, stage: int, microbatches: int) -> list[Action]:
+    """Return one action for each microbatch, in order."""
+    assert kind in ("F", "B")
+    return [Action("F" if kind == "F" else "B", stage, m) for m in range(microbatches)]
+
+
+def alternate(warm_up: int, forward: Sequence[Action], backward: Sequence[Action]) -> Order:
+    """Return ``warm_up`` forward passes, then forward and backward in turn, then the backward passes left."""
+    warm_up = min(warm_up, len(forward))
+    steady = chain.from_iterable(zip(forward[warm_up:], backward, strict=False))
+    return (*forward[:warm_up], *steady, *backward[len(forward) - warm_up :])
+
+
+def divide(microbatches: int, groups: int) -> list[range]:
+    """Return consecutive groups of nearly equal size, the larger ones first.
+
+    >>> divide(7, 2)
+    [range(0, 4), range(4, 7)]
+    """
+    size, larger = divmod(microbatches, groups)
+    starts = [group * size + min(group, larger) for group in range(groups + 1)]
+    return [range(first, last) for first, last in pairwise(starts)]

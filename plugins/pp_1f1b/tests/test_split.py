@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
-from nanotrain_pp_1f1b.schedules import DualPipeV, Interleaved, OneForwardOneBackward
+from nanotrain_pp_1f1b.components import DualPipeV, Interleaved, OneForwardOneBackward
 from nanotrain_pp_1f1b.split import balance
 
 from nanotrain_core.pipeline.actions import Costs, Part

@@ -6,9 +6,8 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 from typing import Literal
 
 import attrs
-from attrs.validators import ge
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Range, Register, hookimpl
 
 __version__ = "0.1.0"
 
@@ -17,12 +16,13 @@ __version__ = "0.1.0"
 class ShardedConfig:
     """``[checkpoint] use = "sharded_v2"``."""
 
-    every: int = attrs.field(default=0, validator=ge(0))
+    every: int = attrs.field(default=0, validator=Range(0))
     """Steps between checkpoints; 0 leaves the moment to `every_minutes` and the end of the run."""
-    every_minutes: float = attrs.field(default=0.0, validator=ge(0.0))
+    every_minutes: float = attrs.field(default=0.0, validator=Range(0.0, 1e6))
     """Minutes between checkpoints, by rank 0's clock; 0 leaves it to `every`."""
-    keep: int = attrs.field(default=2, validator=ge(1))
-    """Newest checkpoints to keep. The newest verified one and those the run was restored from stay, too."""
+    keep: int = attrs.field(default=2, validator=Range(1))
+    """Newest checkpoints to keep. The newest verified one, the newest of those before the last finite
+    validation loss, and those the run was restored from stay, too."""
     asynchronous: bool = True
     """Train on while files are written, at the price of a copy of this rank's share in host memory."""
     verify: Literal["full", "size", "none"] = "full"

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanotrain_core.api import CheckpointError, above_one, strange_kinds
+from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, strange_kinds, working
 from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
@@ -119,7 +119,7 @@ class ShardedCheckpoint:
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state)  # which copies meta: it is written later
-        flight = Flight(step, self.mesh.rank, scratch, state, began, old=self._retire_old())
+        flight = Flight(step, self.mesh.rank, scratch, state, began, old=self._retire_old(state.meta))
         mine = blocks.chosen(state.blocks, agreed.mine)
         if self.config.asynchronous:
             flight.write_beside(mine, self._copies)
@@ -225,13 +225,14 @@ class ShardedCheckpoint:
             files=dict(sorted(files.items())),
         )
 
-    def _retire_old(self) -> list[Path]:
+    def _retire_old(self, meta: Mapping[str, Any]) -> list[Path]:
         """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
         gone: list[Path] = []
         if self.mesh.rank:
             return gone
         try:
-            for step in folders.expendable(self.folder, self.config.keep, self._restored, self._verified):
+            stay = {*self._restored, *newest_evaluated(self.steps(), meta)}
+            for step in folders.expendable(self.folder, self.config.keep, stay, self._verified):
                 gone.append(folders.retire(self.folder, step))
         except OSError as error:
             self.log.warning("old checkpoints could not be deleted", problem=str(error))
@@ -239,6 +240,7 @@ class ShardedCheckpoint:
 
     # --- load ---------------------------------------------------------------------------------
 
+    @working("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify, plan, look, then fill the blocks."""
         found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})

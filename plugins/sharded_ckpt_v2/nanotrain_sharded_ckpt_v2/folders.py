@@ -17,7 +17,14 @@ from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-from nanotrain_core.api import CheckpointError, flush, remove_leftovers, write_text_atomically
+from nanotrain_core.api import (
+    CheckpointError,
+    flush,
+    is_of_a_run,
+    remove_leftovers,
+    streams_problem,
+    write_text_atomically,
+)
 from nanotrain_sharded_ckpt_v2 import manifest, shard
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -176,7 +183,7 @@ def damage(path: Path, *, full: bool) -> list[str]:
     files = (shard.damage(path, name, file, full=full) for name, file in found.files.items())
     problems = [problem for problem in files if problem]
     problems = problems or [problem for problem in _misfits(path, found) if problem]
-    return problems or (list(_not_finite(path, found)) if full else [])
+    return problems or ([*_not_finite(path, found), *_no_streams(path, found)] if full else [])
 
 
 def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
@@ -185,6 +192,15 @@ def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
         weights = [key for key in forms if "/" not in manifest.name_of(key)]
         for key in shard.not_finite(path / name, weights):
             yield f"{path / name}: {key} is not finite"
+
+
+def _no_streams(path: Path, found: manifest.Manifest) -> Iterator[str]:
+    """Yield which files of a run have random-number streams that nothing can go back to."""
+    if not is_of_a_run(found.meta):
+        return
+    for name in found.files.keys() - forms_of(found).keys():
+        if problem := streams_problem(shard.arrays(path / name)):
+            yield f"{path / name}: {problem}"
 
 
 def open_manifest(path: Path) -> manifest.Manifest:
@@ -215,8 +231,12 @@ def check_folder(path: Path, found: manifest.Manifest) -> None:
 
 
 def _misfits(path: Path, found: manifest.Manifest) -> Iterator[str]:
-    for name, forms in forms_of(found).items():
-        yield shard.misfit(path / name, forms)
+    forms = forms_of(found)
+    for name in found.files:
+        if name in forms:
+            yield shard.misfit(path / name, forms[name])
+        else:  # random-number streams: what a device's look like is known when they are loaded
+            yield shard.unreadable(path / name)
 
 
 def forms_of(found: manifest.Manifest) -> dict[str, dict[str, shard.Form]]:

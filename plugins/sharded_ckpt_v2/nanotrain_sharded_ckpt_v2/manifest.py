@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, load_json, state_problems, uncovered
 from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 NAME = "MANIFEST.json"
@@ -165,8 +166,8 @@ def parse(text: str, folder: Path) -> Manifest:
     """
     try:
         seal_of(text)
-        return _parse(json.loads(text), folder)
-    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        return _parse(load_json(text), folder)
+    except (ValueError, KeyError, TypeError) as problem:
         said = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
         raise CheckpointError(f"{folder / NAME} is damaged: {said}") from None
 
@@ -186,7 +187,7 @@ def _parse(table: Any, folder: Path) -> Manifest:
     tensors = {
         name: _read_tensor(name, entry, files) for name, entry in _table(table["tensors"], "tensors").items()
     }
-    return Manifest(
+    found = Manifest(
         step=_count(table["step"], "step"),
         versions=_table(table["versions"], "versions"),
         world_size=_count(table["world_size"], "world_size"),
@@ -196,6 +197,27 @@ def _parse(table: Any, folder: Path) -> Manifest:
         tensors=tensors,
         files=files,
     )
+    if problem := next(_disagreements(found), ""):
+        raise ValueError(problem)
+    return found
+
+
+def _disagreements(found: Manifest) -> Iterator[str]:
+    """Yield which parts cannot be true together."""
+    yield from state_problems(found.meta, found.step)
+    for view, sizes in found.layout.items():
+        if prod(sizes.values()) != found.world_size:
+            yield f"layout.{view} has {prod(sizes.values())} ranks, but world_size is {found.world_size}"
+    if found.previous is not None and not (
+        isinstance(found.previous, str) and _HASH.fullmatch(found.previous)
+    ):
+        yield f"previous is {found.previous!r}, expected a SHA-256 or null"
+    if odd := next((name for name, value in found.versions.items() if not isinstance(value, str)), None):
+        yield f"versions.{odd} is {found.versions[odd]!r}, expected a text"
+    ranks = {streams_name(rank) for rank in range(min(found.world_size, len(found.files)))}
+    shards = {shard_name(number) for tensor in found.tensors.values() for number, _, _ in tensor.chunks}
+    if unknown := sorted(found.files.keys() - shards - ranks):
+        yield f"it names {unknown[0]}, in which no tensor and no rank's streams are"
 
 
 def _table(value: Any, what: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, load_json
 from nanotrain_sharded_ckpt_v2.manifest import File
 
 #: Bytes written and hashed at once, and the size below which parts are put together first.
@@ -119,11 +119,31 @@ def read_header(path: Path) -> dict[str, Form]:
             length = int.from_bytes(file.read(8), "little")
             if length > LARGEST_HEADER:
                 raise ValueError(f"its header claims {length} bytes; at most {LARGEST_HEADER} are read")
-            table = json.loads(file.read(length))
+            table = load_json(file.read(length))
         table.pop("__metadata__", None)
-        return {name: Form(entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        found = {name: Form(entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
+        _expect_gapless(found, table, path.stat().st_size - 8 - length)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(f"{path} is no safetensors file: {problem}") from None
+
+
+def _expect_gapless(forms: Mapping[str, Form], table: Mapping[str, Any], size: int) -> None:
+    """Check that tensors follow one another to the end of the file, as safetensors demands.
+
+    Raises:
+        ValueError: they do not, or one has another size than its shape.
+    """
+    end = 0
+    for name, form in sorted(forms.items(), key=lambda item: table[item[0]]["data_offsets"]):
+        if any(type(number) is not int or number < 0 for number in form.shape):
+            raise ValueError(f"{name} has shape {form.shape}")
+        begin, end_before = table[name]["data_offsets"][0], end
+        end += form.nbytes
+        if [begin, end] != [end_before, *table[name]["data_offsets"][1:]]:
+            raise ValueError(f"{name} is at {table[name]['data_offsets']}, expected at {[end_before, end]}")
+    if end != size:
+        raise ValueError(f"its tensors take {end} bytes, and there are {size}")
 
 
 def damage(folder: Path, name: str, file: File, *, full: bool) -> str:
@@ -147,6 +167,15 @@ def damage(folder: Path, name: str, file: File, *, full: bool) -> str:
                     return f"{path} is damaged: its bytes do not match its SHA-256"
     except OSError as problem:
         return f"{path} cannot be read: {problem.strerror or problem}"
+    return ""
+
+
+def unreadable(path: Path) -> str:
+    """Return why a file cannot be read: empty if it can."""
+    try:
+        read_header(path)
+    except CheckpointError as problem:
+        return str(problem)
     return ""
 
 
@@ -183,6 +212,22 @@ def not_finite(path: Path, names: Collection[str]) -> Iterator[str]:
         begin, end = table[name]["data_offsets"]
         if code and begin < end and bool(((content[begin:end].view(code) & mask) == mask).any()):
             yield name
+
+
+#: What NumPy calls the numbers of random-number streams.
+NUMPY = {"I64": "<i8", "F64": "<f8", "U8": "|u1"}
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    """Return the tensors of a small file whose header is right; those of other dtypes as bytes."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    found = {}
+    for name, entry in json.loads(data[8:begin]).items():
+        first, end = (begin + number for number in entry["data_offsets"])
+        plain = np.frombuffer(data[first:end], NUMPY.get(entry["dtype"], "|u1"))
+        found[name] = plain.reshape(entry["shape"] if entry["dtype"] in NUMPY else -1)
+    return found
 
 
 def _said(form: Form | None) -> str:

@@ -15,7 +15,8 @@ def to_first(value: Any, mesh: Mesh) -> list[Any]:
     if mesh.world_size == 1:
         return [value]
     everyone: list[Any] | None = [None] * mesh.world_size if mesh.rank == 0 else None
-    dist.gather_object(value, everyone, dst=0)
+    with mesh.waits.collectives:
+        dist.gather_object(value, everyone, dst=0)
     return everyone or []
 
 
@@ -24,7 +25,8 @@ def from_first(value: Any, mesh: Mesh) -> Any:
     if mesh.world_size == 1:
         return value
     box = [value if mesh.rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
+    with mesh.waits.collectives:
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
@@ -33,7 +35,8 @@ def share_from_first(values: list[Any], mesh: Mesh) -> Any:
     if mesh.world_size == 1:
         return values[0]
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, values if mesh.rank == 0 else None, src=0)
+    with mesh.waits.collectives:
+        dist.scatter_object_list(mine, values if mesh.rank == 0 else None, src=0)
     return mine[0]
 
 

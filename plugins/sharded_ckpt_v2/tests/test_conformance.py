@@ -11,6 +11,9 @@ test_conformance = conformance(
     # test_killed.py kills saves too.
     marks=dict.fromkeys(
         (
+            "damage_is_noticed[empty]",
+            "falls_back_over_a_damaged_one[empty]",
+            "falls_back_over_a_damaged_one[truncated]",
             "killed_rank_leaves_the_last[first]",
             "killed_rank_leaves_the_last[last]",
             "interrupted_save_leaves_the_last[killed]",

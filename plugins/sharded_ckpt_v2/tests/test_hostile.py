@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from nanotrain_sharded_ckpt_v2.listing import list_checkpoints
 from safetensors.torch import save as serialize
 from small_run import opened, reseal, save, state
 
@@ -15,6 +16,10 @@ from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 
 SHARD = "shard-00000.safetensors"
+
+
+#: A tensor without numbers, at the end of the shard.
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [52, 52]}
 
 
 class Payload:
@@ -79,6 +84,13 @@ def truncate(path):
     manifest.write_text(manifest.read_text()[:200])
 
 
+def key_twice(path):
+    """Seal a manifest that readers understand differently: some take the first, some the last."""
+    manifest = path / "MANIFEST.json"
+    body = manifest.read_text().rpartition(',\n"sha256"')[0].replace("{", '{"step": 1, ', 1)
+    manifest.write_text(f'{body},\n"sha256": "{sha256(body.encode()).hexdigest()}"\n}}\n')
+
+
 FORGERIES = {
     "path_traversal": (rename("../../evil.safetensors"), "'../../evil.safetensors'; expected a plain name"),
     "absolute_name": (rename("/etc/evil.safetensors"), "'/etc/evil.safetensors'; expected a plain name"),
@@ -102,10 +114,21 @@ FORGERIES = {
     "nested_json": (set_to("layout", json.loads("[" * 900 + "]" * 900)), "layout is no table"),
     "other_version": (set_to("version", 3), "version 3; expected 'nanotrain-sharded', version 2"),
     "other_format": (set_to("format", "x"), "is of format 'x'"),
-    "other_step": (set_to("step", 7), "has the checkpoint of step 7"),
+    "other_step": (set_to("step", 7), "its state is that of step 1, not 7"),
     "step_no_number": (set_to("step", "1"), "step is '1', expected a number"),
     "no_tensors": (lambda path: reseal(path, lambda table: table.pop("tensors")), "it lacks 'tensors'"),
     "unknown_dtype": (tensor(dtype="F128"), "w is stored as 'F128'; known are"),
+    "other_step_of_the_state": (set_to("meta", {"step": 7}), "its state is that of step 7, not 1"),
+    "key_twice": (key_twice, "the key 'step' is there twice"),
+    "other_number_of_ranks": (set_to("world_size", 2), "layout.dense has 1 ranks, but world_size is 2"),
+    "file_of_nothing": (
+        lambda path: forge(path, "more.safetensors", serialize({"w": torch.zeros(1)})),
+        "it names more.safetensors, in which no tensor and no rank's streams are",
+    ),
+    "header_with_a_gap": (
+        lambda path: header(path, lambda table: table["w@1,0"].update(data_offsets=[0, 36])),
+        "is no safetensors file",
+    ),
     "wrong_dtype": (tensor(dtype="I32"), "w is stored as I32, expected F32"),
     "wrong_shape": (tensor(shape=[3, 4]), "is outside of (3, 4)"),
     "negative_shape": (tensor(shape=[-4, 3]), "shape of w is -4"),
@@ -128,7 +151,7 @@ FORGERIES = {
         "rank-00000.safetensors is no safetensors file",
     ),
     "header_with_more": (
-        lambda path: header(path, lambda table: table.update(x=table["w@0,0"])),
+        lambda path: header(path, lambda table: table.update(x=EMPTY)),
         "holds x, which is not in the manifest",
     ),
 }
@@ -175,6 +198,13 @@ FORGED_META = {
     "no_data": lambda meta: meta.pop("data"),
     "data_without_position": lambda meta: meta["data"].pop("position"),
     "sizes_of_words": lambda meta: meta["data"].update(batch_sizes=["ab"]),
+    "position_below_0": lambda meta: meta["data"].update(position=-1),
+    "infinite_position": lambda meta: meta["data"].update(position=float("inf")),
+    "skipped_for_ever": lambda meta: meta["data"].update(skipped=[[8, 2**52]]),
+    "skipped_backwards": lambda meta: meta["data"].update(skipped=[[9, 8]]),
+    "taken_by_more_steps": lambda meta: meta["data"].update(taken=16),
+    "batches_of_nothing": lambda meta: meta["data"].update(batch_sizes=[[0, 0]]),
+    "scale_of_nan": lambda meta: meta.update(loss_scale={"value": float("nan")}),
     "model_as_text": lambda meta: meta.update(model="transformer"),
 }
 
@@ -187,6 +217,9 @@ def test_a_forged_state_is_refused(tmp_path, forgery):
     reseal(path, lambda table: FORGED_META[forgery](table["meta"]))
     engine = make_engine(case, {"run": {"steps": 2}}, folder=tmp_path, resume="latest")
     before = [placed.parameter.detach().clone() for placed in engine.run.placed]
-    with pytest.raises(CheckpointError, match=r"has not the state of a run|another model"):
+    with pytest.raises(CheckpointError, match=r"has not the state of a run|no checkpoint in .* is whole"):
         engine.fit()
+    if forgery != "data_without_position":  # which the data component alone knows
+        (saved,) = list_checkpoints(tmp_path)
+        assert "MANIFEST.json is damaged" in saved.verify()[0]
     assert all(torch.equal(p.parameter, old) for p, old in zip(engine.run.placed, before, strict=True))

@@ -1,11 +1,14 @@
-"""What happens where tokens enter and leave the split parts of a model: the hooks of each role.
+"""Tensor parallelism's f and g where tokens enter and leave the split layers: the hooks of each role.
+
+f copies in forward and all-reduces in backward, g the reverse (Megatron-LM, arXiv 1909.08053, section 3).
+With sequence parallelism they are an all-gather and a reduce-scatter along the sequence (arXiv 2205.05198,
+section 4.2).
 
 Hooks use the module they are called with, never a parameter known at ``apply``: materialisation
 makes new parameters, and a precision may put another module in the old one's place.
 
 Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers: ranks' shares may
-differ by one token), D width, V this
-rank's part of the vocabulary, K experts chosen per token.
+differ by one token), D width, V this rank's part of the vocabulary, K experts chosen per token.
 """
 
 from __future__ import annotations

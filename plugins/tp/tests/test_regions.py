@@ -65,8 +65,8 @@ def test_a_row_that_fails_keeps_its_bias():
 def train_recomputing(case, changes, **options):
     forward = transformer.Block.forward
 
-    def recompute(self, x, turn):
-        return checkpoint(forward, self, x, turn, use_reentrant=False)
+    def recompute(self, *inputs):
+        return checkpoint(forward, self, *inputs, use_reentrant=False)
 
     with mock.patch.object(transformer.Block, "forward", recompute):
         return train(case, changes, **options)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
-from attrs.validators import gt, in_
+from attrs.validators import in_
 
-from nanotrain_core.api import AdamWConfig, Component, Register, check_moments, hookimpl
+from nanotrain_core.api import AdamWConfig, Component, Range, Register, check_moments, hookimpl
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ class Zero12Config(AdamWConfig):
 
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
     """1 shards optimizer state; 2 also gradients, between microbatches."""
-    bucket_mb: float = attrs.field(default=25.0, validator=gt(0.0))
+    bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
     """Megabytes of gradient that travel at once; a transport may ask for less."""
     overlap: bool = True
     """Send gradients during backward, and gather new weights during the next forward where a backend can."""

@@ -55,7 +55,7 @@ class Zero12(ShardedGradients, AdamW):
         """
         self.wait(list(self.line_of))  # what no module asked for must not arrive on top of newer weights
         stats = super().step(loss_scale=loss_scale)
-        if self.mesh.reads_late or not stats.skipped:  # all ranks alike, also one that read the norm
+        if self.mesh.device_is_async or not stats.skipped:  # all ranks alike, also one that read the norm
             self.gather_weights()
         return stats
 

@@ -18,7 +18,13 @@ WATCHED = {
 @pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
 @pytest.mark.parametrize("culprit", [0, 3])
 @pytest.mark.parametrize(
-    ("stage", "kernels"), [(1, "auto"), (2, "auto"), (2, "torch")], ids=["1", "2", "2-sockets"]
+    ("stage", "kernels"),
+    [
+        pytest.param(1, "auto", marks=pytest.mark.full),
+        (2, "auto"),
+        pytest.param(2, "torch", marks=pytest.mark.full),
+    ],
+    ids=["1", "2", "2-sockets"],
 )
 def test_the_flipped_rank_is_named_on_all(stage, kernels, culprit, own):
     config, around = {"bucket_mb": 0.01, "stage": stage}, {"kernels": {"use": kernels}}

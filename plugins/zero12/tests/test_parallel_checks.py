@@ -17,11 +17,18 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join([check[0].__name__, *check[1:]]))
-@pytest.mark.parametrize(
-    ("stage", "kernels"), [(1, "torch"), (2, "torch"), (2, "auto")], ids=["1-sockets", "2-sockets", "2"]
-)
-def test_gradients_are_those_of_one_process(check, stage, kernels):
+def cases():
+    """Return every check of both stages and transports; sockets, and what others cover, in the full tier."""
+    for stage, kernels in [(2, "auto"), (2, "torch"), (1, "torch")]:
+        for number, check in enumerate(CHECKS):
+            marks = [pytest.mark.full] if kernels == "torch" and number else []
+            transport = "-sockets" if kernels == "torch" else ""
+            name = "-".join([f"{stage}{transport}", check[0].__name__, *check[1:]])
+            yield pytest.param(stage, kernels, check, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("stage", "kernels", "check"), [*cases()])
+def test_gradients_are_those_of_one_process(stage, kernels, check):
     function, *variant = check
     config, around = {"bucket_mb": 0.01, "stage": stage, "clip_norm": 0.5}, {"kernels": {"use": kernels}}
     case = Case("optimizer", use="zero12", config=config, topology={"dp": 2}, overrides=around)

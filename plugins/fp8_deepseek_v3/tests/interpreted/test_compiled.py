@@ -5,9 +5,9 @@ import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
-from nanotrain_fp8_deepseek_v3.triton_kernels import experts, rows, transposed
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels import experts, quantize_rows, quantize_transposed
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
 from test_gemm import normal
 
 from nanotrain_core.precision.gemm import Prepared
@@ -47,12 +47,14 @@ def test_operators_return_what_a_compiler_is_told():
     check = {"test_utils": ("test_faketensor", "test_autograd_registration")}
     counts = torch.tensor([40, 0, 23])
     groups, x, d_y = Groups.of(counts, counts.device), normal(63, 200), normal(63, 72, seed=2)
-    torch.library.opcheck(rows._in_graph, (x, E4M3.dtype, True), **check)
+    torch.library.opcheck(quantize_rows._in_graph, (x, E4M3.dtype, True), **check)
     for of_groups in ((None, None), (groups.rows, groups.tiles)):
-        torch.library.opcheck(transposed._in_graph, (x, None, *of_groups, E4M3.dtype, False), **check)
-    blocks, (codes, scales) = quantize_blocks(normal(3, 72, 200, seed=1)), rows.quantize_rows(x)
+        torch.library.opcheck(
+            quantize_transposed._in_graph, (x, None, *of_groups, E4M3.dtype, False), **check
+        )
+    blocks, (codes, scales) = quantize_blocks(normal(3, 72, 200, seed=1)), quantize_rows.quantize_rows(x)
     given = codes, scales, blocks.codes_ENK, blocks.scales_Enk, groups.rows, groups.tiles
     torch.library.opcheck(experts._rows_in_graph, (*given, 63, 72, torch.bfloat16), **check)
-    pairs = (transposed.quantize_transposed(each, groups) for each in (d_y, x))
+    pairs = (quantize_transposed.quantize_transposed(each, groups) for each in (d_y, x))
     given = *next(pairs), *next(pairs), groups.tiles, 72, 200
     torch.library.opcheck(experts._columns_in_graph, given, **check)

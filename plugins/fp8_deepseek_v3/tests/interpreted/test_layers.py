@@ -8,11 +8,11 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.triton_kernels import experts
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import quantize_transposed
 from test_gemm import assert_near, checked_product, layer_of, normal, outliers, products_of_one
 
 COUNTS = pytest.mark.parametrize(

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.triton_kernels.blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
-from nanotrain_fp8_deepseek_v3.triton_kernels.rows import quantize_rows
-from nanotrain_fp8_deepseek_v3.triton_kernels.transposed import quantize_transposed, requantize_transposed
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
+    quantize_transposed,
+    requantize_transposed,
+)
 from test_formats import CORPUS
 
 FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])

@@ -1,0 +1,30 @@
+"""What a command may import that computes on ranks of its own: a job, who starts it, and how ranks meet.
+
+Torch-free until ranks start. Files of the core may move; these names stay.
+"""
+
+from nanotrain_core.launch.environment import Ranks, is_port, loopback, rendezvous_address
+from nanotrain_core.launch.launcher import EXIT_OF, Nodes
+from nanotrain_core.launch.launcher import prepare as prepare_ranks
+from nanotrain_core.launch.launcher import start as start_ranks
+from nanotrain_core.launch.worker import Job, choose_device
+from nanotrain_core.launch.worker import join as join_ranks
+from nanotrain_core.testing.degrees import Degrees
+from nanotrain_core.testing.pool import RankFailure, run_ranks
+
+__all__ = [
+    "EXIT_OF",
+    "Degrees",
+    "Job",
+    "Nodes",
+    "RankFailure",
+    "Ranks",
+    "choose_device",
+    "is_port",
+    "join_ranks",
+    "loopback",
+    "prepare_ranks",
+    "rendezvous_address",
+    "run_ranks",
+    "start_ranks",
+]

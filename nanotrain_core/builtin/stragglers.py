@@ -1,0 +1,34 @@
+"""What the ``stragglers`` monitor publishes. Torch-free."""
+
+from __future__ import annotations
+
+from nanotrain_core.metrics.declared import Metric, of_ranks
+
+#: What ranks are compared in.
+PHASES = ("data", "compute", "monitors", "link")
+
+_WHAT = {
+    "data": "seconds a step in which a rank loads data",
+    "compute": "seconds a step of a rank's own work in forward, backward and the optimizer, waits for others "
+    "left out, over its pipeline stage's share of the FLOPs",
+    "monitors": "seconds a step of a rank's own work in monitors",
+    "link": "seconds that a message of 256 KiB takes from the rank before",
+}
+
+#: What a sentence about a slow rank or link is published as: reports show all texts of health together.
+SAID = "health/stragglers"
+
+METRICS: tuple[Metric, ...] = (
+    *(
+        metric
+        for phase, what in _WHAT.items()
+        for metric in of_ranks(f"stragglers/{phase}", what, unit="s", group="time", level="debug")
+    ),
+    Metric(
+        name=SAID,
+        unit="",
+        group="health",
+        kind="text",
+        summary="which rank or link is slow, and in what; reported with the next logged step",
+    ),
+)

@@ -1,0 +1,222 @@
+"""What a run's checkpoint says beside its tensors, checked as if a stranger had written it. Torch-free.
+
+A seal only proves that the bytes are those that were written. A position below 0 or a range of skipped data
+that has no end would train on other data, or on none, without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+#: What the engine always saves.
+OF_A_RUN = ("recipe", "model", "optimizer", "loss_scale", "data")
+#: What it always saves of the data, beside what the component's own ``meta`` returns.
+COUNTED = ("taken", "tokens", "skipped")
+#: Largest step or position that is believed: 2^53 sequences are more than all text there is.
+LARGEST = 2**53
+#: Sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
+MOST_SKIPPED = 2**31
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is none, a table has a key twice, which readers understand differently, or it is nested
+            too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} is there twice")
+    return table
+
+
+def state_problems(meta: Any, step: int | None = None) -> list[str]:
+    """Return what of ``TrainState.meta`` cannot be a run's state: empty if it can be.
+
+    Args:
+        meta: as it was read.
+        step: that the checkpoint has by its name or manifest, if it says one.
+    """
+    if not isinstance(meta, Mapping):
+        return [f"its state is {_short(meta)}, expected a table"]
+    problems = [*_step(meta, step), *_ranks(meta)]
+    if is_of_a_run(meta):
+        problems += [f"its state lacks '{key}'" for key in ("step", *OF_A_RUN) if key not in meta]
+        problems += _kinds(meta)
+        problems += _scale(meta.get("loss_scale"))
+        problems += _data(meta.get("data"))
+        problems = problems or list(_taken(meta["data"], meta["step"]))
+    return problems
+
+
+def is_of_a_run(meta: Mapping[str, Any]) -> bool:
+    """Return whether the engine has written ``meta``, as far as can be told where some of it is missing.
+
+    What others save, as weights alone, is their business.
+    """
+    return sum(key in meta for key in OF_A_RUN) > len(OF_A_RUN) / 2
+
+
+def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
+    found, evaluated = meta.get("step", step), meta.get("evaluated")
+    if found is not None and not _is_count(found):
+        yield f"step of its state is {_short(found)}, expected a number of 0 or more"
+    elif step is not None and found != step:
+        yield f"its state is that of step {found}, not {step}"
+    elif evaluated is not None and (not _is_count(evaluated) or evaluated > (found or 0)):
+        yield f"evaluated of its state is {_short(evaluated)}, expected a step up to {found}"
+
+
+def newest_evaluated(steps: Sequence[int], meta: Mapping[str, Any]) -> list[int]:
+    """Return the newest of ``steps`` that an evaluation found to be sound, or nothing.
+
+    It is that of the last evaluation whose loss was finite, or the one before: retention keeps it, since
+    weights may be finite and worth nothing.
+    """
+    last = meta.get("evaluated")
+    return [step for step in sorted(steps) if last is not None and step <= last][-1:]
+
+
+def _ranks(meta: Mapping[str, Any]) -> Iterator[str]:
+    """Of formats that keep them beside the state."""
+    if "world_size" in meta and not (_is_count(meta["world_size"]) and meta["world_size"]):
+        yield f"world_size is {_short(meta['world_size'])}, expected a number of 1 or more"
+    views = meta.get("degrees", {})
+    if not isinstance(views, Mapping) or not all(map(_is_view, views.values())):
+        yield f"degrees is {_short(views)}, expected a table of tables of numbers"
+
+
+def _is_view(view: Any) -> bool:
+    return isinstance(view, Mapping) and all(map(_is_count, view.values()))
+
+
+def _kinds(meta: Mapping[str, Any]) -> Iterator[str]:
+    kinds = {"owes_evaluation": bool, "recipe": str}
+    kinds |= dict.fromkeys(("model", "optimizer", "loss_scale", "data", "monitors"), Mapping)
+    for key, kind in kinds.items():
+        if key in meta and not isinstance(meta[key], kind):
+            wanted = {bool: "true or false", str: "a text"}.get(kind, "a table")
+            yield f"{key} of its state is {_short(meta[key])}, expected {wanted}"
+
+
+def _scale(found: Any) -> Iterator[str]:
+    if not isinstance(found, Mapping):
+        return
+    value, steps = found.get("value", 1.0), found.get("good_steps", 0)
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        yield f"loss_scale.value is {_short(value)}, expected a finite number above 0"
+    if not _is_count(steps):
+        yield f"loss_scale.good_steps is {_short(steps)}, expected a number of 0 or more"
+
+
+def _data(found: Any) -> Iterator[str]:
+    if not isinstance(found, Mapping):
+        return
+    yield from (f"data of its state lacks '{key}'" for key in COUNTED if key not in found)
+    # Others are the component's own: a position may be a table of several sources' positions.
+    numbers = [key for key in ("position", "into") if isinstance(found.get(key), int | float)]
+    for key in ("taken", "tokens", *numbers):
+        if key in found and not _is_count(found[key]):
+            yield f"data.{key} is {_short(found[key])}, expected a number from 0 to 2^53"
+    for key in ("skipped", "batch_sizes"):
+        pairs = found.get(key, [])
+        if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+            yield f"data.{key} is {_short(pairs)}, expected a list of pairs of numbers of 0 or more"
+        elif key == "skipped":
+            yield from _ranges(pairs)
+        elif key in found and (not pairs or any(size < 1 for _, size in pairs)):
+            yield f"data.batch_sizes is {_short(pairs)}, expected sizes of 1 or more"
+
+
+def _ranges(pairs: Sequence[Sequence[int]]) -> Iterator[str]:
+    for first, end in pairs:
+        if end < first:
+            yield f"data.skipped has the range {first} to {end}, which ends before it begins"
+    total = sum(end - first for first, end in pairs)
+    if total > MOST_SKIPPED:
+        yield f"data.skipped leaves out {total} sequences; expected at most 2^31"
+
+
+def _taken(data: Mapping[str, Any], step: int) -> Iterator[str]:
+    """Compare how much was taken with the number of steps that took it: each took a batch.
+
+    A script's loader has batches of any size, and their sizes are not known.
+    """
+    if "batch_sizes" not in data:
+        return
+    begins = [begin for begin, _ in data["batch_sizes"]]
+    batches = 0
+    for (begin, size), end in zip(data["batch_sizes"], [*begins[1:], data["taken"]], strict=True):
+        there, rest = divmod(end - begin, size)
+        if there < 0 or rest:
+            yield f"data.batch_sizes has {size} sequences a batch from {begin} to {end}"
+            return
+        batches += there - _left_out(data["skipped"], begin, size, there)
+    if batches != step:
+        yield f"data.taken is {data['taken']}, which is {batches} steps, but {step} were made"
+
+
+def _left_out(skipped: Sequence[Sequence[int]], begin: int, size: int, batches: int) -> int:
+    """Return how many of so many batches from ``begin`` on a skipped range reaches into."""
+    spans = (
+        (max(0, (first - begin) // size), min(batches, -(-(end - begin) // size))) for first, end in skipped
+    )
+    count = after = 0
+    for first, end in sorted(spans):
+        count += max(0, end - max(first, after))
+        after = max(after, end)
+    return count
+
+
+def streams_problem(streams: Mapping[str, Any]) -> str:
+    """Return why random-number streams cannot be gone back to: empty if they can.
+
+    Args:
+        streams: arrays of NumPy, as ``random_state.capture`` names them. Those of devices are not looked at.
+    """
+    for name, count in (("python", 625), ("numpy", 625), ("halves", 4)):
+        if name in streams and streams[name].shape != (count,):
+            return f"the random-number stream '{name}' has shape {streams[name].shape}, expected {(count,)}"
+    for name in ("python", "numpy"):
+        if name in streams and (streams[name].dtype != "int64" or (streams[name] >> 32).any()):
+            return f"the random-number stream '{name}' has other numbers than 32 bits hold"
+    return _torch_problem(streams["torch"]) if "torch" in streams else ""
+
+
+def _torch_problem(state: Any) -> str:
+    """Compare with what torch accepts for a CPU's generator: seeded, and at one of 624 words.
+
+    Source: https://github.com/pytorch/pytorch, ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``set_state``.
+    """
+    if state.shape != (5056,) or state.dtype != "uint8":
+        return f"the random-number stream 'torch' is {state.dtype} {state.shape}, expected uint8 (5056,)"
+    left, seeded = state[8:16].view("<i4").tolist()
+    at = int(state[16:24].view("<u8")[0])
+    fine = seeded == 1 and 0 < left <= 624 and at <= 624
+    return "" if fine else "the random-number stream 'torch' is at no place of its 624 words"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+def _short(value: Any) -> str:
+    """Return a value as people may read it."""
+    text = repr(value) if not isinstance(value, list | Mapping) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

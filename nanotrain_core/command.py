@@ -1,0 +1,76 @@
+"""A command: the description by which a plugin adds a word that ``nanotrain`` understands."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Protocol, cast
+
+import attrs
+
+from nanotrain_core.errors import PluginError, describe
+
+#: Commands of the core and their lines in the help; module ``nanotrain_core.cli.<name>`` is a CommandModule.
+CORE_COMMANDS = {
+    "run": "train what a recipe describes",
+    "check": "say whether a recipe can run, and where each of its values comes from",
+    "schedule": "draw a pipeline schedule, with its idle time and live activations",
+    "recipes": "list the shipped recipes, or copy one",
+    "plugins": "list installed plugins and their components",
+    "metrics": "list what runs measure, with units and which values are good",
+    "conformance": "run every check of a component",
+    "chaos": "hurt a run in every way, and see what it cost",
+    "ckpt": "list, show, verify, convert and replay checkpoints",
+    "convert": "write weights for Hugging Face transformers, or read theirs",
+    "schema": "print a JSON Schema of recipes, for editors",
+}
+
+
+class CommandModule(Protocol):
+    """What the module of a command has. It is imported only when the command is called."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's options."""
+
+    def takes(self, args: argparse.Namespace) -> bool:
+        """Return whether to run in place of the command that this extends. Of others it is not asked."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it and return an exit code of :class:`~nanotrain_core.errors.Exit`.
+
+        Raises:
+            NanotrainError: a mistake of the user, told without a traceback; ``exit_code`` is the code.
+        """
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Command:
+    """A subcommand of ``nanotrain``."""
+
+    name: str
+    """Lower-case letters, digits and hyphens, as ``report``; not one of the core's."""
+    summary: str
+    """Its line in ``nanotrain --help``: begins with a verb in lower case, and has no full stop."""
+    module: str
+    """A :class:`CommandModule`, as ``nanotrain_report.report``. Only calling the command imports it."""
+    tells_memory: bool = False
+    """Whether ``COMMAND RECIPE --hardware NAME --json --no-advice`` prints a JSON object with ``memory``:
+    ``fits``, and the bytes ``peak`` and ``usable``. ``nanotrain check --hardware NAME`` asks it."""
+    extends: bool = False
+    """Another plugin has the command, and this adds to it: the module's ``takes(args) -> bool`` says which
+    calls it runs in that one's place."""
+
+    def load(self) -> CommandModule:
+        """Import the module.
+
+        Raises:
+            PluginError: it cannot be imported, or lacks a function.
+        """
+        try:
+            found = import_module(self.module)
+        except Exception as error:
+            raise PluginError(f"command '{self.name}': {self.module}: {describe(error)}") from error
+        for function in ("add_arguments", "run", *["takes"] * self.extends):
+            if not callable(getattr(found, function, None)):
+                raise PluginError(f"command '{self.name}': {self.module} has no function {function}")
+        return cast("CommandModule", found)

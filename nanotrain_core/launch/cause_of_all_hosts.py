@@ -1,0 +1,45 @@
+"""The first cause of a failure on any host, told on all: others only see that a rank went away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.launch.cause import Cause
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: Seconds that a launcher waits for what the others know.
+PATIENCE = 5.0
+
+
+def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
+    """Return the first cause that any launcher knows; ``mine`` if no other one is better within seconds.
+
+    Args:
+        mine: of this host.
+        store: of the launchers, for this attempt alone.
+        host: number of this one.
+        hosts: number of all.
+    """
+    found: dict[int, tuple[float, Cause]] = {host: (time.time(), mine)}
+    until = time.monotonic() + PATIENCE
+    with contextlib.suppress(RuntimeError):  # the host that serves the store has gone
+        store.set(f"cause/{host}", json.dumps([time.time(), attrs.asdict(mine)]))
+        while len(found) < hosts and time.monotonic() < until:
+            for other in range(hosts):
+                if other not in found and store.check([f"cause/{other}"]):
+                    when, fields = json.loads(store.get(f"cause/{other}"))
+                    found[other] = (when, Cause(**fields))
+            if not mine.echo and any(
+                not cause.echo for number, (_, cause) in found.items() if number != host
+            ):
+                break
+            time.sleep(0.1)
+    known = sorted((when, number) for number, (when, cause) in found.items() if not cause.echo)
+    return found[known[0][1]][1] if known else mine

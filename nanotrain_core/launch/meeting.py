@@ -1,0 +1,99 @@
+"""Where ranks that something else started meet: at a port that is theirs, whoever listens there already."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from nanotrain_core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: Ports that are tried after the first, where nobody named one.
+MORE_PORTS = 15
+#: In which a port at which another program listens is told from ours.
+_SOON = timedelta(seconds=5)
+#: Seconds until a port that said nothing is asked again.
+LATER = 60.0
+
+
+def candidates(port: int, *, named: bool) -> list[int]:
+    """Return the ports to try: one that somebody has ``named`` alone."""
+    return [port] if named else [*range(port, port + 1 + MORE_PORTS)]
+
+
+def serve(host: str, ports: Sequence[int], name: str) -> Store:
+    """Return the store of a run called ``name``, which this process serves: rank 0's.
+
+    Raises:
+        LaunchError: all ports are taken.
+    """
+    import torch.distributed as dist
+
+    for port in ports:
+        if _listens(host, port):
+            continue
+        with contextlib.suppress(RuntimeError):  # taken meanwhile
+            store = dist.TCPStore(host, port, is_master=True, timeout=_SOON, wait_for_workers=False)
+            store.set(f"run/{name}", "")
+            return store
+    known = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+    text = "where the ranks would meet, cannot be had: set MASTER_PORT to a free one"
+    raise LaunchError(f"{known} of {host}, {text}")
+
+
+def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
+    """Return the store that rank 0 serves under ``name``, once it does. A stranger at a port is passed over.
+
+    Raises:
+        LaunchError: it has not within so many seconds.
+    """
+    until, silent = time.monotonic() + seconds, dict.fromkeys(ports, 0.0)
+    while time.monotonic() < until:
+        for port in ports:
+            if time.monotonic() < silent[port] or not _listens(host, port):
+                continue
+            looking = _Look(host, port, name)
+            looking.join(_SOON.total_seconds())
+            if looking.found is not None:
+                looking.found.set_timeout(timedelta(seconds=seconds))
+                return looking.found
+            if looking.is_alive():
+                silent[port] = time.monotonic() + LATER
+        time.sleep(0.2)
+    text = "it has not started there, or another program has the port: set MASTER_PORT to a free one"
+    raise LaunchError(
+        f"rank 0 has not been found at {host}, port {ports[0]}, within {seconds:g} seconds: {text}"
+    )
+
+
+class _Look(threading.Thread):
+    """Asks who is at a port. To a stranger who says nothing torch listens for ever."""
+
+    def __init__(self, host: str, port: int, name: str) -> None:
+        super().__init__(daemon=True)
+        self.host, self.port, self.name_there = host, port, f"run/{name}"
+        self.found: Store | None = None
+        self.start()
+
+    def run(self) -> None:
+        import torch.distributed as dist
+
+        with contextlib.suppress(RuntimeError):  # no store, or it is no more
+            there = dist.TCPStore(
+                self.host, self.port, is_master=False, timeout=_SOON, wait_for_workers=False
+            )
+            self.found = there if there.check([self.name_there]) else None
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether anybody does."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SOON.total_seconds()):
+        return True
+    return False

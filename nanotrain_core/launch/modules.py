@@ -1,0 +1,49 @@
+"""Checks the modules that monitors ask for by name against those of the recipe's model.
+
+The model is built without storage. Imports torch where a monitor of the recipe names modules, and only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from nanotrain_core.errors import PluginError, Problem, describe, did_you_mean
+from nanotrain_core.recipe.load import Resolution, refuse
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry.registry import Registry
+
+
+def check_modules(found: Resolution) -> None:
+    """Refuse names and patterns of modules that no module or parameter of the model has.
+
+    Raises:
+        RecipeError: with one line for each, and the nearest name.
+        PluginError: a component's ``reads_modules`` is wrong.
+    """
+    asked = list(_asked(found.recipe, found.registry))
+    if any(pattern != "*" for _, pattern in asked):
+        from nanotrain_core.hf.open_weights import shapes_of
+
+        names = [*shapes_of(found.recipe.model, found.registry)]
+        refuse(found.merged, _unknown(asked, names))
+
+
+def _asked(recipe: Recipe, registry: Registry) -> Iterator[tuple[str, str]]:
+    for number, selection in enumerate(recipe.monitor):
+        yields = registry.get("monitor", selection.use).reads_modules
+        try:
+            for key, pattern in yields(selection.config) if yields is not None else ():
+                yield f"monitor.{number}.{key}", str(pattern)
+        except Exception as error:
+            raise PluginError(f"monitor '{selection.use}': reads_modules raised {describe(error)}") from error
+
+
+def _unknown(asked: list[tuple[str, str]], parameters: list[str]) -> list[Problem]:
+    split = [name.split(".") for name in parameters]
+    known = [*dict.fromkeys(".".join(words[:n]) for words in split for n in range(1, len(words) + 1))]
+    return [
+        Problem(key, f"the model has no module '{pattern}'{did_you_mean(pattern, [*known])}")
+        for key, pattern in asked
+        if not any(fnmatchcase(name, pattern) for name in known)
+    ]

@@ -1,0 +1,67 @@
+"""Whether, and when, ranks that have failed are started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nanotrain_core.launch.cause import Cause, first_cause
+from nanotrain_core.launch.worker import HAS_SAVED
+from nanotrain_core.run import log
+
+#: Restarts in a row without a checkpoint in between after which another one is in vain.
+MOST_IN_VAIN = 5
+#: Seconds before the second restart in a row without a checkpoint; twice as long before each further one.
+PAUSE, LONGEST_PAUSE = 1.0, 60.0
+
+
+class Restarts:
+    """Tells the cause of each failure, and decides."""
+
+    def __init__(
+        self, scratch: Path, most: int, stopped: Callable[[], bool], elsewhere: Callable[[Cause], Cause]
+    ) -> None:
+        """Decide for one launcher.
+
+        Args:
+            scratch: where its ranks leave what they met, and that they have saved.
+            most: restarts in all.
+            stopped: says whether a signal came.
+            elsewhere: returns the first cause of all hosts for that of this one.
+        """
+        self.scratch, self.most, self.stopped, self.elsewhere = scratch, most, stopped, elsewhere
+        self._saved, self._in_vain = 0.0, 0
+
+    def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
+        """Print why the ranks ended; return whether to start them once more, for the ``number``-th time.
+
+        Where nothing was saved since the last restart, after a pause, or not at all.
+
+        Args:
+            codes: how the processes of ranks ended.
+            number: of the restart that would follow.
+            hang: what was said of ranks that hung.
+        """
+        cause = self.elsewhere(first_cause(self.scratch, codes, hang))
+        if cause.mistake or self.stopped():
+            return False
+        mark = self.scratch / HAS_SAVED
+        saved = mark.stat().st_mtime if mark.exists() else 0.0
+        self._in_vain = self._in_vain + 1 if saved == self._saved else 1
+        self._saved = saved
+        if self._in_vain > MOST_IN_VAIN:
+            log.say(f"{MOST_IN_VAIN} restarts in a row came to no checkpoint: given up")
+            return False
+        pause = self._pause()
+        where = "the newest checkpoint" if saved else "where it began"
+        later = f" in {pause:g} s" if pause else ""
+        cause.tell(f"; restarting{later} ({number} of {self.most}) from {where}")
+        until = time.monotonic() + pause
+        while time.monotonic() < until and not self.stopped():
+            time.sleep(0.1)
+        return not self.stopped()
+
+    def _pause(self) -> float:
+        """Return seconds to wait: none at first, since most failures are over when they are noticed."""
+        return min(LONGEST_PAUSE, PAUSE * 2.0 ** (self._in_vain - 2)) if self._in_vain > 1 else 0.0

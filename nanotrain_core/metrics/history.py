@@ -1,0 +1,326 @@
+"""Reads ``metrics.jsonl`` of a run folder back: a curve for each metric, without steps that a run gave up.
+
+A run that is resumed, restarted or rolled back goes on in the same file, from an earlier step perhaps. Each
+such part is an *attempt*, numbered from 1, and every row says which it is of. What an attempt wrote after
+the step that the next one began from belongs to no curve any more: ``History.abandoned`` has it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from nanotrain_core.errors import PluginError
+from nanotrain_core.metrics.declared import Metric, described
+from nanotrain_core.metrics.report import Histogram
+
+FILE = "metrics.jsonl"
+
+#: Fields of a row ``step`` that are metrics, but for ``losses``.
+_STEP = (
+    *("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds"),
+    *("expert_load", "bubble"),
+)
+#: Events whose rows :attr:`History.events` has.
+_EVENTS = ("start", "checkpoint", "save_failed", "rollback", "end")
+#: Bytes that are read at once from the end of a file, to find its last row.
+_TAIL = 2**20
+
+
+@attrs.define(eq=False)
+class Curve:
+    """The values of one metric, by step: 16 bytes each."""
+
+    steps: array[int] = attrs.field(factory=lambda: array("q"))
+    """Ascending, each step once."""
+    values: array[float] = attrs.field(factory=lambda: array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value; one of the last step is replaced."""
+        if self.steps and self.steps[-1] == step:
+            self.values[-1] = value
+        else:
+            self.steps.append(step)
+            self.values.append(value)
+
+    def cut(self, step: int) -> Curve:
+        """Take away what is after ``step``, and return it."""
+        at = bisect_right(self.steps, step)
+        rest = Curve(self.steps[at:], self.values[at:])
+        del self.steps[at:], self.values[at:]
+        return rest
+
+    @property
+    def last(self) -> float:
+        """The newest value.
+
+        Raises:
+            IndexError: there is none.
+        """
+        return self.values[-1]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.steps, self.values, strict=True)
+
+
+@attrs.define(frozen=True)
+class Seam:
+    """Where a run went on from an earlier step, or from the same one after a pause."""
+
+    attempt: int
+    """The one that begins here: 2 or more."""
+    kind: Literal["resume", "rollback"]
+    step: int
+    """The last step that it keeps of those before it: its own first is the next one."""
+    came_to: int
+    """The last step of the attempt before: ``came_to - step`` steps were lost."""
+    time: float
+    """Seconds since 1970."""
+    reason: str
+    """Of a rollback as its monitor said it; of a resume how the attempt before ended: ``preempted``, or
+    ``killed`` if it did not say so."""
+
+
+@attrs.define(eq=False)
+class History:
+    """What a run has told of itself so far. Curves hold the last attempt of every step."""
+
+    curves: dict[str, Curve] = attrs.field(factory=dict)
+    """By the name of the metric: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones."""
+    times: Curve = attrs.field(factory=Curve)
+    """Seconds since 1970 when each logged step was told."""
+    histograms: dict[str, list[tuple[int, Histogram]]] = attrs.field(factory=dict)
+    """By name: step and histogram, ascending."""
+    texts: dict[str, list[tuple[int, str]]] = attrs.field(factory=dict)
+    """By name: step and text, ascending."""
+    seams: list[Seam] = attrs.field(factory=list)
+    abandoned: dict[int, dict[str, Curve]] = attrs.field(factory=dict)
+    """By attempt, the curves of steps that it took and that a later one began before."""
+    events: list[dict[str, Any]] = attrs.field(factory=list)
+    """The rows ``start``, ``checkpoint``, ``save_failed``, ``rollback`` and ``end``, of all attempts, as
+    they are in the file."""
+    declared: dict[str, Metric] = attrs.field(factory=dict)
+    """Declarations by name or pattern, as the newest attempt had them: unit, group, rule."""
+    torn: int = 0
+    """Lines that could not be read, as the last one of a run that was killed while it wrote."""
+    attempt: int = 0
+    """The newest; 0 of an empty file."""
+    step: int = 0
+    """The newest step of the newest attempt."""
+
+    def attempt_of(self, step: int) -> int:
+        """Return the attempt whose value curves have at ``step``."""
+        return next((seam.attempt for seam in reversed(self.seams) if seam.step < step), 1)
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The newest row ``start``: name, steps, world_size, device and so on; empty without one."""
+        return next((row for row in reversed(self.events) if row["event"] == "start"), {})
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        """How the newest attempt ended, the row ``end``; empty while it runs, and if it was killed."""
+        last = self.events[-1] if self.events else {}
+        return last if last.get("event") == "end" else {}
+
+
+def read_metrics(
+    folder: Path | str,
+    names: Sequence[str] = ("*",),
+    *,
+    histograms: bool = True,
+    abandoned: bool = True,
+) -> History:
+    """Read what a run folder's ``metrics.jsonl`` has, line by line: also of a run that goes on meanwhile.
+
+    ::
+
+        history = read_metrics("runs/laptop", ["loss", "validation/*"])
+        for step, loss in history.curves["loss"]: ...
+        for seam in history.seams: ...      # where it was resumed or rolled back
+        history.histograms["gradients/histogram/embed.weight"][-1]
+
+    Args:
+        folder: of the run.
+        names: the metrics to keep, each a name or a pattern as of a shell. A curve takes 16 bytes a value,
+            and what is not kept takes none.
+        histograms: whether to keep histograms.
+        abandoned: whether to keep the curves of steps that a run gave up.
+
+    Returns:
+        An empty history if there is no file. Numbers that are not finite are floats again; lines that
+        cannot be read are left out and counted in ``torn``.
+    """
+    reader = _Reader(_wanted(names), histograms=histograms, abandoned=abandoned)
+    path = Path(folder) / FILE
+    if path.is_file():
+        with open(path, "rb") as file:
+            for line in file:
+                reader.line(line)
+    return reader.history
+
+
+def last_attempt(path: Path) -> int:
+    """Return the attempt of the last row of a file, 0 if there is none. Reads no more than the file's end.
+
+    Of a file whose rows do not say, the number is counted.
+    """
+    if not path.is_file():
+        return 0
+    with open(path, "rb") as file:
+        size, length = file.seek(0, 2), 0
+        while length < size:
+            length = min(size, 2 * length or _TAIL)
+            file.seek(size - length)
+            lines = file.read(length).splitlines()
+            for line in reversed(lines[1:] if length < size else lines):
+                row = _row_of(line)
+                if row is not None:
+                    said = row.get("attempt")
+                    return said if isinstance(said, int) else read_metrics(path.parent, ()).attempt
+    return 0
+
+
+def _wanted(names: Iterable[str]) -> Callable[[str], bool]:
+    """Return whether a name matches, remembered by name: a file has the same ones in every row."""
+    patterns, known = tuple(names), dict[str, bool]()
+
+    def wanted(name: str) -> bool:
+        if name not in known:
+            known[name] = any(fnmatchcase(name, pattern) for pattern in patterns)
+        return known[name]
+
+    return wanted
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line, None if it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # torn, or no UTF-8
+        return None
+    return row if isinstance(row, dict) and "event" in row else None
+
+
+def _cut(told: list[Any], step: int) -> None:
+    """Take away the pairs of a step and what it told that are after ``step``."""
+    del told[bisect_right(told, step, key=lambda each: int(each[0])) :]
+
+
+class _Reader:
+    """Puts rows into a history, in the file's order."""
+
+    def __init__(self, wanted: Callable[[str], bool], *, histograms: bool, abandoned: bool) -> None:
+        self.history = History()
+        self.wanted, self.histograms, self.abandoned = wanted, histograms, abandoned
+        self.edges: dict[tuple[float, ...], tuple[float, ...]] = {}
+        """The same edges stand in every row: they are kept once."""
+
+    def line(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        row = _row_of(line)
+        try:
+            if row is None:
+                self.history.torn += 1
+            else:
+                self.row(row)
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            PluginError,
+        ):  # a row that says something else
+            self.history.torn += 1
+
+    def row(self, row: dict[str, Any]) -> None:
+        event, history = row["event"], self.history
+        if event == "start":
+            self.begin(row, "resume", int(row["first_step"]), self.ended())
+        elif event == "rollback":
+            self.begin(row, "rollback", int(row["restored"]), str(row["reason"]))
+        elif event == "declared":
+            history.declared |= {metric.name: metric for metric in map(described, row["metrics"])}
+        elif "step" in row:
+            history.step = max(history.step, int(row["step"]))
+        if event in _EVENTS:
+            history.events.append(row)
+        if event == "step":
+            history.times.add(int(row["step"]), float(row["time"]))
+        self.values(int(row.get("step", 0)), row)
+
+    def begin(
+        self, row: Mapping[str, Any], kind: Literal["resume", "rollback"], step: int, reason: str
+    ) -> None:
+        """Go on from ``step`` with the next attempt."""
+        history, before = self.history, self.history.attempt
+        history.attempt = int(row.get("attempt", before + 1))
+        if before:
+            came_to = max(history.step, int(row.get("step", 0)))
+            history.seams.append(Seam(history.attempt, kind, step, came_to, float(row["time"]), reason))
+            self.cut(step, before)
+        history.step = step
+
+    def cut(self, step: int, attempt: int) -> None:
+        """Give up what is after ``step``."""
+        history = self.history
+        history.times.cut(step)
+        cut = {name: curve.cut(step) for name, curve in history.curves.items()}
+        if self.abandoned and any(cut.values()):
+            history.abandoned[attempt] = {name: curve for name, curve in cut.items() if curve}
+        told: list[list[Any]] = [*history.histograms.values(), *history.texts.values()]
+        for each in told:
+            _cut(each, step)
+
+    def ended(self) -> str:
+        end = self.history.end
+        return str(end["reason"]) if end else "killed"
+
+    def values(self, step: int, row: Mapping[str, Any]) -> None:
+        """Add the metrics of a row to their curves."""
+        for name, value in metrics_of(row):
+            if self.wanted(name):
+                self.history.curves.setdefault(name, Curve()).add(step, float(value))
+        if row["event"] != "metrics":
+            return
+        for name, text in row.get("texts", {}).items():
+            if self.wanted(name):
+                self.history.texts.setdefault(name, []).append((step, text))
+        for name, said in row.get("histograms", {}).items() if self.histograms else ():
+            if self.wanted(name):
+                self.history.histograms.setdefault(name, []).append((step, self.histogram(said)))
+
+    def histogram(self, said: Mapping[str, Any]) -> Histogram:
+        edges = tuple(map(float, said["edges"]))
+        return Histogram(
+            self.edges.setdefault(edges, edges),
+            tuple(map(float, said["counts"])),
+            *(float(said[name]) for name in ("below", "above", "nan")),
+        )
+
+
+def metrics_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of a row of ``metrics.jsonl`` under their metrics' names."""
+    if row["event"] == "step":
+        yield from ((name, row[name]) for name in _STEP if row.get(name) is not None)
+        yield from ((f"losses/{term}", value) for term, value in row["losses"].items())
+    elif row["event"] == "metrics":
+        yield from row.get("values", {}).items()
+    elif row["event"] == "evaluation":
+        yield "validation/loss", row["loss"]
+        if row["bits_per_byte"] is not None:
+            yield "validation/bits_per_byte", row["bits_per_byte"]
+    elif row["event"] == "checkpoint":
+        yield "checkpoint/seconds", row["seconds"]
+        yield "checkpoint/blocked", row["blocked"]

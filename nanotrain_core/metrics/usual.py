@@ -1,0 +1,37 @@
+"""What is usual of a metric in this run, for rules that are relative to it. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from nanotrain_core.metrics.declared import Rule
+
+#: Values that the usual one is the median of, and how many there must be.
+USUAL, USUAL_KNOWN = 100, 30
+
+
+class Usual:
+    """The last values of one metric that were finite.
+
+    >>> usual = Usual([1.0, 3.0, 2.0] * 10)
+    >>> usual.before(9.0), Usual().before(9.0)
+    (2.0, None)
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values = deque(values, maxlen=USUAL)
+
+    def before(self, value: float) -> float | None:
+        """Return the median of the values before ``value``, None where too few are known; remember it."""
+        usual = median(self.values) if len(self.values) >= USUAL_KNOWN else None
+        if math.isfinite(value):
+            self.values.append(value)
+        return usual
+
+
+def is_relative(rule: Rule | None) -> bool:
+    """Return whether a rule compares values with the usual one."""
+    return rule is not None and not (rule.warn_times is None and rule.bad_times is None)

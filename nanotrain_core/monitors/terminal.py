@@ -1,0 +1,92 @@
+"""Lines at the bottom of a terminal that change while everything else is printed above them."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import structlog
+from rich.console import Console, Group
+from rich.control import Control
+from rich.live import Live
+from rich.segment import ControlType
+from rich.text import Text
+
+from nanotrain_core.run.working import is_live, silent
+
+#: Seconds between two looks at what there is to show.
+INTERVAL = 0.25
+
+
+def restore_cursor() -> None:
+    """Show the cursor again, after a process that was killed had hidden it."""
+    if is_live(sys.stdout):
+        Console().show_cursor(True)
+
+
+class Screen:
+    """Shows lines until it is stopped. What is printed or logged meanwhile goes above them.
+
+    A thread draws: a step only says that there is something new, and waits for no terminal. What other
+    processes print there cannot be put above; the next drawing goes on below it.
+    """
+
+    def __init__(self, lines: Callable[[int, int, bool], list[Text]], console: Console | None = None) -> None:
+        """``lines(width, height, ascii_only)`` returns what to show, no line wider than the terminal."""
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.lines = lines
+        self.live = Live(
+            console=self.console,
+            auto_refresh=False,
+            vertical_overflow="crop",
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),  # where it is a file, it stays one
+        )
+        self._ended, self._alone = threading.Event(), ExitStack()
+        self._width, self._shown = 0, list[Text]()
+        self._thread = threading.Thread(target=self._draw_on, name="nanotrain-console", daemon=True)
+
+    def start(self) -> None:
+        """Begin to draw."""
+        self._alone.enter_context(silent())
+        self.live.start()
+        atexit.register(self.stop)  # the cursor comes back however the process ends, unless it is killed
+        self._thread.start()
+
+    def print(self, text: str) -> None:
+        """Print a line above."""
+        self.console.print(text, markup=False)
+
+    def stop(self) -> None:
+        """Draw a last time and leave the lines where they are."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+        self._draw()
+        self.live.stop()
+        self._alone.close()
+        atexit.unregister(self.stop)
+
+    def _draw_on(self) -> None:
+        try:
+            while not self._ended.wait(INTERVAL):
+                self._draw()
+        except Exception:
+            structlog.get_logger("nanotrain.monitor").exception("the panel is no longer drawn")
+
+    def _draw(self) -> None:
+        """Draw, unless all is as it was."""
+        width, height = self.console.size
+        new = self.lines(width, height, self.console.options.ascii_only)
+        if new == self._shown and width == self._width:
+            return
+        if width < self._width:  # the terminal has wrapped what was there: it is taller than it was
+            taller = sum(max(0, -(-line.cell_len // width) - 1) for line in self._shown)
+            up = (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)
+            self.console.control(Control(*up * taller))
+        self._width, self._shown = width, new
+        self.live.update(Group(*new), refresh=True)

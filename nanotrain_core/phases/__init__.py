@@ -1,0 +1,1 @@
+"""Phases of a run: what of its recipe changes after how many tokens."""

@@ -1,0 +1,114 @@
+"""Puts the phases of a recipe into force, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import structlog
+
+from nanotrain_core.contracts import ChangesInRun, Model, Schedule
+from nanotrain_core.errors import PluginError
+from nanotrain_core.phases.timeline import Moment, Number, Timeline
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.recipe.tree import Recipe
+
+if TYPE_CHECKING:
+    from nanotrain_core.compose import Run
+    from nanotrain_core.optim.lr_schedule import Scheduler
+
+
+def begin_step(run: Run, scheduler: Scheduler | None = None) -> Run:
+    """Return the run as its next step is taken, and give the scheduler its rate."""
+    if run.phases is None:
+        return run
+    run = run.phases.advance(run)
+    assert run.phases is not None
+    if scheduler is not None and run.phases.lr is not None:
+        scheduler.set_peak(run.phases.lr, of=run.optimizer_config.lr)
+    return run
+
+
+class RunPhases:
+    """What of a run changes, and what of it is in force.
+
+    That depends on the tokens that the run has trained on, which its checkpoints have, and on nothing else:
+    a resumed run, or one that went back, is at once where it was.
+    """
+
+    def __init__(self, recipe: Recipe, model: Model, schedule: Schedule, pp: int, dp: int) -> None:
+        """Of a run with ``pp`` pipeline ranks and ``dp`` data-parallel ones.
+
+        Raises:
+            PluginError: keys of the model change, and it cannot change them.
+        """
+        self.recipe, self.timeline = recipe, Timeline(recipe)
+        self._model, self._schedule, self._pp, self._dp = model, schedule, pp, dp
+        self._now: Moment | None = None
+        ours = [key for phase in recipe.phase for key in phase.changes if key.startswith("model.")]
+        if ours and not isinstance(model, ChangesInRun):
+            raise PluginError(
+                f"model '{recipe.model.use}' marks {ours[0]} as a key that a phase may change, and has no "
+                "change(config, parts): see nanotrain_core.api.torch.ChangesInRun"
+            )
+
+    def split_backward(self, actions: Sequence[Sequence[Action]]) -> bool:
+        """Return whether there are W passes: in ``actions``, or at a corner of a phase."""
+        corners = (self._actions(recipe.batch.sequences) for _, recipe in self.timeline.corners())
+        return any(action.kind == "W" for each in (actions, *corners) for rank in each for action in rank)
+
+    def _actions(self, sequences: int) -> Sequence[Sequence[Action]]:
+        batch = attrs.evolve(self.recipe.batch, sequences=sequences)
+        return self._schedule.actions(self._pp, batch.microbatches(self._dp))
+
+    def advance(self, run: Run) -> Run:
+        """Return the run as its next step is taken."""
+        if not self.recipe.phase:
+            return run
+        moment, before = self.timeline.at(run.feed.tokens), self._now
+        if moment == before:
+            return run
+        self._now = moment
+        if before is None or before.number != moment.number:
+            self._tell(run, moment)
+        changed = _changed(before, moment)
+        if "batch.sequences" in changed:
+            run = self._resize(run, int(changed["batch.sequences"]))
+        if any(key.startswith("model.") for key in changed):
+            assert isinstance(self._model, ChangesInRun)
+            config = self.timeline.recipe_with(moment.values).model.config
+            self._model.change(config, tuple(run.stages.values()))
+            run = attrs.evolve(run, loss_weights=self._model.loss_weights)
+        return run
+
+    def _resize(self, run: Run, sequences: int) -> Run:
+        run.feed.resize(sequences)
+        actions = self._actions(sequences)
+        mine = actions[run.mesh.coordinate("pp") if self._pp > 1 else 0]
+        return attrs.evolve(run, actions=mine, schedule=actions)
+
+    @property
+    def number(self) -> int | None:
+        """Which phase is in force, from 0; None of a recipe without."""
+        return self._now.number if self._now else None
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate in force, before warm-up; None: no phase changes it."""
+        return self._now.values.get("optimizer.lr") if self._now else None
+
+    def _tell(self, run: Run, moment: Moment) -> None:
+        """Tell people on rank 0, and the run's log, that a phase begins, or goes on after a resume."""
+        if run.mesh.rank:
+            return
+        phase, since = self.recipe.phase[moment.number], self.timeline.spans[moment.number].begins
+        named = {"name": phase.name} if phase.name else {}
+        log = structlog.get_logger("nanotrain.phases")
+        log.info("in phase", phase=moment.number, **named, since_tokens=since, tokens=run.feed.tokens)
+
+
+def _changed(before: Moment | None, moment: Moment) -> Mapping[str, Number]:
+    """Return the values that are others than before; all of them at the beginning."""
+    old = before.values if before else {}
+    return {key: value for key, value in moment.values.items() if key not in old or old[key] != value}

@@ -1,0 +1,197 @@
+"""What is in force after how many tokens: a function of that number alone, the same on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from nanotrain_core.recipe.phase import Ramp
+
+if TYPE_CHECKING:
+    from nanotrain_core.recipe.tree import Recipe
+
+Number = int | float
+
+
+@attrs.define(frozen=True)
+class Moment:
+    """The values that a step is taken with."""
+
+    number: int
+    """Of the phase, from 0."""
+    values: Mapping[str, Number]
+    """Each key that any phase changes, with its value now."""
+
+
+@attrs.define(frozen=True)
+class Stretch:
+    """Steps of one phase with batches of one size."""
+
+    phase: int
+    sequences: int
+    """Of each batch."""
+    steps: int
+    begins: int
+    """Tokens before its first step."""
+
+
+@attrs.define(frozen=True)
+class Span:
+    """One phase with every value spelled out."""
+
+    begins: int
+    ends: int | None
+    values: Mapping[str, Number]
+    """At its first token."""
+    ramps: Mapping[str, Ramp]
+
+    def at(self, tokens: int) -> dict[str, Number]:
+        """Return the values after so many tokens of the run."""
+        if not self.ramps:
+            return dict(self.values)
+        assert self.ends is not None
+        progress = min(1.0, (tokens - self.begins) / (self.ends - self.begins))
+        return {**self.values, **{key: self._ramped(key, progress) for key in self.ramps}}
+
+    def _ramped(self, key: str, progress: float) -> Number:
+        start = self.values[key]
+        value = self.ramps[key].at(progress, start)
+        return round(value) if isinstance(start, int) else value
+
+
+class Timeline:
+    """The phases of a recipe along the tokens of its run.
+
+    A step is taken whole with the values of its first token. So a phase ends with the first step that
+    reaches its ``until_tokens``, and what a ramp has come to depends on tokens, not on steps.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.spans: list[Span] = []
+        values = {key: value_of(recipe, key) for phase in recipe.phase for key in phase.changes}
+        begins = 0
+        for phase in recipe.phase:
+            ramps = {key: value for key, value in phase.changes.items() if isinstance(value, Ramp)}
+            ends = phase.until_tokens
+            first = dict(values)
+            for key, value in phase.changes.items():
+                start = value.start if isinstance(value, Ramp) else value
+                first[key] = first[key] if start is None else type(first[key])(start)
+            self.spans.append(Span(begins, ends, first, ramps))
+            values = first | {key: type(first[key])(ramp.end) for key, ramp in ramps.items()}
+            begins = ends or begins
+        self._after = values
+
+    def at(self, tokens: int) -> Moment:
+        """Return what the next step is taken with, after so many tokens."""
+        for number, span in enumerate(self.spans):
+            if span.ends is None or tokens < span.ends:
+                return Moment(number, span.at(tokens))
+        return Moment(max(0, len(self.spans) - 1), self._after)
+
+    def recipe_with(self, values: Mapping[str, Number]) -> Recipe:
+        """Return the recipe without phases that has ``values`` of these keys."""
+        changed: dict[str, dict[str, Number]] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            changed.setdefault(section, {})[name] = value
+        sections: dict[str, Any] = {}
+        for section, fields in changed.items():
+            old = getattr(self.recipe, section)
+            if section == "batch":
+                sections[section] = attrs.evolve(old, **fields)
+            else:
+                sections[section] = attrs.evolve(old, config=attrs.evolve(old.config, **fields))
+        return attrs.evolve(self.recipe, phase=(), **sections)
+
+    def corners(self) -> Iterator[tuple[int, Recipe]]:
+        """Yield the recipes that hold at the beginning of each phase, and of one with ramps at its end."""
+        for number, span in enumerate(self.spans):
+            yield number, self.recipe_with(span.values)
+            if span.ramps and span.ends is not None:
+                yield number, self.recipe_with(span.at(span.ends))
+
+    def ramps(self) -> Iterator[tuple[int, range]]:
+        """Yield the phases whose batch grows or shrinks, with the sizes between those of its corners."""
+        for number, span in enumerate(self.spans):
+            ramp = span.ramps.get("batch.sequences")
+            if ramp is not None:
+                first, last = int(span.values["batch.sequences"]), int(ramp.end)
+                by = int(ramp.by or 1) * (1 if last > first else -1)
+                yield number, range(first + by, last, by)
+
+    def with_batch(self, number: int, sequences: int) -> Recipe:
+        """Return the recipe at the beginning of a phase, but with batches of this size."""
+        return self.recipe_with({**self.spans[number].values, "batch.sequences": sequences})
+
+    def largest(self) -> Recipe:
+        """Return the recipe of the largest batch: no other needs more memory."""
+        found = [self.recipe, *(recipe for _, recipe in self.corners())][1 if self.spans else 0 :]
+        return max(found, key=lambda recipe: recipe.batch.sequences)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    @property
+    def ends(self) -> int | None:
+        """Tokens at which the last phase ends; None without phases, or if the last one has no end."""
+        return self.spans[-1].ends if self.spans else None
+
+    def stretches(self, steps: int | None = None) -> Iterator[Stretch]:
+        """Yield the steps of a run from its beginning: ``steps`` of them, or as many as all phases take."""
+        tokens, left = 0, steps
+        last = self.ends
+        while (left is None and last is not None and tokens < last) or (left is not None and left > 0):
+            moment = self.at(tokens)
+            sequences = moment.values.get("batch.sequences", self.recipe.batch.sequences)
+            each = int(sequences) * self.recipe.batch.length
+            count = self._steps_alike(moment.number, tokens, each, left)
+            yield Stretch(moment.number, int(sequences), count, tokens)
+            tokens += count * each
+            left = None if left is None else left - count
+
+    def reached(self, steps: int) -> int:
+        """Return how many of the phases a run of so many steps takes a step of."""
+        return 1 + max(stretch.phase for stretch in self.stretches(steps))
+
+    def ended(self, steps: int) -> int:
+        """Return how many of a run's first ``steps`` steps all phases take together."""
+        inside = (
+            each.steps for each in self.stretches(steps) if self.ends is None or each.begins < self.ends
+        )
+        return sum(inside)
+
+    def _steps_alike(self, number: int, tokens: int, each: int, most: int | None) -> int:
+        """Return how many steps of ``each`` tokens follow until the phase ends or its batch changes."""
+        last_of_all = number == len(self.spans) - 1 and (self.ends is None or tokens >= self.ends)
+        if not self.spans or last_of_all:
+            assert most is not None
+            return most
+        ends = self.spans[number].ends
+        assert ends is not None
+        least, end = 1, -(-(ends - tokens) // each)
+        if "batch.sequences" in self.spans[number].ramps:
+            size = each // self.recipe.batch.length
+            jump = 1
+            while least + jump < end and self._size(tokens + (least + jump - 1) * each) == size:
+                least, jump = least + jump, 2 * jump
+            above = min(end, least + jump)
+            while least < above:  # the first ``least`` steps are alike, and no more than ``above`` of them
+                middle = (least + above + 1) // 2
+                alike = self._size(tokens + (middle - 1) * each) == size
+                least, above = (middle, above) if alike else (least, middle - 1)
+            end = least
+        return end if most is None else min(end, most)
+
+    def _size(self, tokens: int) -> Number:
+        return self.at(tokens).values["batch.sequences"]
+
+
+def value_of(recipe: Recipe, key: str) -> Number:
+    """Return a number of the recipe by its dotted key, ``optimizer.lr``."""
+    section, _, name = key.partition(".")
+    table: Any = getattr(recipe, section)
+    value: Number = getattr(table if section == "batch" else table.config, name)
+    return value

@@ -1,0 +1,82 @@
+"""What a run is made of, as plain settings: for sinks that show them beside the curves. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.recipe.write import write_resolved
+
+#: Last words of keys whose values nobody else should see, and what stands in their place.
+SECRETS = frozenset({"webhook", "token", "secret", "password", "key"})
+HIDDEN = "(hidden)"
+
+
+def run_settings(recipe: Any) -> dict[str, Any]:
+    """Return a resolved recipe, or the config of a script, as nested tables of plain values.
+
+    It is for others' eyes: values of keys such as ``webhook`` and ``token`` are left out.
+    """
+    if isinstance(recipe, Recipe):
+        return _shown(tomllib.loads(write_resolved(recipe)))  # type: ignore[no-any-return]
+    table = attrs.asdict(recipe) if attrs.has(type(recipe)) else {"config": recipe}
+    return _shown(_plain(table))  # type: ignore[no-any-return]
+
+
+def is_secret(key: str) -> bool:
+    """Return whether whoever knows the value of a key could use it.
+
+    >>> [is_secret(key) for key in ("webhook", "api_key", "tokenizer", "keep", "access_token")]
+    [True, True, False, False, True]
+    """
+    return key.rpartition("_")[2] in SECRETS or key in SECRETS
+
+
+def without_secrets(text: str) -> str:
+    """Return TOML, or a command with ``--set``, without the values of such keys.
+
+    >>> print(without_secrets('webhook = "https://hooks.example/T0/S3CRET"  # r.toml:7'))
+    webhook = "(hidden)"  # r.toml:7
+    """
+
+    def shown(found: re.Match[str]) -> str:
+        return f'{found[1]}"{HIDDEN}"' if is_secret(found[2].lower()) else found[0]
+
+    return re.sub(r"""(\b(\w+)\s*=\s*)(["'])(?:(?!\3).)+\3""", shown, text)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if each and is_secret(key) else _shown(each) for key, each in value.items()}
+    return [_shown(each) for each in value] if isinstance(value, list) else value
+
+
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Return settings by dotted key, as ``--set`` takes them; items of a list of tables by number.
+
+    >>> flat_settings({"run": {"steps": 3}, "monitor": [{"use": "jsonl"}], "names": [1, 2]})
+    {'run.steps': 3, 'monitor.0.use': 'jsonl', 'names': '[1, 2]'}
+    """
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in settings.items():
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(number): each for number, each in enumerate(value)}  # noqa: PLW2901
+        if isinstance(value, Mapping):
+            found.update({f"{key}.{rest}": each for rest, each in flat_settings(value).items()})
+        else:
+            found[key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as TOML or JSON could have it: what it cannot as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

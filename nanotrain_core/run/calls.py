@@ -1,0 +1,82 @@
+"""Calls of a function of the models' table, as attention, which monitors look at.
+
+Every module that holds a table gets one in which the function first says what it was called with. Inside of a
+compiled graph an operator says so, which torch traces as one node: layers that are alike go on sharing a
+graph, and whether anybody looks is known to Python alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import count
+from math import isnan
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from nanotrain_core.models.ops import Ops
+
+Function = Callable[..., torch.Tensor]
+
+_numbers = count()
+_known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+
+
+class Calls:
+    """What calls of one function of a run are told to."""
+
+    def __init__(self, tell: Callable[..., None], device: torch.device) -> None:
+        """``tell`` is called with each call's arguments, in every pass of every step."""
+        self.tell, self.number = tell, next(_numbers)
+        self.seen = torch.zeros(1, device=device)
+        """An operator that changes nothing would be left out of a graph: it changes this."""
+        self._before: list[tuple[nn.Module, Ops]] = []
+        _known[self.number] = self
+
+    def observe(self, name: str, modules: Iterable[nn.Module]) -> None:
+        """Have calls of the function ``name`` by any of ``modules`` told."""
+        tables: dict[int, Ops] = {}
+        for module in modules:
+            ops = vars(module).get("ops")
+            if not isinstance(ops, Ops):
+                continue
+            if id(ops) not in tables:  # one for all modules: of several each would ask for a graph
+                tables[id(ops)] = replace(ops, **{name: self._told(getattr(ops, name))})
+            self._before.append((module, ops))
+            module.ops = tables[id(ops)]  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Give modules back the tables that they had."""
+        while self._before:
+            module, ops = self._before.pop()
+            module.ops = ops  # type: ignore[assignment]
+
+    def _told(self, function: Function) -> Function:
+        number, seen, tell = self.number, self.seen, self.tell
+
+        def told(*args: Any) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                tensors = [x.detach() for x in args if isinstance(x, torch.Tensor)]
+                rest = [float("nan") if x is None else float(x) for x in args[len(tensors) :]]
+                tell_from_graph(seen, number, tensors, rest)
+            else:
+                tell(*args)
+            return function(*args)
+
+        return told
+
+
+@torch.library.custom_op("nanotrain::called", mutates_args={"seen"})
+def tell_from_graph(seen: torch.Tensor, number: int, tensors: list[torch.Tensor], rest: list[float]) -> None:
+    """Tell of a call: of its tensors, which come first, and of numbers, NaN for None."""
+    calls = _known.get(number)
+    if calls is not None:
+        calls.tell(*tensors, *(None if isnan(x) else x for x in rest))
+
+
+@tell_from_graph.register_fake
+def _(seen: torch.Tensor, number: int, tensors: list[torch.Tensor], rest: list[float]) -> None:
+    return None

@@ -1,0 +1,86 @@
+"""What components return while a run is composed, held against what their contracts ask.
+
+What does not fit is refused by the component's name: it would train on other tokens, lose layers or count
+gradients twice, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from nanotrain_core.contracts import Data, Model
+from nanotrain_core.errors import DataError, PluginError
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
+from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.pipeline.actions import Costs
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.run.feed import OWN_KEYS
+
+
+def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
+    if data.vocab_size > model.vocab_size:
+        raise DataError(
+            f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
+            f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
+        )
+
+
+def check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
+    """Refuse ranks that opened different data, which they would train on without a word, and taken keys."""
+    meta = data.meta()
+    if not isinstance(meta, Mapping) or OWN_KEYS & meta.keys():
+        text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(OWN_KEYS))}"
+        raise PluginError(f"data '{recipe.data.use}': {text}, which the core keeps there")
+    prints = mesh.gather(str(meta.get("fingerprint")))
+    for rank, found in enumerate(prints):
+        if found != prints[0]:
+            raise DataError(
+                f"rank {rank} has other data than rank 0: its fingerprint is {found}, not {prints[0]}"
+            )
+
+
+def check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
+    """Refuse costs of other layers than the model has: by them it is cut up, and it would lose some."""
+    if not isinstance(costs, Costs) or len(costs.layers) != model.layers or costs.total <= 0:
+        raise PluginError(
+            f"model '{recipe.model.use}': flops returned {str(costs)[:200]}; "
+            f"expected Costs of {model.layers} layers, with a total of more than 0"
+        )
+
+
+def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
+    """Refuse what a parallel wrapper returned if it does not match the placements it left."""
+    for part in parts:
+        if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
+            raise PluginError(
+                f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
+                "part: return the part, or a module that passes its initializer(name) on"
+            )
+    placed_by(f"parallel '{selection.use}'", parts, placements)
+
+
+def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> list[PlacedParameter]:
+    """Return parameters with their placements; refuse those that are not what the placements say."""
+    try:
+        return placed_parameters(parts, placements)
+    except ValueError as problem:
+        raise PluginError(f"{who}: {problem}") from None
+
+
+def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
+    layout = mesh.layout
+    alike = {*layout.views["dense"].dims} - {"pp", *layout.data_dims}
+    alike = {dim for dim in alike if mesh.size(dim) > 1}
+    for part in parts:
+        for name, module, found in tagged(part):
+            missing = alike - shared_tokens(module) if found.role is Role.EXPERTS else set()
+            if missing:
+                dim = min(missing)
+                raise PluginError(
+                    f"{name}: all ranks along {dim} would send the same tokens to these experts. The wrapper "
+                    f"that handles {dim} must give each a share of them, and say so with roles.share_tokens"
+                )

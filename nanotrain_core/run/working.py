@@ -1,0 +1,139 @@
+"""Shows that something takes long: a bar on a terminal, a ``key=value`` line every ten seconds elsewhere.
+
+Torch-free, on standard error, in rank 0's process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+#: Seconds before a bar is shown, and between two lines: what takes less says nothing.
+SOON, OFTEN = 0.5, 10.0
+
+#: Tells how much more is done.
+Advance = Callable[[float], None]
+
+_shown = threading.Lock()
+"""Held by whoever shows something: what it does meanwhile says nothing of its own."""
+
+
+@contextlib.contextmanager
+def working(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+    """Show ``what`` until the block ends. Yields a function that is told how much more is done::
+
+        with working("tokenising", total=size, unit="B") as advance:
+            for document in documents:
+                ...
+                advance(len(document))
+
+    Args:
+        what: as ``"tokenising"``.
+        total: in all; None where nobody knows, or nothing is counted.
+        unit: of ``total``: ``"B"`` are told as kB, MB and GB.
+    """
+    import structlog  # brings rich, which `nanotrain --help` does without
+
+    first = structlog.contextvars.get_contextvars().get("rank", 0) == 0
+    if not first or not _shown.acquire(blocking=False):
+        yield lambda more: None
+        return
+    try:
+        job = _Job(what, total, unit)
+        show = job.draw if is_live(sys.stderr) else job.tell
+        thread = threading.Thread(target=show, name="nanotrain-working", daemon=True)
+        thread.start()
+        try:
+            yield job.advance
+        finally:
+            job.ended.set()
+            thread.join()
+    finally:
+        _shown.release()
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep :func:`working` silent meanwhile: a panel on the terminal says what takes long."""
+    held = _shown.acquire(blocking=False)
+    try:
+        yield
+    finally:
+        if held:
+            _shown.release()
+
+
+def is_live(stream: object) -> bool:
+    """Return whether a stream is a terminal whose user wants more than plain lines."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and not plain
+
+
+class _Job:
+    """How far something is. Told by one thread, shown by another."""
+
+    def __init__(self, what: str, total: float | None, unit: str) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = 0.0
+        self.ended = threading.Event()
+        self.began = time.monotonic()
+
+    def advance(self, more: float) -> None:
+        self.done += more
+
+    def tell(self) -> None:
+        """Log a line from time to time."""
+        import structlog
+
+        log = structlog.get_logger("nanotrain")
+        while not self.ended.wait(OFTEN):
+            log.info(self.what, **self.fields())
+
+    def fields(self) -> dict[str, str | int]:
+        """Return how far it is."""
+        seconds = round(time.monotonic() - self.began)
+        if not self.total:
+            return {"seconds": seconds}
+        done = amount(self.done, "B" if self.unit == "B" else "")
+        total = amount(self.total, self.unit)
+        return {"done": done, "of": total, "percent": int(100 * self.done / self.total), "seconds": seconds}
+
+    def draw(self) -> None:
+        """Show a bar that goes away in the end."""
+        if self.ended.wait(SOON):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = [SpinnerColumn(), TextColumn("{task.description}")]
+        if self.total:
+            columns += [BarColumn(24), TextColumn("{task.fields[counted]}")]
+        with Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, auto_refresh=False
+        ) as progress:
+            task = progress.add_task(self.what, total=self.total, counted="")
+            while True:
+                told = self.fields()
+                counted = f"{told['done']} of {told['of']}" if self.total else ""
+                progress.update(task, completed=self.done, counted=counted, refresh=True)
+                if self.ended.wait(0.1):
+                    return
+
+
+def amount(number: float, unit: str) -> str:
+    """Return a number in words.
+
+    >>> [amount(3e9, "B"), amount(1234, "B"), amount(7, ""), amount(2, "files")]
+    ['3.0 GB', '1.2 kB', '7', '2 files']
+    """
+    if unit != "B":
+        return f"{number:g} {unit}".strip()
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f} {prefix}B"
+    return f"{number:.0f} B"

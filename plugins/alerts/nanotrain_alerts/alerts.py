@@ -1,0 +1,165 @@
+"""The ``alerts`` monitor: compares metrics and events with rules, and tells who wants to know.
+
+Everything happens in the thread of its sink, on rank 0: a webhook that does not answer delays the next alert,
+and no step. A process that is killed tells nobody; who must learn of that asks the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import attrs
+import structlog
+
+from nanotrain_alerts import AlertRule, AlertsConfig
+from nanotrain_alerts.deliver import Alert, deliver
+from nanotrain_core.api import Metric, Usual, is_relative
+from nanotrain_core.api.torch import (
+    EndReport,
+    FailedSaveReport,
+    MetricsReport,
+    RollbackReport,
+    RunInfo,
+    Sink,
+)
+
+
+@attrs.define
+class State:
+    """What is known of a rule and one name that it fits."""
+
+    in_a_row: int = 0
+    sent: float = -math.inf
+    """When, by the monotonic clock."""
+    left_out: int = 0
+
+
+class Alerts(Sink):
+    """Logs and delivers an alert for each rule that holds, at most one in ``every_minutes``."""
+
+    patience = 30.0
+
+    def __init__(self, config: AlertsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.clock = config, clock
+        self.states: dict[tuple[int, str], State] = {}
+        self.usual: dict[str, Usual] = {}
+        """Of metrics whose declared rule is relative to what is usual in this run."""
+        self.fitting: dict[str, list[tuple[int, AlertRule]]] = {}
+        self.step = 0
+        self.log = structlog.get_logger("nanotrain.alerts")
+
+    def open(self, run: RunInfo) -> None:
+        """Tell that the run begins."""
+        self.name, self.step, self.folder = run.name, run.first_step, run.folder or Path()
+        went_on = f"goes on after step {run.first_step}" if run.first_step else "begins"
+        self._event(
+            "start", f"the run {went_on}, on {run.world_size} rank{'s' * (run.world_size > 1)}", "good"
+        )
+
+    def write(self, report: MetricsReport) -> None:
+        """Compare the metrics of a step with all rules."""
+        self.step = report.step
+        for name, value in report.values.items():
+            metric, usual = report.metrics.get(name), None
+            fitting = self._rules(name, metric)
+            if fitting and metric is not None and is_relative(metric.rule):
+                usual = self.usual.setdefault(name, Usual()).before(value)
+            for number, rule in fitting:
+                state = self.states.setdefault((number, name), State())
+                said = verdict(rule, name, value, metric, usual)
+                state.in_a_row = state.in_a_row + 1 if said else 0
+                if said and state.in_a_row >= rule.in_a_row:
+                    for_steps = f", {state.in_a_row} in a row" if rule.in_a_row > 1 else ""
+                    text, level = said
+                    self._tell(number, rule, f"{text}{for_steps}", level, name, value)
+
+    def rolled_back(self, report: RollbackReport) -> None:
+        """Tell that the run went back."""
+        self.step = report.step
+        for state in self.states.values():
+            state.in_a_row = 0
+        went = f"rolled back from step {report.step} to step {report.restored}"
+        self._event("rollback", f"{went}: {report.reason}", "warn")
+
+    def on_save_failed(self, report: FailedSaveReport) -> None:
+        """Queue a failed save."""
+        self.later(self.save_failed, report, must=True)
+
+    def save_failed(self, report: FailedSaveReport) -> None:
+        """Tell that a checkpoint is missing."""
+        times = f", {report.in_a_row} in a row" if report.in_a_row > 1 else ""
+        text = f"the checkpoint of step {report.step} could not be saved{times}: {report.problem}"
+        self._event("save_failed", text, "bad")
+
+    def finish(self, report: EndReport) -> None:
+        """Tell how it ended."""
+        self.step = report.step
+        if report.reason == "failed":
+            self._event("failed", f"the run failed after step {report.step}", "bad")
+        else:
+            self._event("end", f"the run ended after step {report.step}: {report.reason}", "good")
+
+    def _event(self, event: str, text: str, level: str) -> None:
+        for number, rule in enumerate(self.config.rules):
+            if rule.event == event:
+                self._tell(number, rule, text, level, event)
+
+    def _rules(self, name: str, metric: Metric | None) -> list[tuple[int, AlertRule]]:
+        """Return the rules that fit a metric's name, remembered by name."""
+        if name not in self.fitting:
+            rules = enumerate(self.config.rules)
+            self.fitting[name] = [each for each in rules if fnmatchcase(name, each[1].metric)]
+            for number, rule in self.fitting[name]:
+                judged = rule.above is not None or rule.below is not None or (metric and metric.rule)
+                if rule.metric == name and not judged:
+                    text = "a rule never holds: the metric declares none, so give it `above` or `below`"
+                    self.log.warning(text, metric=name, key=f"rules.{number}")
+        return self.fitting[name]
+
+    def _tell(
+        self, number: int, rule: AlertRule, text: str, level: str, what: str, value: float | None = None
+    ) -> None:
+        state, now = self.states.setdefault((number, what), State()), self.clock()
+        if now - state.sent < self.config.every_minutes * 60:
+            state.left_out += 1
+            return
+        said = f"{rule.text}: {text}" if rule.text else text
+        alert = Alert(
+            run=self.name,
+            step=self.step,
+            level=level,
+            text=f"{self.name}, step {self.step}: {said}",
+            event=rule.event or "",
+            metric="" if rule.event else what,
+            value=value,
+            left_out=state.left_out,
+            time=time.time(),
+        )
+        state.sent, state.left_out = now, 0
+        self.log.warning("alert", text=alert.text)
+        for problem in deliver(alert, rule.to or self.config.to, self.folder):
+            self.log.warning("an alert could not be delivered", problem=problem)
+
+
+def verdict(
+    rule: AlertRule, name: str, value: float, metric: Metric | None, usual: float | None = None
+) -> tuple[str, str] | None:
+    """Return what to say of a value, and how bad it is; None where the rule says nothing of it."""
+    unit = f" {metric.unit}" if metric and metric.unit != "1" else ""
+    said = f"{name} is {value:.4g}{unit}"
+    if rule.above is None and rule.below is None:
+        declared = metric.rule if metric else None
+        found = declared.judge(value, usual) if declared else "good"
+        if declared is None or found == "good" or (found, rule.verdict) == ("warn", "bad"):
+            return None
+        where = "" if metric is None else metric.varying(name)
+        return declared.say(name, value, usual=usual, where=where), found
+    if rule.above is not None and not value <= rule.above:
+        return f"{said}, above {rule.above:g}", "bad"
+    if rule.below is not None and not value >= rule.below:
+        return f"{said}, below {rule.below:g}", "bad"
+    return None

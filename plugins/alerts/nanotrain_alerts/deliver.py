@@ -1,0 +1,107 @@
+"""An alert on its way: to a program, an address or a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from pathlib import Path
+
+import attrs
+
+from nanotrain_alerts import Target
+
+#: Seconds that a program may run, and that an address may take to answer.
+COMMAND_TIMEOUT, WEBHOOK_TIMEOUT = 60.0, 10.0
+#: How often an address is tried.
+TRIES = 2
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Alert:
+    """What is sent, as JSON."""
+
+    run: str
+    step: int
+    level: str
+    """``good``, ``warn`` or ``bad``."""
+    text: str
+    """The whole of it in one sentence."""
+    event: str
+    """Of a rule for an event; else empty."""
+    metric: str
+    """Of a rule for a metric; else empty."""
+    value: float | None
+    left_out: int
+    """Alerts of the same rule and metric since the last that was sent."""
+    time: float
+    """Seconds since 1970."""
+
+    def as_json(self) -> str:
+        """Return one line; a value that is not finite is a text, ``"NaN"``."""
+        fields = attrs.asdict(self)
+        if self.value is not None and not math.isfinite(self.value):
+            fields["value"] = json.dumps(self.value)
+        return json.dumps(fields, allow_nan=False)
+
+    def as_environment(self) -> dict[str, str]:
+        """Return the variables of a program that is told."""
+        fields = {"text": self.text, "run": self.run, "step": self.step, "level": self.level}
+        fields |= {"metric": self.metric or self.event, "value": "" if self.value is None else self.value}
+        # The system takes no NUL in a variable.
+        return {f"NANOTRAIN_ALERT_{key.upper()}": str(x).replace("\0", "") for key, x in fields.items()}
+
+
+def deliver(alert: Alert, to: Target, folder: Path) -> Iterator[str]:
+    """Send an alert, and yield a sentence for each way that failed. Relative paths are in ``folder``."""
+    ways: list[tuple[str, Callable[[], None]]] = []
+    if to.file:
+        ways.append((to.file, lambda: _append(alert, folder / to.file)))
+    if to.command:
+        ways.append((to.command[0], lambda: _run(alert, to.command)))
+    if to.webhook:
+        ways.append((to.webhook, lambda: _post(alert, to.webhook)))
+    for name, send in ways:
+        try:
+            send()
+        except Exception as problem:
+            yield f"{name}: {problem}"
+
+
+def _append(alert: Alert, path: Path) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(alert.as_json() + "\n")
+
+
+def _run(alert: Alert, command: tuple[str, ...]) -> None:
+    """Run a program without a shell: nothing of the alert is ever part of its command line."""
+    done = subprocess.run(
+        command,
+        input=alert.as_json() + "\n",
+        env={**os.environ, **alert.as_environment()},
+        text=True,
+        capture_output=True,
+        timeout=COMMAND_TIMEOUT,
+        start_new_session=True,  # Ctrl-C is for the run: who is told that it was interrupted lives on
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+
+
+def _post(alert: Alert, address: str) -> None:
+    request = urllib.request.Request(
+        address, alert.as_json().encode(), {"Content-Type": "application/json", "User-Agent": "nanotrain"}
+    )
+    for left in reversed(range(TRIES)):
+        try:
+            with urllib.request.urlopen(request, timeout=WEBHOOK_TIMEOUT) as answer:
+                if answer.status < HTTPStatus.BAD_REQUEST:
+                    return
+        except OSError:
+            if not left:
+                raise

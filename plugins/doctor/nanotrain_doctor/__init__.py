@@ -1,0 +1,20 @@
+"""Examines this machine before anything trains on it: ``nanotrain doctor``.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from nanotrain_core.api import Command, RegisterCommand, hookimpl
+
+__version__ = "0.1.0"
+
+
+@hookimpl
+def nanotrain_register_command(register: RegisterCommand) -> None:
+    """Announce ``nanotrain doctor``."""
+    register(
+        Command(
+            name="doctor",
+            summary="examine this machine: software, limits, devices, ranks, disk, clock and network",
+            module="nanotrain_doctor.command",
+        )
+    )

@@ -1,0 +1,151 @@
+"""``nanotrain doctor``: is this machine, or are these machines, fit to train?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.api import (
+    NanotrainError,
+    Registry,
+    add_plugin_options,
+    load_plugins,
+    plugin_arguments,
+)
+from nanotrain_core.api.ranks import Ranks, is_port
+from nanotrain_doctor.clock import ClockWatch
+from nanotrain_doctor.findings import Finding, bad
+from nanotrain_doctor.host import examine_host
+from nanotrain_doctor.hosts import exchange_offsets, hear_code, of_all_hosts, tell_code
+from nanotrain_doctor.judge import judge_ranks
+from nanotrain_doctor.network import examine_endpoint
+from nanotrain_doctor.peaks import peaks_of
+from nanotrain_doctor.ranks import Measured, first_line, measure_here, measure_joined, prepare
+from nanotrain_doctor.show import exit_code, show, to_json
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="ranks of this host that measure together (its GPUs, or 2)",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure no rates and start no ranks")
+    parser.add_argument("--json", action="store_true", help="print JSON for a bug report, without secrets")
+    parser.add_argument("--folder", default="runs", metavar="PATH", help="where runs write (runs)")
+    parser.add_argument(
+        "--hardware", metavar="NAME|FILE", help="what the device should do: of nanotrain-plan, or a TOML file"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        type=_endpoint,
+        metavar="HOST:PORT",
+        help="where several hosts will meet: look there too",
+    )
+    add_plugin_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine and print; the exit code is 1 if anything is bad.
+
+    Raises:
+        NanotrainError: there is no such hardware.
+    """
+    asked = plugin_arguments(args)
+    peaks_of("", args.hardware)  # a mistake is told before anything is measured
+    stale: list[Finding] = []
+    try:
+        joined = Ranks.detect()
+    except NanotrainError as problem:
+        joined = None
+        stale.append(bad("environment", str(problem), "unset what another launcher left in this shell"))
+    if joined is None and not args.quick:
+        prepare()
+    registry = load_plugins(block=asked.blocked, local=asked.local)
+    if joined is not None and joined.world_size > 1:
+        return _be_one_of(joined, args, registry)
+    watch = ClockWatch()
+    count = args.ranks or _ranks_here(args.quick)
+    found = [*stale, *examine_host(Path(args.folder), registry, ranks=count, quick=args.quick)]
+    if args.rdzv_endpoint:
+        found.append(examine_endpoint(args.rdzv_endpoint))
+    measured: list[Measured] = []
+    if not args.quick and not any(each.check == "torch" and each.status == "bad" for each in found):
+        measured = measure_here(count)
+        found += judge_ranks(measured, peaks_of(measured[0].get("device", ""), args.hardware))
+    _print([*found, watch.finding()], args, measured)
+    return exit_code(found)
+
+
+def _be_one_of(ranks: Ranks, args: argparse.Namespace, registry: Registry) -> int:
+    """Examine as a rank of torchrun's or srun's: the first of each host looks at it, rank 0 prints."""
+    watch = ClockWatch()
+    hosts = 2 if ranks.world_size > ranks.local_world_size else 1
+    mine: list[Finding] = []
+    if ranks.local_rank == 0:
+        folder = Path(args.folder)
+        mine = examine_host(folder, registry, ranks=ranks.local_world_size, hosts=hosts, quick=args.quick)
+
+    def act(store: Store) -> Measured:
+        offsets = exchange_offsets(store, ranks)
+        if not mine:
+            return {}
+        told = [attrs.asdict(each) for each in [*mine, watch.finding()]]
+        return {"findings": told, "versions": registry.versions(), "offsets": offsets}
+
+    try:
+        store, measured = measure_joined(ranks, act, quick=args.quick)
+    except Exception as problem:
+        text = f"rank {ranks.rank} does not meet the others: {first_line(problem)}"
+        found = [*mine, bad("ranks", text, "look at host name, endpoint and firewall, on every host")]
+        _print(found, args, [])
+        return exit_code(found)
+    if ranks.rank:
+        return hear_code(store, ranks)
+    found = of_all_hosts(measured)
+    if not args.quick:
+        found += judge_ranks(measured, peaks_of(measured[0].get("device", ""), args.hardware))
+    _print(found, args, measured)
+    tell_code(store, ranks, exit_code(found))
+    return exit_code(found)
+
+
+def _print(found: Sequence[Finding], args: argparse.Namespace, measured: Sequence[Measured]) -> None:
+    if args.json:
+        ranks = [{key: each[key] for key in each if key not in ("findings", "versions")} for each in measured]
+        print(to_json(found, ranks=ranks))
+    else:
+        show(found)
+
+
+def _ranks_here(quick: bool) -> int:
+    """Return how many ranks measure: all GPUs of this host, or two that share its cores."""
+    if quick:
+        return 1
+    try:
+        import torch
+    except Exception:  # of any kind: which, is a finding
+        return 1
+    return torch.cuda.device_count() or 2
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return int(text)
+
+
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not is_port(port):
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got '{text}'")
+    return text

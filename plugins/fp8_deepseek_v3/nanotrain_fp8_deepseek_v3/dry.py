@@ -1,0 +1,84 @@
+"""FP8 GEMMs without numbers, on ``meta``: the tensors that Triton's kernels make and keep, for a dry run.
+
+Shapes: M rows, K inputs, N outputs; of stacked weights E; k tiles along K.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanotrain_core.api.torch import Kept, Prepared
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+
+Tensor = torch.Tensor
+
+
+class DryFP8(FP8GEMM):
+    """Products of one weight, or of stacked ones with equally many rows each."""
+
+    def __init__(
+        self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None
+    ) -> None:
+        self.recipe, self.scratch, self.counts_E = recipe, scratch or Scratch(), counts_E
+        self.read_weight = self.scratch.once(_both_ways)
+
+    def grouped(self, counts_E: Tensor) -> DryFP8:
+        """Return the same for stacked weights."""
+        found = DryFP8(self.recipe, self.scratch, counts_E)
+        found.read_weight = self.read_weight
+        return found
+
+    def prepare(self, weight: Tensor) -> Kept:
+        """Return codes of a weight, and of it transposed."""
+        return self.read_weight(weight)
+
+    def _codes(self, weight: Tensor) -> Kept:
+        return weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
+
+    def keep(self, x_MK: Tensor) -> Kept:
+        """Return codes and scales of x, made once for all layers that read it."""
+        made: Kept = self.scratch.inputs.get(x_MK, "dry", lambda: _coded(x_MK))
+        return made
+
+    def quantize(self, made_of_MK: Tensor) -> Kept | None:
+        """Return codes and scales, or None if the recipe does not want it."""
+        return _coded(made_of_MK) if self.recipe.quantize_swiglu else None
+
+    def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """Return what they mean."""
+        return kept[0].to(dtype)
+
+    def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], Kept]:
+        """Return x times each transposed weight, and codes and scales of x."""
+        kept = self.keep(x_MK)
+        return [_times(kept[0], self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
+
+    def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
+        """Return dy times the weight."""
+        return _times(_coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
+
+    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+        """Return the transposed dy times x, in float32, of each weight."""
+        left, right = _coded(d_y_MN)[0], kept[0].clone()
+        found = torch.mm(left.T, right).to(torch.float32)
+        return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
+
+
+def _coded(x_MK: Tensor) -> Kept:
+    """Return codes [M, K] and scales [M, k]."""
+    return x_MK.to(E4M3.dtype), x_MK.new_empty(
+        (*x_MK.shape[:-1], -(-x_MK.shape[-1] // TILE)), dtype=torch.float32
+    )
+
+
+def _both_ways(weight: Tensor) -> Kept:
+    """Return codes [(E,) N, K] and [(E,) K, N]."""
+    codes = weight.detach().to(E4M3.dtype)
+    return codes, codes.mT.contiguous()
+
+
+def _times(rows_MK: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [M, K] times [(E,) K, N]: each row meets one of stacked matrices."""
+    return torch.mm(rows_MK, right if right.dim() == 2 else right[0]).to(dtype)

@@ -1,0 +1,110 @@
+"""Health of a training run: the metrics that it should show, and what is wrong with it in plain sentences.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import attrs
+
+from nanotrain_core.api import Component, Layout, Metric, Problem, Range, Recipe, Register, hookimpl
+from nanotrain_health.catalogue.activations import ATTENTION, RESIDUAL
+from nanotrain_health.catalogue.common import TENSORS_EVERY
+from nanotrain_health.catalogue.experts import EXPERTS
+from nanotrain_health.catalogue.loss_and_data import DATA, LOSS
+from nanotrain_health.catalogue.probes import PROBES
+from nanotrain_health.catalogue.training import GRADIENTS, OPTIMIZER, UPDATES, WEIGHTS
+
+__version__ = "0.1.0"
+
+SAID = Metric(
+    name="health",
+    unit="",
+    group="health",
+    kind="text",
+    level="minimal",
+    summary="what begins to be wrong, and what is no longer, one sentence each; reported with the next "
+    "logged step",
+)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class HealthConfig:
+    """``[[monitor]] use = "health"``."""
+
+    level: Literal["minimal", "standard", "debug"] = "standard"
+    """`minimal`: loss, data and clipping, which the host knows anyway. `standard`: norms by layer, and the
+    first, middle and last layer at a closer look. `debug`: all layers, every parameter, histograms."""
+    every: int = attrs.field(default=TENSORS_EVERY, validator=Range(1))
+    """Steps from one in which tensors are read to the next, of logged ones; of the first 20 steps each. Loss,
+    data and clipping are reported in every logged step."""
+    queries: int = attrs.field(default=4, validator=Range(0))
+    """Queries of each sequence whose attention is computed; 0: none."""
+    ema: float = attrs.field(default=0.98, validator=Range(0.0, 1.0, above=True, below=True))
+    """What the average of the loss keeps of itself in a step."""
+    patience: int = attrs.field(default=5, validator=Range(1))
+    """Logged steps for which a value must be outside of its limits before that is said, and within before it
+    is said to be over; 2 if it is bad, 1 if it is no number."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class MoEConfig:
+    """``[[monitor]] use = "moe"``: how tokens are spread over experts."""
+
+    loads_every: int = attrs.field(default=50, validator=Range(0))
+    """Steps between histograms of every layer's tokens by expert, in logged steps; 0: none."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ProbesConfig:
+    """``[[monitor]] use = "probes"``: one fixed batch, read again and again."""
+
+    every: int = attrs.field(default=50, validator=Range(1))
+    """Steps between probes, each two forward passes."""
+    sequences: int = attrs.field(default=2, validator=Range(2))
+    """Of the batch: the first of the validation data."""
+    length: int = attrs.field(default=256, validator=Range(2))
+    """Tokens of each, from its first on, at most batch.length. Every rank holds the logits of two such
+    batches at once: 2 x 256 with a vocabulary of 129,280 are 265 MB in bfloat16."""
+    top: int = attrs.field(default=10, validator=Range(1))
+    """Likeliest tokens whose probability is added up."""
+
+
+def check_probes(recipe: Recipe, config: ProbesConfig, layout: Layout) -> Iterator[Problem]:
+    """Refuse context parallelism, whose ranks each return the logits of their own tokens."""
+    if "cp" in layout.dims and layout.size("cp") > 1:
+        yield Problem("monitor", f"'probes' reads logits of whole sequences, but cp = {layout.size('cp')}")
+
+
+@hookimpl
+def nanotrain_register_monitor(register: Register) -> None:
+    """Announce ``health``, ``moe`` and ``probes``."""
+    register(
+        Component(
+            name="health",
+            config=HealthConfig,
+            factory=f"{__name__}.monitor:Health",
+            summary="what a run should show at all times, and what is wrong with it in plain sentences",
+            metrics=(*LOSS, *DATA, *GRADIENTS, *UPDATES, *WEIGHTS, *OPTIMIZER, *ATTENTION, *RESIDUAL, SAID),
+        )
+    )
+    register(
+        Component(
+            name="moe",
+            config=MoEConfig,
+            factory=f"{__name__}.moe:MoE",
+            summary="how tokens are spread over experts, layer by layer",
+            metrics=EXPERTS,
+        )
+    )
+    register(
+        Component(
+            name="probes",
+            config=ProbesConfig,
+            factory=f"{__name__}.probes:Probes",
+            summary="loss, entropy and drift on one fixed batch, and whether the model sees the future",
+            metrics=PROBES,
+            check=check_probes,
+        )
+    )

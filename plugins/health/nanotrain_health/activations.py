@@ -1,0 +1,54 @@
+"""The residual stream after watched layers, and what their norms return.
+
+Shapes: B batch, S sequence, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanotrain_health.watcher import Scene, Watcher
+
+#: Times the root mean square of its token from which an element is an outlier.
+OUTLIER = 10.0
+
+
+class Activations(Watcher):
+    """Looks at what modules return."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        if scene.sentinels:
+            scene.run.tap(self.look, sorted(scene.sentinels), when=scene.reads_tensors)
+        everywhere = {name for rank in scene.run.mesh.gather(scene.norms) for name in rank}
+        if everywhere:
+            scene.run.tap(self.look_at_norm, sorted(everywhere), compiled=False, when=scene.reads_tensors)
+
+    def look(self, name: str, output: Any) -> None:
+        """Publish the size of a layer's output, and its outliers."""
+        if not _is_activation(output):
+            return
+        metrics = self.scene.metrics
+        metrics.statistics(f"residual/{{statistic}}/{name}", output, ("rms", "max_abs"))
+        metrics.scalar(f"residual/outliers/{name}", outliers(output), weight=output.numel())
+
+    def look_at_norm(self, name: str, output: Any) -> None:
+        """Publish the size of what a norm returns."""
+        if _is_activation(output):
+            self.scene.metrics.statistics(f"norms/{{statistic}}/{name}", output, ("rms", "max_abs"))
+
+
+def _is_activation(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel() > 0
+
+
+def outliers(x: torch.Tensor) -> torch.Tensor:
+    """Return the share of elements of x [..., D] beyond :data:`OUTLIER` times the rms of their row."""
+    width = x.shape[-1]
+    if width <= OUTLIER**2:  # one element cannot be so far above all of them
+        return torch.zeros((), device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide) * width**-0.5
+    return torch.count_nonzero(x.abs() > OUTLIER * rms) / x.numel()

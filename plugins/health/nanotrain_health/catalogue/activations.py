@@ -1,0 +1,90 @@
+"""Attention and the residual stream, at monitored layers."""
+
+from nanotrain_core.api import Rule
+from nanotrain_health.catalogue.common import at_layers
+
+ATTENTION = (
+    at_layers(
+        name="attention/max_logit/{block}",
+        group="attention",
+        reduce="max",
+        summary="largest logit before softmax, over some queries of all heads and sequences",
+        rule=Rule(
+            warn_above=200,
+            bad_above=1000,
+            high="attention logits of {where} reach {value}: attention is about to collapse on one token; "
+            "normalise queries and keys, or lower lr",
+        ),
+    ),
+    at_layers(
+        name="attention/entropy/{block}",
+        group="attention",
+        unit="nats",
+        summary="entropy of attention over the tokens a query sees, mean over these queries and heads",
+    ),
+    at_layers(
+        name="attention/entropy_ratio/{block}",
+        group="attention",
+        summary="the same over the entropy of attending to all of these alike: from 0 to 1",
+        rule=Rule(
+            warn_below=0.1,
+            bad_below=0.02,
+            low="attention of {where} has collapsed: each query sees about one token (entropy {value} of "
+            "what is possible); lower lr, or normalise queries and keys",
+        ),
+    ),
+)
+
+RESIDUAL = (
+    at_layers(
+        name="residual/rms/{block}",
+        group="residual stream",
+        summary="root mean square of a layer's output",
+        rule=Rule(
+            warn_times=2,
+            high="the residual stream of {where} is {times} times as large as it was: activations grow; "
+            "lower lr, or raise weight decay",
+        ),
+    ),
+    at_layers(
+        name="residual/max_abs/{block}",
+        group="residual stream",
+        summary="largest magnitude of a layer's output",
+    ),
+    at_layers(
+        name="residual/outliers/{block}",
+        group="residual stream",
+        summary="share of elements of a layer's output beyond 10 times the root mean square of their token",
+        rule=Rule(
+            warn_above=1e-3,
+            bad_above=1e-2,
+            high="{percent} of the residual stream of {where} are outliers: low precision will lose the "
+            "rest; lower lr, or keep these layers in bf16",
+        ),
+    ),
+    at_layers(
+        name="norms/rms/{norm}",
+        group="residual stream",
+        summary="root mean square of what a norm returns",
+        rule=Rule(
+            warn_below=0.5,
+            bad_below=0.25,
+            warn_above=2,
+            bad_above=4,
+            low="{where} returns activations of size {value}, not about 1: its weight has shrunk; check "
+            "weight decay on norms",
+            high="{where} returns activations of size {value}, not about 1: its weight has grown; lower lr",
+        ),
+    ),
+    at_layers(
+        name="norms/max_abs/{norm}",
+        group="residual stream",
+        summary="largest magnitude of what a norm returns",
+        rule=Rule(
+            warn_above=20,
+            bad_above=50,
+            high="{where} returns activations as large as {value}: a few features dominate; low precision "
+            "will suffer",
+        ),
+    ),
+)

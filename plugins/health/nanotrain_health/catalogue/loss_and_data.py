@@ -1,0 +1,140 @@
+"""Loss and data: numbers that the host has anyway."""
+
+from nanotrain_core.api import Metric, Rule
+from nanotrain_health.catalogue.common import ratio
+
+LOSS = (
+    Metric(
+        name="loss/ema",
+        unit="nats",
+        group="loss",
+        level="minimal",
+        reduce="last",
+        summary="exponential moving average of the training loss over steps, without values that are not "
+        "finite",
+    ),
+    ratio(
+        name="loss/spike",
+        group="loss",
+        level="minimal",
+        reduce="last",
+        summary="the training loss over the average before it",
+        rule=Rule(
+            warn_above=3,
+            bad_above=10,
+            high="the loss is {value} times its average: look at the batch, lower lr, or let the monitor "
+            "guard go back to before it",
+        ),
+    ),
+    ratio(
+        name="loss/nonfinite",
+        group="loss",
+        level="minimal",
+        reduce="max",
+        summary="1 if the training loss is not a finite number",
+        rule=Rule(
+            bad_above=0,
+            high="the loss is not a number: gradients or weights overflowed, so nothing is learned; go back "
+            "to an older checkpoint with a lower lr, and look at the data",
+        ),
+    ),
+    ratio(
+        name="loss/perplexity",
+        group="loss",
+        reduce="last",
+        summary="exp of the next-token loss: so many equally likely tokens",
+    ),
+    ratio(
+        name="validation/perplexity", group="loss", reduce="last", summary="the same of the validation loss"
+    ),
+    Metric(
+        name="validation/gap",
+        unit="nats",
+        group="loss",
+        reduce="last",
+        summary="validation loss minus the average of the next-token training loss",
+        rule=Rule(
+            warn_above=1.0,
+            high="validation loss is {value} nats above the training loss: the model learns its training "
+            "data by heart, or the two are of different kinds",
+        ),
+    ),
+)
+
+IGNORED = (
+    "{value} of the {what} targets are ignored: time is spent on tokens that teach nothing; pack sequences, "
+    "or look at the mask"
+)
+
+DATA = (
+    Metric(
+        name="data/effective_tokens",
+        unit="tokens",
+        group="data",
+        level="minimal",
+        reduce="last",
+        cost="device",
+        summary="seen since the run's beginning and not ignored by the loss",
+    ),
+    Metric(
+        name="data/tokens_per_update",
+        unit="tokens",
+        group="data",
+        reduce="last",
+        summary="of one optimizer step, over all ranks",
+    ),
+    Metric(
+        name="data/effective_tokens_per_update",
+        unit="tokens",
+        group="data",
+        reduce="last",
+        cost="device",
+        summary="of these, those that the loss does not ignore",
+    ),
+    ratio(
+        name="data/drift",
+        group="data",
+        summary="share by which effective tokens of an update differ from their average in the run",
+        rule=Rule(
+            warn_above=0.1,
+            high="an update has {percent} more or fewer tokens than usual: steps weigh them differently; "
+            "look at padding and at the end of the data",
+        ),
+    ),
+    ratio(
+        name="data/ignored",
+        group="data",
+        reduce="last",
+        cost="device",
+        summary="share of the training targets that the loss ignores",
+        rule=Rule(
+            warn_above=0.2,
+            bad_above=0.3,
+            high=IGNORED.replace("{value}", "{percent}").replace("{what}", "training"),
+        ),
+    ),
+    ratio(
+        name="validation/ignored",
+        group="data",
+        reduce="last",
+        summary="share of the validation targets that the loss ignores",
+        rule=Rule(
+            warn_above=0.2,
+            bad_above=0.3,
+            high=IGNORED.replace("{value}", "{percent}").replace("{what}", "validation"),
+        ),
+    ),
+    Metric(
+        name="data/epochs",
+        unit="epochs",
+        group="data",
+        reduce="last",
+        summary="how often the training data were passed through: the position in them",
+    ),
+    ratio(
+        name="data/mixture/{source}",
+        group="data",
+        reduce="last",
+        summary="share of the tokens so far that came from a source, of data that mix several",
+    ),
+)

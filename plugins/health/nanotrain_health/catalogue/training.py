@@ -1,0 +1,225 @@
+"""Gradients, updates, weights and optimizer state: by layer, from a pass over all of them."""
+
+from nanotrain_core.api import Bins, Metric, Rule
+from nanotrain_health.catalogue.common import TENSORS_EVERY, from_tensors, over_weights, ratio
+
+SIZES = Bins(low=1e-12, high=1e4, count=64, log=True)
+FIRST_LAST = Rule(
+    warn_below=0.05,
+    bad_below=0.01,
+    low="{what} hardly reach the first layers: they are {value} of those of the last one; check norms and "
+    "initialisation, lower lr, or warm up for longer",
+)
+
+GRADIENTS = (
+    ratio(
+        name="gradients/clip_coefficient",
+        group="gradients",
+        level="minimal",
+        summary="what the gradient is multiplied by to have at most the norm clip_norm",
+        rule=Rule(
+            warn_below=0.1,
+            bad_below=0.01,
+            low="gradients are clipped to {value} of their size: lower lr or warm up for longer; if they are "
+            "always as large, raise clip_norm",
+        ),
+    ),
+    ratio(
+        name="gradients/clipped",
+        group="gradients",
+        level="minimal",
+        summary="1 where the gradient was clipped",
+    ),
+    ratio(
+        name="gradients/clip_rate",
+        group="gradients",
+        summary="share of the last logged steps whose gradient was clipped, once 100 of them are known",
+        rule=Rule(
+            warn_above=0.05,
+            high="{percent} of the steps are clipped: a larger clip_norm or a lower lr would let gradients "
+            "have their own size",
+        ),
+    ),
+    over_weights(name="gradients/norm/{block}", group="gradients", summary="of a layer, before clipping"),
+    from_tensors(
+        name="gradients/first_last",
+        group="gradients",
+        summary="norm of the first layer's gradient over the last one's",
+        rule=Rule(
+            warn_below=FIRST_LAST.warn_below,
+            bad_below=FIRST_LAST.bad_below,
+            low=FIRST_LAST.low.replace("{what}", "gradients"),
+        ),
+    ),
+    from_tensors(
+        name="gradients/share/{block}",
+        group="gradients",
+        summary="norm of a layer's gradient over that of the median layer",
+        rule=Rule(
+            warn_below=1e-2,
+            bad_below=1e-3,
+            low="{where} is dead: its gradient is {value} times that of the median layer, so it learns "
+            "nothing; check its initialisation, its norms, and what is frozen",
+        ),
+    ),
+    over_weights(
+        name="gradients/parameters/{statistic}/{parameter}",
+        group="gradients",
+        level="debug",
+        summary="norm, mean, standard deviation of a parameter's gradient",
+    ),
+    Metric(
+        name="gradients/histogram/{block}",
+        unit="1",
+        group="gradients",
+        kind="histogram",
+        bins=SIZES,
+        level="debug",
+        cost="weights",
+        every=TENSORS_EVERY,
+        summary="magnitudes of the elements of a layer's gradient",
+    ),
+)
+
+TOO_SMALL = (
+    "updates are {times} times too small: a step moves weights by {value} of their size; raise lr, or check "
+    "clipping and what is frozen"
+)
+TOO_LARGE = (
+    "updates are {times} times too large: a step moves weights by {value} of their size; lower lr, or warm "
+    "up for longer"
+)
+
+UPDATES = (
+    from_tensors(
+        name="updates/ratio",
+        group="updates",
+        cost="weights",
+        summary="true update: norm of the change that the optimizer made (of its float32 masters where it "
+        "has them on the device) over the norm of the weights, in the monitored layers",
+        rule=Rule(warn_above=0.3, bad_above=1.0, high=TOO_LARGE),
+    ),
+    from_tensors(
+        name="updates/ratio_at_full_lr",
+        group="updates",
+        cost="weights",
+        summary="the same as it would be with the highest learning rate of the schedule",
+        rule=Rule(warn_below=1e-4, bad_below=1e-6, low=TOO_SMALL),
+    ),
+    from_tensors(
+        name="updates/ratio/{block}",
+        group="updates",
+        cost="weights",
+        summary="true update of a layer: norm of its change over the norm of its weights",
+    ),
+    over_weights(
+        name="updates/norm/{block}",
+        group="updates",
+        summary="norm of the change of a layer's masters, of weights that have none theirs",
+    ),
+    from_tensors(
+        name="updates/proxy",
+        group="updates",
+        cost="weights",
+        summary="lr x clipped gradient norm / weight norm, of the whole model: what plain gradient descent "
+        "would change",
+        rule=Rule(warn_above=0.3, bad_above=1.0, high=TOO_LARGE),
+    ),
+    from_tensors(
+        name="updates/proxy/{block}",
+        group="updates",
+        cost="weights",
+        summary="the proxy of a layer",
+    ),
+    *(
+        from_tensors(
+            name=f"updates/proxy_{name}",
+            group="updates",
+            cost="weights",
+            summary=f"{name} of the layers' proxies",
+        )
+        for name in ("median", "p95", "max")
+    ),
+    from_tensors(
+        name="updates/proxy_first_last",
+        group="updates",
+        summary="the first layer's proxy over the last one's",
+        rule=Rule(
+            warn_below=FIRST_LAST.warn_below,
+            bad_below=FIRST_LAST.bad_below,
+            low=FIRST_LAST.low.replace("{what}", "updates"),
+        ),
+    ),
+    from_tensors(
+        name="updates/parameters/ratio/{parameter}",
+        group="updates",
+        cost="weights",
+        level="debug",
+        summary="true update of a parameter: norm of its change over its norm",
+    ),
+    over_weights(
+        name="updates/parameters/norm/{parameter}",
+        group="updates",
+        level="debug",
+        summary="norm of a parameter's change",
+    ),
+)
+
+WEIGHTS = (
+    from_tensors(name="weights/norm", group="weights", cost="weights", summary="2-norm of all weights"),
+    over_weights(name="weights/norm/{block}", group="weights", summary="2-norm of a layer's weights"),
+    from_tensors(
+        name="weights/spread",
+        group="weights",
+        cost="weights",
+        summary="largest norm of a layer over the smallest",
+        rule=Rule(
+            warn_above=1000,
+            high="weights of one layer are {value} times as large as those of another: check initialisation "
+            "and weight decay",
+        ),
+    ),
+    over_weights(
+        name="weights/parameters/{statistic}/{parameter}",
+        group="weights",
+        level="debug",
+        summary="norm, mean, standard deviation of a parameter",
+    ),
+    Metric(
+        name="weights/histogram/{block}",
+        unit="1",
+        group="weights",
+        kind="histogram",
+        bins=SIZES,
+        level="debug",
+        cost="weights",
+        every=TENSORS_EVERY,
+        summary="magnitudes of the elements of a layer's weights",
+    ),
+)
+
+OPTIMIZER = (
+    over_weights(
+        name="optimizer/nonfinite",
+        group="optimizer",
+        reduce="sum",
+        summary="the optimizer's moments, as blocks of parameters, with elements that are not finite, in "
+        "the monitored layers",
+        rule=Rule(
+            bad_above=0,
+            high="{value} blocks of the optimizer's state are not finite: these weights are lost; go back "
+            "to an older checkpoint",
+        ),
+    ),
+    ratio(
+        name="optimizer/skip_rate",
+        group="optimizer",
+        summary="share of the last 20 logged steps that were skipped, once 10 are known",
+        rule=Rule(
+            warn_above=0.35,
+            bad_above=0.6,
+            high="{percent} of the steps are skipped, since gradients overflow: lower lr; with fp16 take "
+            "bf16, or look for activations beyond 65504",
+        ),
+    ),
+)

@@ -1,0 +1,92 @@
+"""Loss: its average, spikes, perplexity, and how far validation is from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nanotrain_core.api.torch import EvaluationReport, MetricsReport
+from nanotrain_health.watcher import Scene, Watcher
+
+
+class Average:
+    """An exponential moving average over steps, of which some are left out."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.value: float | None = None
+        self.step = 0
+
+    def add(self, value: float, step: int) -> None:
+        """Take the value of a step, for those since the last one; what is not finite is none."""
+        if not math.isfinite(value):
+            return
+        kept = self.decay ** max(1, step - self.step)
+        self.value = value if self.value is None else kept * self.value + (1 - kept) * value
+        self.step = step
+
+    def meta(self) -> list[float | int | None]:
+        """Return it as JSON."""
+        return [self.value, self.step]
+
+    def load_meta(self, meta: list[Any]) -> None:
+        """Become what :meth:`meta` returned."""
+        self.value, self.step = meta
+
+
+class Losses(Watcher):
+    """Watches the numbers of reports."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self.average, self.tokens = Average(scene.config.ema), Average(scene.config.ema)
+        """Of the training loss, and of its next-token term."""
+        self.phase: float | None = None
+        """Of the run: another one may weigh the terms of the loss otherwise."""
+
+    def derive(self, report: MetricsReport) -> Mapping[str, float]:
+        """Compare the loss of a logged step with its average before, and take it in."""
+        loss = report.values.get("loss")
+        if loss is None:
+            return {}
+        if report.values.get("phase") != self.phase:
+            self.phase, self.average = report.values.get("phase"), Average(self.scene.config.ema)
+        finite = math.isfinite(loss)
+        found = {"loss/nonfinite": float(not finite)}
+        if finite and self.average.value:
+            found["loss/spike"] = loss / self.average.value
+        self.average.add(loss, report.step)
+        if self.average.value is not None:
+            found["loss/ema"] = self.average.value
+        of_tokens = report.values.get("losses/lm", loss)
+        self.tokens.add(of_tokens, report.step)
+        if self.scene.config.level != "minimal":
+            found["loss/perplexity"] = perplexity(of_tokens)
+        return found
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Publish perplexity and the gap."""
+        metrics = self.scene.metrics
+        if self.scene.config.level == "minimal":
+            return
+        metrics.scalar("validation/perplexity", perplexity(report.loss))
+        if self.tokens.value is not None:
+            metrics.scalar("validation/gap", report.loss - self.tokens.value)
+        if report.positions:
+            metrics.scalar("validation/ignored", 1 - report.tokens / report.positions)
+
+    def meta(self) -> dict[str, Any]:
+        """Return both averages."""
+        return {"average": self.average.meta(), "tokens": self.tokens.meta(), "phase": self.phase}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on with them."""
+        self.average.load_meta(meta["average"])
+        self.tokens.load_meta(meta["tokens"])
+        self.phase = meta.get("phase")
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats, infinite where that is no number of Python."""
+    return math.exp(loss) if loss < 700 else math.inf

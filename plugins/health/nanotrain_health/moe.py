@@ -1,0 +1,114 @@
+"""The ``moe`` monitor: how tokens are spread over the experts of each layer, and what ranks send for them.
+
+Shapes: E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanotrain_core.api import Bins
+from nanotrain_core.api.torch import (
+    Monitor,
+    RollbackReport,
+    RunInfo,
+    UpdateReport,
+    bytes_sent,
+    counting_routers,
+)
+from nanotrain_health import MoEConfig
+
+#: What the moving average of loads keeps of itself in a logged step, and from how many on it is told.
+KEPT, KNOWN = 0.9, 10
+#: Share of the mean below which an expert starves.
+STARVED = 0.02
+
+
+class MoE(Monitor):
+    """Publishes what routers counted in a logged step: tokens of the whole batch."""
+
+    reads_weights = False
+
+    def __init__(self, config: MoEConfig) -> None:
+        self.config = config
+        self.told = 0
+        """The step of the last histograms."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Find this rank's routers."""
+        self.run, self.routers = run, counting_routers(run.parts)
+        dense = {*run.mesh.layout.views["dense"].dims} - {"pp"}
+        self.speaks = all(run.mesh.coordinate(dim) == 0 for dim in dense)
+        """Whether this rank publishes what all ranks of its stage know."""
+        self.sent = bytes_sent(run.parts)
+        self.recent: dict[str, torch.Tensor] = {}
+        """Each expert's share of tokens [E], a moving average over logged steps, by router."""
+        self.known = 0
+
+    def on_after_update(self, update: UpdateReport) -> None:
+        """Publish the step's loads."""
+        if not update.logged:
+            return
+        every = self.config.loads_every
+        in_detail = every > 0 and (self.told == 0 or update.step - self.told >= every)
+        self.told = update.step if in_detail else self.told
+        self.known += 1
+        for name, load_E in update.loads.items() if self.speaks else ():
+            self._publish(name, load_E)
+            if in_detail:
+                self._histogram(name, load_E)
+        for name, total in bytes_sent(self.run.parts).items():
+            self.run.metrics.scalar(f"moe/all_to_all_bytes/{name}", total - self.sent.get(name, 0))
+            self.sent[name] = total
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Tell histograms anew of steps that are made anew."""
+        self.told = 0
+        self.sent = bytes_sent(self.run.parts)
+
+    def _publish(self, name: str, load_E: torch.Tensor) -> None:
+        metrics = self.run.metrics
+        for metric, value in spread(load_E).items():
+            metrics.scalar(f"moe/{metric}/{name}", value)
+        share = share_of_tokens(load_E)
+        self.recent[name] = share.lerp(self.recent.get(name, share), KEPT)
+        if self.known >= KNOWN:
+            starved = self.recent[name] * len(load_E) < STARVED
+            metrics.scalar(f"moe/starved/{name}", starved.sum())
+            metrics.scalar(f"moe/balance/{name}", entropy(self.recent[name]))
+        router = self.routers[name]
+        frozen = (each.detach() for each in router.parameters() if not each.requires_grad)
+        state = (each for each in (*frozen, *router.buffers()) if each.is_floating_point())
+        # One number for each expert: a frozen router's weight [E, D] balances nothing.
+        if moved := [each for each in state if each.shape == load_E.shape]:
+            norms = torch.stack([torch.linalg.vector_norm(each.double()) for each in moved])
+            metrics.scalar(f"moe/bias_norm/{name}", torch.linalg.vector_norm(norms))
+
+    def _histogram(self, name: str, load_E: torch.Tensor) -> None:
+        experts = torch.arange(len(load_E), device=load_E.device) + 0.5
+        bins = Bins(low=0.0, high=float(len(load_E)), count=len(load_E))
+        self.run.metrics.histogram(f"moe/load/{name}", experts, bins=bins, weight=load_E)
+
+
+def spread(load_E: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return how a load is spread: the most and the least over the mean, its entropy, and experts without."""
+    share = share_of_tokens(load_E)
+    return {
+        "max_load": share.max() * len(share),
+        "min_load": share.min() * len(share),
+        "entropy": entropy(share),
+        "empty": (load_E == 0).sum(),
+    }
+
+
+def share_of_tokens(load_E: torch.Tensor) -> torch.Tensor:
+    """Return each expert's share [E], float64; zeros where there are no tokens."""
+    return load_E.double() / load_E.sum().clamp(min=1)
+
+
+def entropy(share_E: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of shares over that of equal ones."""
+    total: torch.Tensor = torch.special.entr(share_E).sum()
+    return total / math.log(max(2, len(share_E)))

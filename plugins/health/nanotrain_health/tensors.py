@@ -1,0 +1,94 @@
+"""Gradients, weights, updates and optimizer state, by layer; in detail by parameter, with histograms.
+
+Of several ranks that hold the same block one measures it, so that a pass over all weights costs a
+data-parallel rank its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from nanotrain_core.api.torch import Placement, UpdateReport
+from nanotrain_health.watcher import Scene, Watcher
+
+Placed = Iterable[tuple[torch.Tensor, Placement]]
+
+#: Slots of optimizers: moments of Adam and of SGD.
+SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Tensors(Watcher):
+    """Publishes norms; what follows from them is derived in :mod:`~nanotrain_health.ratios`.
+
+    Where the optimizer has masters their change is measured: that of bfloat16 weights is mostly rounding.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self.before: list[torch.Tensor] = []
+        """Masters of monitored layers, as they were."""
+        self.has_masters = True
+        """Whether this rank may have any: until an update has shown that there are none."""
+
+    def before_update(self, update: UpdateReport) -> None:
+        """Measure gradients and weights, and copy those whose change is measured."""
+        if not self.scene.looks(update):
+            return
+        self._publish("gradients", update.placed_gradients())
+        self._publish("weights", self.scene.run.weights())
+        masters = self._masters() if self.has_masters else []
+        self.before, mastered = [x.clone() for x, _ in masters], {p.name for _, p in masters}
+        update.keep_weights(lambda placement: placement.name not in mastered and self._measured(placement))
+
+    def after_update(self, update: UpdateReport) -> None:
+        """Measure what the optimizer changed, and its state."""
+        if not self.scene.looks(update):
+            return
+        scene, changes = self.scene, self._changes(update)
+        scene.metrics.placed("updates/norm/{parameter}", changes, group=scene.block)
+        if scene.detailed:
+            scene.metrics.placed("updates/parameters/norm/{parameter}", changes)
+        moments = [x for x, p in scene.run.optimizer_state(*SLOTS) if self._measured(p)]
+        if moments:
+            norms = torch.stack([each.double() for each in torch._foreach_norm(moments)])
+            scene.metrics.scalar("optimizer/nonfinite", norms.isfinite().logical_not_().sum())
+
+    def _masters(self) -> list[tuple[torch.Tensor, Placement]]:
+        """Return those of more bits than bfloat16 whose change is measured, on the device of the run."""
+        run = self.scene.run
+        return [
+            (x, p)
+            for x, p in run.optimizer_state("master")
+            if x.itemsize >= 4 and x.device == run.device and self._measured(p)
+        ]
+
+    def _changes(self, update: UpdateReport) -> list[tuple[torch.Tensor, Placement]]:
+        """Return what masters changed by, and weights that have none; other monitors may keep more."""
+        masters = self._masters() if self.has_masters else []
+        self.has_masters = bool(masters)
+        found = [(torch.sub(x, old, out=old), p) for (x, p), old in zip(masters, self.before, strict=True)]
+        self.before, mastered = [], {p.name for _, p in masters}
+        weights = ((x, p) for x, p in update.changes() if p.name not in mastered and self._measured(p))
+        return [*found, *weights]
+
+    def _measured(self, placement: Placement) -> bool:
+        """Return whether this rank measures a parameter that is looked at closely."""
+        return self._close(placement) and self.scene.metrics.measures(placement)
+
+    def _close(self, placement: Placement) -> bool:
+        """Return whether a parameter is in a layer that is looked at closely; of a plain model all are."""
+        scene = self.scene
+        return scene.detailed or not scene.sentinels or scene.block(placement.name) in scene.sentinels
+
+    def _publish(self, what: str, tensors: Placed) -> None:
+        scene = self.scene
+        found = [(x, p) for x, p in tensors if scene.metrics.measures(p)]
+        scene.metrics.placed(f"{what}/norm/{{parameter}}", found, group=scene.block)
+        if not scene.detailed:
+            return
+        name = f"{what}/parameters/{{statistic}}/{{parameter}}"
+        scene.metrics.placed(name, found, ("norm", "mean", "std"))
+        for x, placement in found:
+            scene.metrics.histogram(f"{what}/histogram/{scene.block(placement.name)}", x)

@@ -1,0 +1,175 @@
+"""What ``moe`` and ``probes`` publish, against definitions written apart; when tensors are looked at."""
+
+import hashlib
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from health_runs import Told
+from nanotrain_health import MoEConfig, probes
+from nanotrain_health.activations import outliers
+from nanotrain_health.moe import KNOWN, MoE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanotrain_core.api.torch import IGNORE, Batch, Monitor, RollbackReport, Shard, counting_routers
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
+
+
+class Loads(Monitor):
+    """Keeps the loads of every step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_after_update(self, update):
+        self.found.append({name: load.tolist() for name, load in update.loads.items()})
+
+
+def test_how_tokens_are_spread_over_experts():
+    case = Case("monitor", use="moe", config={"loads_every": 3}, overrides={"model": {"use": "routed"}})
+    told, loads = Told(), Loads()
+    make_engine(case, {"run": {"steps": KNOWN + 1}}, callbacks=[told, loads]).fit()
+    recent = {}
+    for report, found in zip(told.reports, loads.found, strict=True):
+        assert bool(report.histograms) == (report.step % 3 == 1)
+        for name, load in found.items():
+            share = [tokens / sum(load) for tokens in load]
+            entropy = -sum(x * math.log(x) for x in share if x) / math.log(len(share))
+            assert report.values[f"moe/max_load/{name}"] == pytest.approx(max(share) * len(share))
+            assert report.values[f"moe/min_load/{name}"] == pytest.approx(min(share) * len(share))
+            assert report.values[f"moe/entropy/{name}"] == pytest.approx(entropy)
+            assert report.values[f"moe/empty/{name}"] == load.count(0)
+            before = recent.get(name, share)
+            recent[name] = mean = [0.9 * old + 0.1 * new for old, new in zip(before, share, strict=True)]
+            if report.step >= KNOWN:
+                balance = -sum(x * math.log(x) for x in mean if x) / math.log(len(mean))
+                assert report.values[f"moe/balance/{name}"] == pytest.approx(balance)
+                starved = sum(x * len(mean) < 0.02 for x in mean)
+                assert report.values[f"moe/starved/{name}"] == starved
+            if report.histograms:
+                assert report.histograms[f"moe/load/{name}"].counts == tuple(load)
+
+
+def test_histograms_are_told_anew_after_a_rollback():
+    """From 23 back to 10, with one every 10 steps: those of 11 and 21 are told again."""
+    told = []
+    metrics = SimpleNamespace(scalar=lambda *_: None, histogram=lambda name, *_, **__: told.append(step))
+    mesh = SimpleNamespace(layout=SimpleNamespace(views={"dense": SimpleNamespace(dims=())}))
+    monitor = MoE(MoEConfig(loads_every=10))
+    monitor.on_start(SimpleNamespace(parts=[], mesh=mesh, metrics=metrics))
+    monitor._publish = lambda *_: None
+    for steps in (range(1, 24), range(11, 24)):
+        for step in steps:
+            monitor.on_after_update(SimpleNamespace(logged=True, step=step, loads={"r": torch.ones(2)}))
+        monitor.on_rollback(RollbackReport(23, 23, 10, (0, 1), 1, "a spike"))
+    assert told == [1, 11, 21, 11, 21]
+
+
+def test_what_the_model_makes_of_the_fixed_batch():
+    case = Case("monitor", use="probes", config={"every": 1, "sequences": 3, "length": 9, "top": 4})
+    told = Told()
+    engine = make_engine(case, {"run": {"steps": 2}}, callbacks=[told])
+    whole = engine.run.feed.data.validation_batch(0, 3, Shard())
+    batch = Batch(whole.tokens[:, :9], whole.targets[:, :9])
+    logits = []
+
+    class Keeps(Monitor):
+        def on_after_update(self, update):
+            part = engine.run.stages[0]
+            with torch.no_grad():
+                logits.append(part(batch.tokens, Batch(batch.tokens)).value)
+
+    engine.events.monitors = [*engine.events.monitors, Keeps()]
+    engine.fit()
+    values = [report.values for report in told.reports]
+    assert (
+        told.reports[0].texts["probes/batch"]
+        == hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:16]
+    )
+    before = None
+    for found, logit in zip(values, logits, strict=True):
+        p = logit.softmax(-1).flatten(0, 1)
+        right = p.gather(1, batch.targets.flatten()[:, None])
+        assert found["probes/loss"] == pytest.approx(-right.log().mean().item(), rel=1e-9)
+        assert found["probes/entropy"] == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-9)
+        top = p.sort(-1, descending=True).values[:, :4].sum(-1).mean().item()
+        assert found["probes/top_mass"] == pytest.approx(top, rel=1e-9)
+        assert found["probes/leak"] == 0
+        assert found["probes/shifted"] == 1
+        if before is not None:
+            kl = (p * (p / before).log()).sum(-1).mean().item()
+            assert found["probes/kl"] == pytest.approx(kl, rel=1e-6)
+        before = p
+
+
+class Largest(TorchDispatchMode):
+    """Knows the elements of the largest tensor of numbers that was allocated, but for those given."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.given, self.elements = {x.untyped_storage().data_ptr() for x in given}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves(found):
+            wanted = isinstance(each, torch.Tensor) and each.is_floating_point()
+            if wanted and each.untyped_storage().data_ptr() not in self.given:
+                self.elements = max(self.elements, each.numel())
+        return found
+
+
+def test_probes_work_on_few_logits_at_a_time(monkeypatch):
+    monkeypatch.setattr(probes, "ELEMENTS", 7 * 11)
+    generator = torch.Generator().manual_seed(3)
+    one, other = (torch.randn(3, 40, 11, generator=generator).bfloat16() for _ in range(2))
+    other[-1] = one[-1]
+    targets = torch.randint(11, (120,), generator=generator)
+    targets[:5] = IGNORE
+    with Largest(one, other) as largest:
+        found = dict(probes.predictions(one.flatten(0, 1), targets, 4))
+        seen = probes.leak(one, other)
+    assert largest.elements == 7 * 11
+    p = one.flatten(0, 1).double().softmax(-1)
+    right = p[5:].gather(1, targets[5:, None])
+    assert found["loss"].item() == pytest.approx(-right.log().mean().item(), rel=1e-6)
+    assert found["entropy"].item() == pytest.approx(-(p * p.log()).sum(-1).mean().item(), rel=1e-6)
+    top = p.sort(-1, descending=True).values[:, :4].sum(-1).mean().item()
+    assert found["top_mass"].item() == pytest.approx(top, rel=1e-6)
+    x = one[:2, :20].double()
+    size = (x - x.mean(-1, keepdim=True)).flatten(1).norm(dim=1)
+    change = (x - other[:2, :20].double()).flatten(1).norm(dim=1)
+    assert seen.item() == pytest.approx((change / size).mean().item(), rel=1e-6)
+
+
+def test_the_norm_of_the_balancing_bias_leaves_out_a_frozen_weight():
+    case = Case("monitor", use="moe", overrides={"model": {"use": "routed"}})
+    told = Told()
+    engine = make_engine(case, {"run": {"steps": 1}}, callbacks=[told])
+    for router in counting_routers(engine.run.stages.values()).values():
+        router.register_buffer("balancing", torch.arange(float(router.experts)))
+        router.register_buffer("frozen", torch.ones(router.experts, 5))
+    engine.fit()
+    found = [x for name, x in told.reports[0].values.items() if name.startswith("moe/bias_norm/")]
+    assert found == [pytest.approx(math.sqrt(sum(n * n for n in range(router.experts))))] * len(found) != []
+
+
+def test_an_outlier_is_an_element_beyond_ten_times_its_token_s_size():
+    x = torch.randn(4, 400, generator=torch.Generator().manual_seed(0))
+    assert outliers(x) == 0
+    x[1, 7] = 1e3
+    assert outliers(x).item() == pytest.approx(1 / x.numel())
+    assert outliers(torch.ones(4, 100) * 1e9) == 0
+
+
+def test_tensors_are_looked_at_in_the_first_steps_and_then_now_and_then():
+    case = Case("monitor", use="health", config={"every": 3})
+    told = Told()
+    make_engine(case, {"run": {"steps": 27}}, callbacks=[told]).fit()
+    looked = [report.step for report in told.reports if "weights/norm" in report.values]
+    assert looked == [*range(1, 21), 23, 26]
+    assert all("residual/rms/layers.0" in r.values for r in told.reports if r.step in looked)
+    assert not any("residual/rms/layers.0" in r.values for r in told.reports if r.step not in looked)
+    assert all("loss/ema" in report.values for report in told.reports)

@@ -1,0 +1,61 @@
+"""A planted trouble is named within 20 steps, and a healthy run hears nothing."""
+
+import pytest
+from health_runs import run
+from health_troubles import TROUBLES
+
+#: In the first tier: one that a rule on weights finds, and one that is looked for in activations.
+FIRST = ("lr / 1000", "collapsed attention")
+
+GPT = {"activation": "gelu", "norm": "layernorm", "positions": "learned", "max_length": 64}
+SGD = {"use": "sgd", "lr": 0.1, "clip_norm": 1.0}
+BYTES = {"data": {"use": "text"}, "model": {"vocab": 256}}
+ROUTED = {"use": "routed", "width": 64}
+
+HEALTHY = {
+    "llama": {},
+    "lr 1e-2": {"optimizer": {"lr": 1e-2}},
+    "lr 1e-3": {"optimizer": {"lr": 1e-3}},
+    "lr 3e-4": {"optimizer": {"lr": 3e-4}},
+    "sgd": {"optimizer": SGD},
+    "sgd with momentum": {"optimizer": SGD | {"lr": 0.05, "momentum": 0.9}},
+    "gpt": {"model": GPT},
+    "gpt of text": {"model": GPT | {"vocab": 256}, "data": {"use": "text"}},
+    "large weights": {"model": {"init_std": 0.2}},
+    "text": BYTES,
+    "wide": {**BYTES, "model": {"vocab": 256, "width": 192, "init_std": 0.04}},
+    "grouped queries": {"model": {"kv_heads": 2}},
+    "long": {"batch": {"length": 128}},
+    "deep": {"model": {"layers": 8}},
+    "fp16": {"precision": {"use": "fp16"}},
+    "bf16": {"precision": {"use": "bf16"}},
+    "experts": {"model": ROUTED},
+    "recomputed": {"parallel": [{"use": "recompute"}], "run": {"seed": 99}},
+    "warming up": {"optimizer": {"lr_schedule": {"use": "cosine", "warmup_steps": 1000}}},
+    "cooling down": {"optimizer": {"lr_schedule": {"use": "cosine", "warmup_steps": 2, "final_ratio": 0.0}}},
+    "small batches": {"batch": {"sequences": 4, "microbatch": 2}, "run": {"seed": 5}},
+}
+
+
+def assert_named(name):
+    trouble = TROUBLES[name]
+    told = run(dict(trouble.changes), trouble.plant)
+    said = [sentence for sentence in told.sentences if trouble.says in sentence]
+    assert said, told.sentences
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_planted_trouble_is_named(name):
+    assert_named(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted({*TROUBLES} - {*FIRST}))
+def test_every_planted_trouble_is_named(name):
+    assert_named(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_hears_nothing(name):
+    assert run(HEALTHY[name], steps=30).sentences == []

@@ -1,0 +1,12 @@
+"""Both monitors keep what monitors promise: no number changes, and a failure does not stop the run."""
+
+from nanotrain_core.testing import Case, conformance
+
+EVERYTHING = {"steps": "0:4:2", "what": ["weights", "gradients", "updates", "activations"]}
+SUMMED = {"parallel": [{"use": "summed"}]}
+
+test_conformance = conformance(
+    Case("monitor", use="profiler", config={"steps": "1:2"}),
+    Case("monitor", use="dump", config=EVERYTHING, topology={"dp": 2}, overrides=SUMMED, name="tensors"),
+    Case("monitor", use="dump", config={**EVERYTHING, "form": "statistics"}, name="statistics"),
+)

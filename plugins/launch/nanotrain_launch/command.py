@@ -1,0 +1,177 @@
+"""``nanotrain launch slurm|k8s|torchrun|ssh RECIPE --nodes N``: the script that runs it there."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import attrs
+
+from nanotrain_core.api import (
+    Exit,
+    Layout,
+    NanotrainError,
+    Recipe,
+    Registry,
+    add_recipe_options,
+    plugin_arguments,
+    resolve,
+    resolve_recipe,
+    write_text_atomically,
+)
+from nanotrain_launch import fits, kubernetes, slurm, ssh, torchrun
+from nanotrain_launch.job import Job
+from nanotrain_launch.options import Option, read_environment, read_options
+
+TARGETS: dict[str, ModuleType] = {"slurm": slurm, "k8s": kubernetes, "torchrun": torchrun, "ssh": ssh}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("target", choices=list(TARGETS), help="what starts processes there")
+    add_recipe_options(parser)
+    parser.add_argument("--nodes", dest="nnodes", type=int, metavar="N", help="machines, as --nnodes")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the target, may be repeated: "
+        + "; ".join(f"{name}: {', '.join(target.OPTIONS)}" for name, target in TARGETS.items()),
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable that ranks get"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the script there in place of printing it")
+    parser.add_argument("--folder", metavar="PATH", help="run folder (run.folder, or runs/<name>)")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="as of `nanotrain run`")
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help="what `nanotrain plan` plans for (h100, or cpu with run.device)",
+    )
+    parser.add_argument("--no-plan", action="store_true", help="do not ask `nanotrain plan` whether it fits")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the recipe, plan it, and print the script.
+
+    Raises:
+        NanotrainError: the recipe cannot run, does not fit, or an option is wrong.
+    """
+    target = TARGETS[args.target]
+    known: dict[str, Option] = target.OPTIONS
+    options = read_options(args.target, args.option, known)
+    environment = read_environment(args.env)
+    _choose_sizes(args)
+    found = resolve(args)
+    recipe = found.recipe
+    for text in _notes(args, recipe, found.layout):
+        _tell(text)
+    if args.target == "ssh":
+        options.setdefault("workdir", str(Path.cwd()))
+    job = Job(
+        recipe=args.recipe,
+        name=recipe.run.name,
+        nodes=args.nnodes,
+        nproc=args.nproc,
+        gpus=recipe.run.device != "cpu",
+        grace=recipe.run.grace,
+        patience=max(recipe.run.timeout, recipe.run.hang_timeout),
+        folder=args.folder or recipe.run.folder or f"runs/{recipe.run.name}",
+        changes=_changes(args),
+        max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
+        environment=environment,
+        made_by=shlex.join(["nanotrain", *args.words]),
+    )
+    script = target.script(job, options)  # its mistakes are told before the plan's seconds
+    if not args.no_plan and (plan := _planned(args, recipe, found.registry)):
+        script = target.script(attrs.evolve(job, plan=plan), options)
+    return _deliver(script, args.out)
+
+
+def _choose_sizes(args: argparse.Namespace) -> None:
+    """Fill in ranks of a node from the recipe's own ranks, where they divide.
+
+    Raises:
+        NanotrainError: sizes are missing, below 1, or do not divide.
+    """
+    nodes, restarts = args.nnodes, args.max_restarts
+    if nodes is None or nodes < 1:
+        raise NanotrainError(f"--nodes: expected a number above 0, got {'none' if nodes is None else nodes}")
+    if restarts is not None and restarts < 0:
+        raise NanotrainError(f"--max-restarts: expected 0 or a number above it, got {restarts}")
+    if any("\n" in word for word in (args.recipe, *args.set, *args.plugin, *args.env, args.folder or "")):
+        raise NanotrainError("a script has one line for each word: expected no line break in any")
+    if args.nproc is None:
+        found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args))
+        ranks = found.recipe.run.ranks
+        if ranks % nodes:
+            text = f"run.ranks = {ranks} are not so many on each of {nodes} nodes"
+            raise NanotrainError(f"{text}: say how many with --nproc, as the GPUs of a node")
+        args.nproc = ranks // nodes
+
+
+def _changes(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options that change the recipe, as they were given."""
+    given = (("--set", args.set), ("--plugin", args.plugin), ("--no-plugin", args.no_plugin))
+    return tuple(word for option, values in given for value in values for word in (option, value))
+
+
+def _notes(args: argparse.Namespace, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield what works, and is worth a thought."""
+    width = layout.size("tp") if "tp" in layout.dims else 1
+    if args.nnodes > 1 and (width > args.nproc or args.nproc % width):
+        yield f"tp = {width} goes beyond a node of {args.nproc}: its collectives are on the network"
+    if recipe.run.hang_timeout >= recipe.run.timeout:
+        yield "run.hang_timeout is not below run.timeout: a hang is found without knowing whose"
+
+
+def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> str:
+    """Return the plan in a line, empty if nothing plans here.
+
+    Raises:
+        NanotrainError: the recipe does not fit.
+    """
+    hardware = args.hardware or ("cpu" if recipe.run.device == "cpu" else "h100")
+    words = [args.recipe, *_changes(args), "--nnodes", str(args.nnodes), "--nproc", str(args.nproc)]
+    plan = fits.plan(registry, words, hardware)
+    if plan is None:
+        _tell("nanotrain-plan is not installed: nobody looked whether it fits")
+        return ""
+    fits.refuse_what_does_not_fit(plan, words, hardware)
+    seconds = fits.saving_takes(plan)
+    if seconds > recipe.run.grace:
+        text = (
+            f"a last step and checkpoint take {seconds:.0f} s by plan, and run.grace is {recipe.run.grace:g}"
+        )
+        _tell(f"{text}: raise it, and the script's time with it")
+    return fits.summary(plan, hardware)
+
+
+def _deliver(script: str, out: str | None) -> int:
+    """Print a script, or write it to a file that can be executed if it is a shell's.
+
+    Raises:
+        NanotrainError: it cannot be written.
+    """
+    if out is None:
+        print(script, end="")
+        return Exit.DONE
+    path = Path(out)
+    try:
+        write_text_atomically(path, script)
+        if script.startswith("#!"):
+            path.chmod(path.stat().st_mode | 0o111)
+    except OSError as problem:
+        raise NanotrainError(f"--out {out}: {problem.strerror}") from None
+    print(f"wrote {out}")
+    return Exit.DONE
+
+
+def _tell(text: str) -> None:
+    print(f"nanotrain: note: {text}", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""Whether a recipe fits the machines: what ``nanotrain plan --json`` says, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanotrain_core.api import NanotrainError, Registry
+
+GB = 1e9
+
+
+def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, Any] | None:
+    """Return the plan of a recipe; None if nothing plans here.
+
+    It is a command of its own, and another process, because plugins do not import each other.
+
+    Args:
+        registry: says whether the command is there.
+        words: recipe and options, as ``nanotrain plan`` takes them.
+        hardware: a name, or a file.
+
+    Raises:
+        NanotrainError: there is no plan, as of hardware that nobody knows.
+    """
+    if "plan" not in registry.commands():
+        return None
+    # Advice is a plan for each change, and takes minutes where one takes seconds.
+    asked = ["plan", *words, "--hardware", hardware, "--json", "--no-advice"]
+    command = [sys.executable, "-m", "nanotrain_core.cli", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        told = done.stderr.strip().removeprefix("nanotrain: ").replace("\nnanotrain: ", "\n")
+        raise NanotrainError(f"nanotrain plan: {told or f'ended with code {done.returncode}'}") from None
+    return found
+
+
+def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], hardware: str) -> None:
+    """Check the memory of a plan.
+
+    Raises:
+        NanotrainError: it is not enough; the text says who knows what would help.
+    """
+    memory = found["memory"]
+    if memory["fits"]:
+        return
+    peak, usable = memory["peak"] / GB, memory["usable"] / GB
+    command = shlex.join(["nanotrain", "plan", *words, "--hardware", hardware])
+    raise NanotrainError(
+        f"does not fit {hardware}: {peak:.3g} GB of a rank, of {usable:.3g} ({memory['where']})\n"
+        f"which keys to change to what: {command}\n"
+        "other machines: --hardware NAME|FILE; without this check: --no-plan"
+    )
+
+
+def summary(found: Mapping[str, Any], hardware: str) -> str:
+    """Return a plan in a line."""
+    memory, time = found["memory"], found["time"]
+    peak, usable = memory["peak"] / GB, memory["usable"] / GB
+    return f"{peak:.1f} of {usable:.1f} GB of a rank on {hardware}, {time['step']:.3g} s a step"
+
+
+def saving_takes(found: Mapping[str, Any]) -> float:
+    """Return seconds of a last step and checkpoint."""
+    return float(found["checkpoints"]["seconds"] + found["time"]["step"])

@@ -1,0 +1,89 @@
+"""``--option KEY=VALUE``: what a cluster wants to be told, checked before it is written into a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from nanotrain_core.api import NanotrainError, did_you_mean
+
+#: One word that no shell, Slurm or YAML reads anything into.
+WORD = r"[\w.,:@%+=/\[\]-]+"
+COUNT = r"[1-9]\d*"
+#: Kubernetes' quantities of memory.
+QUANTITY = r"[1-9]\d*(\.\d+)?([KMGT]i?)?"
+NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+PATH = r"[\w.,:@%+=/ -]+"
+
+
+@attrs.define(frozen=True)
+class Option:
+    """One key that a target knows."""
+
+    meaning: str
+    pattern: str = WORD
+    example: str = ""
+    default: str | None = None
+    """None: it may be left out, unless it is ``required``."""
+    required: bool = False
+
+
+def read_options(target: str, pairs: Sequence[str], known: Mapping[str, Option]) -> dict[str, str]:
+    """Return the options of a target: those given, and defaults.
+
+    Raises:
+        NanotrainError: one is not known, given twice, missing, or of another form.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign:
+            raise NanotrainError(f"--option {pair}: expected KEY=VALUE; keys of {target}: {', '.join(known)}")
+        if key not in known:
+            near = did_you_mean(key, list(known))
+            raise NanotrainError(
+                f"--option {pair}: {target} has no option '{key}'{near}; it has {', '.join(known)}"
+            )
+        if key in found:
+            raise NanotrainError(f"--option {pair}: {key} is {found[key]!r} already")
+        option = known[key]
+        if not re.fullmatch(option.pattern, value):
+            example = f", for example {key}={option.example}" if option.example else ""
+            raise NanotrainError(f"--option {pair}: expected {option.meaning}{example}")
+        found[key] = value
+    for key, option in known.items():
+        if option.required and key not in found:
+            example = f", for example --option {key}={option.example}" if option.example else ""
+            raise NanotrainError(f"{target} needs --option {key}: {option.meaning}{example}")
+        if option.default is not None:
+            found.setdefault(key, option.default)
+    return found
+
+
+def read_hosts(text: str, nodes: int) -> list[str]:
+    """Return the hosts of ``--option hosts=a,b``.
+
+    Raises:
+        NanotrainError: there are not as many as nodes, or two are the same.
+    """
+    hosts = text.split(",")
+    if len(hosts) != nodes or len(set(hosts)) != nodes:
+        raise NanotrainError(f"--option hosts={text}: {len(set(hosts))} hosts, but --nodes {nodes}")
+    return hosts
+
+
+def read_environment(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ``--env NAME=VALUE``.
+
+    Raises:
+        NanotrainError: one is of another form.
+    """
+    found = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise NanotrainError(f"--env {pair}: expected NAME=VALUE, for example NCCL_DEBUG=WARN")
+        found[name] = value
+    return found

@@ -1,0 +1,51 @@
+"""One command for each node, by torch's own launcher, where something else starts processes there.
+
+torchrun ends with 1 whatever its ranks said: their code is in the last line of the log.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from nanotrain_launch.job import PORT, Job, text
+from nanotrain_launch.options import COUNT, PATH, Option, read_hosts
+
+HOSTS = Option(
+    "the hosts, one for each node; they meet at the first", r"[\w.@,-]+", "node1,node2", required=True
+)
+OPTIONS = {
+    "hosts": HOSTS,
+    "port": Option("where they meet", COUNT, default=str(PORT)),
+    "workdir": Option("the folder to run in; as it is", PATH, "/shared/work"),
+    "command": Option("how nodes call torchrun", PATH, "/opt/venv/bin/torchrun", default="torchrun"),
+}
+
+
+def script(job: Job, options: dict[str, str]) -> str:
+    """Return the lines."""
+    hosts = read_hosts(options["hosts"], job.nodes)
+    environment = {
+        # Without it gloo cannot meet a second time after a failure.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # From a SIGTERM on, until torchrun kills what is left: its own 30 s are less than run.grace.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_until_killed),
+        **job.environment,
+    }
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    lines = job.header("Each line on its node.")
+    for host in hosts:
+        words = [
+            *options["command"].split(),
+            *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={_bare(hosts[0])}:{options['port']}"),
+            *(f"--rdzv-id={job.label()}", f"--local-addr={_bare(host)}"),
+            *("-m", "nanotrain_core.cli", *job.words()),
+        ]
+        folder = f"cd {shlex.quote(options['workdir'])} && " if "workdir" in options else ""
+        lines += ["", f"# {host}", f"{folder}{variables} {' '.join(map(shlex.quote, words))}"]
+    return text(lines)
+
+
+def _bare(host: str) -> str:
+    """Return a host without its user."""
+    return host.rpartition("@")[2]

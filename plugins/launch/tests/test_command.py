@@ -1,0 +1,250 @@
+"""``nanotrain launch``: what its scripts say, read by the parsers of those who take them; and mistakes."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from stand_ins import TINY, after
+
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
+
+NEEDED = {
+    "slurm": [],
+    "k8s": ["--option", "image=registry.example/x:1", "--option", "pvc=shared"],
+    "torchrun": ["--option", "hosts=node1,me@node2"],
+    "ssh": ["--option", "hosts=node1,me@node2"],
+}
+AWKWARD = ["--set", "run.weights='it''s $(HOME) here'", "--env", "NOTE=a 'quoted' $(rm) `x`"]
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """Write a script for two nodes, without planning, and return it."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+
+    def launch(target, *words, nodes=2):
+        command = ["launch", target, "tiny.toml", "--nodes", str(nodes), "--no-plan", *NEEDED[target], *words]
+        code = main(command)
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out
+
+    return launch
+
+
+#: Of sbatch(1), what the scripts may use, and the form of each value.
+SBATCH = {
+    "job-name": r"[\w-]+",
+    "nodes": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"(\w+:)?\d+",
+    "gres": r"[\w:,]+",
+    "exclusive": "",
+    "mem": r"\d+[KMGT]?",
+    "cpus-per-task": r"\d+",
+    "partition": r"[\w,-]+",
+    "account": r"\w+",
+    "time": r"(\d+-)?\d+(:\d+){0,2}",
+    "output": r"\S+",
+    "open-mode": "append|truncate",
+    "signal": r"([RB]+:)?([A-Z0-9]+)(@\d+)?",
+    "requeue": "",
+    "constraint": r"\S+",
+}
+
+
+def read_sbatch(script):
+    """Return the options of a batch script, as sbatch reads them: until the first line that is no comment."""
+    found = {}
+    lines = script.splitlines()
+    assert lines[0].startswith("#!")
+    for line in lines:
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            (word,) = shlex.split(line.removeprefix("#SBATCH"))
+            key, _, value = word.removeprefix("--").partition("=")
+            assert re.fullmatch(SBATCH[key], value), line
+            assert key not in found
+            found[key] = value
+    assert sum("#SBATCH" in line for line in lines) == len(found)  # none is below a command
+    return found
+
+
+def words_of(script):
+    """Return the words of the command that calls nanotrain, as the shell sees them."""
+    command = re.search(
+        r"^\s*(?:exec )?\S*(?:nanotrain|python\S* -m nanotrain_core.cli) run (?:.*\\\n)*.*",
+        script,
+        re.MULTILINE,
+    )[0]
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def test_a_batch_script_asks_for_what_the_recipe_needs(launch):
+    script = launch("slurm", "--option", "partition=gpu", "--option", "time=1-12:00:00")
+    options = read_sbatch(script)
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("2", "1", "2")
+    assert (options["partition"], options["time"], options["job-name"]) == ("gpu", "1-12:00:00", "tiny-run-1")
+    assert options["open-mode"] == "append"  # or a job that is requeued would lose its log
+    assert options["signal"] == "B:TERM@150"  # run.grace and a minute
+    assert {"requeue", "exclusive"} <= options.keys()
+    words = words_of(script)
+    assert (after(words, "--nnodes"), after(words, "--nproc"), after(words, "--resume")) == ("2", "2", "auto")
+    assert after(words, "--folder") == "runs/Tiny Run/1"
+
+
+def test_a_batch_script_for_cpus_asks_for_no_gpus_and_gres_takes_their_place(launch):
+    assert "gpus-per-node" not in read_sbatch(launch("slurm", "--set", "run.device=cpu"))
+    options = read_sbatch(launch("slurm", "--option", "gres=gpu:h100:2", "--option", "exclusive=no"))
+    assert "exclusive" not in options
+    assert "gpus-per-node" not in options
+    assert options["gres"] == "gpu:h100:2"
+
+
+@pytest.mark.parametrize("grace", [0.5, 30, 119.2, 3600])
+def test_no_cluster_kills_before_run_grace_is_over(launch, grace):
+    changed = ["--set", f"run.grace={grace}", "--option"]
+    slurm = read_sbatch(launch("slurm", *changed, "time=1-0"))["signal"]
+    assert int(slurm.rpartition("@")[2]) > grace
+    _, job = yaml.safe_load_all(launch("k8s", *changed, "shm=1Gi"))
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace
+    torchrun = launch("torchrun", *changed, "port=29500")
+    assert int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", torchrun)[1]) > grace
+
+
+@pytest.mark.parametrize("target", ["slurm", "torchrun", "ssh"])
+def test_shells_take_the_scripts_and_carry_overrides_as_they_are(launch, tmp_path, target):
+    weights, note = AWKWARD[1], AWKWARD[3]
+    Path("it's $(HOME) here").touch()
+    script = launch(target, *AWKWARD)
+    path = tmp_path / "script"
+    path.write_text(script if script.startswith("#!") else f"#!/usr/bin/env bash\n{script}")
+    subprocess.run(["bash", "-n", path], check=True)
+    if shutil.which("shellcheck"):
+        # SC2016 is of `$` in single quotes, which is what keeps it.
+        subprocess.run(["shellcheck", "--severity=style", "--exclude=SC2016", path], check=True)
+    if target == "torchrun":
+        words = shlex.split(script.splitlines()[-1])
+    else:
+        words = words_of(script)
+        (line,) = re.findall(r"^export NOTE=.*", script, re.MULTILINE)
+        words += shlex.split(line)
+    assert after(words, "--set") == weights
+    assert note in words
+
+
+def test_a_line_break_in_a_word_becomes_no_line_of_a_script(launch, capsys):
+    words = ["launch", "ssh", "tiny.toml", "--nodes", "2", *NEEDED["ssh"], "--no-plan"]
+    assert main([*words, "--set", "run.name=a\nEND\nrm x"]) == 2
+    assert "line break" in capsys.readouterr().err
+
+
+def schema(kind):
+    text = Path(__file__).with_name("kubernetes-1.34.json").read_text()
+    return {**json.loads(text), "$ref": f"#/definitions/io.k8s.api.{kind}"}
+
+
+def test_kubernetes_takes_the_job_and_its_service(launch):
+    more = ["--option", "memory=500Gi", "--option", "cpu=64", "--option", "priority=high", *AWKWARD]
+    Path("it's $(HOME) here").touch()
+    service, job = yaml.safe_load_all(launch("k8s", *more))
+    jsonschema.validate(service, schema("core.v1.Service"))
+    jsonschema.validate(job, schema("batch.v1.Job"))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy is for no other
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"cpu": "64", "memory": "500Gi", "nvidia.com/gpu": 2}
+    # A headless Service that selects the pods by their labels, named as their subdomain.
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    name, arguments = job["metadata"]["name"], container["args"]
+    host, _, port = after(arguments, "--rdzv-endpoint").rpartition(":")
+    assert host == f"{name}-0.{pod['subdomain']}.default.svc.cluster.local"
+    assert int(port) == service["spec"]["ports"][0]["port"]
+    assert after(arguments, "--set") == AWKWARD[1].replace("$(", "$$(")  # Kubernetes would replace it
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert volumes[mounts[container["workingDir"]]]["persistentVolumeClaim"]["claimName"] == "shared"
+
+
+def outcome(rules, code):
+    """Return what a Job does about a pod's exit code: the first rule that has it counts."""
+    for rule in rules:
+        if code in rule.get("onExitCodes", {}).get("values", ()):
+            return rule["action"]
+    return "Count"
+
+
+def test_kubernetes_goes_by_the_exit_codes(launch):
+    _, job = yaml.safe_load_all(launch("k8s"))
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    done = {code: outcome(rules, code) for name, code in vars(Exit).items() if name.isupper() and code}
+    assert done == {
+        Exit.FAILED: "Count",
+        Exit.HUNG: "Count",
+        Exit.PREEMPTED: "Ignore",
+        **dict.fromkeys([Exit.USER, Exit.DIVERGED, Exit.LOCKED, Exit.CORRUPTED, Exit.UNSAVED], "FailJob"),
+        Exit.INTERRUPTED: "FailJob",
+    }
+    assert all(sorted(rule["onExitCodes"]["values"]) == rule["onExitCodes"]["values"] for rule in rules[1:])
+
+
+def test_torchrun_has_a_line_for_each_node(launch):
+    lines = [line for line in launch("torchrun").splitlines() if "torchrun " in line and line[0] != "#"]
+    words = [shlex.split(line) for line in lines]
+    assert ["--local-addr=node1" in words[0], "--local-addr=node2" in words[1]] == [True, True]
+    for line in words:
+        assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=node1:29400"} <= set(line)
+        assert line[line.index("-m") + 1 : line.index("-m") + 4] == ["nanotrain_core.cli", "run", "tiny.toml"]
+
+
+def test_out_writes_a_file_that_runs(launch, tmp_path):
+    assert launch("ssh", "--out", "go.sh") == "wrote go.sh\n"
+    assert (tmp_path / "go.sh").stat().st_mode & 0o111
+    assert launch("k8s", "--out", "job.yaml") == "wrote job.yaml\n"
+    assert not (tmp_path / "job.yaml").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("slurm", "--nodes: expected a number above 0, got none"),
+        ("slurm --nodes 0", "--nodes: expected a number above 0, got 0"),
+        ("slurm --nodes 3", "run.ranks = 4 are not so many on each of 3 nodes"),
+        (
+            "slurm --nodes 2 --option partitoin=x",
+            "slurm has no option 'partitoin' (did you mean 'partition'?)",
+        ),
+        ("slurm --nodes 2 --option partition", "expected KEY=VALUE"),
+        ("slurm --nodes 2 --option time=soon", "expected a time limit as sbatch takes it, for example time="),
+        ("slurm --nodes 2 --option time=2", "the job would be told to end 150 s before that"),
+        ("slurm --nodes 2 --option mem=1 --option mem=2", "mem is '1' already"),
+        ("slurm --nodes 2 --option account=a;rm", "expected an account"),
+        ("slurm --nodes 2 --env 1X=2", "expected NAME=VALUE"),
+        ("slurm --nodes 2 --set run.steps=x", "run.steps"),
+        ("slurm --nodes 2 --set topology.tp=3", "tp"),
+        ("slurm --nodes 2 --max-restarts -1", "--max-restarts"),
+        ("slurm --nodes 2 --out no/such/folder/x", "--out no/such/folder/x"),
+        ("k8s --nodes 2", "k8s needs --option image"),
+        ("ssh --nodes 2 --option hosts=a", "1 hosts, but --nodes 2"),
+        ("ssh --nodes 2 --option hosts=a,a", "1 hosts, but --nodes 2"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    target, *rest = words.split(" ")
+    assert main(["launch", target, "tiny.toml", "--no-plan", *rest]) == 2
+    assert told in capsys.readouterr().err

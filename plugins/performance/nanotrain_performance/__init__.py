@@ -1,0 +1,98 @@
+"""Performance: monitors of what a step costs in time and memory, and of what a run's hours went into.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+"""
+
+import attrs
+from attrs.validators import optional
+
+from nanotrain_core.api import Component, Range, Register, hookimpl
+from nanotrain_performance import declared
+
+__version__ = "0.1.0"
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ThroughputConfig:
+    """``[[monitor]] use = "throughput"``."""
+
+    window: int = attrs.field(default=100, validator=Range(10, 100_000))
+    """Steps that the percentiles of a step's seconds are of."""
+    peak_tflops: float | None = attrs.field(default=None, validator=optional(Range(1e-6, 1e9)))
+    """Of one device, what MFU is a share of. None: the dense bfloat16 peak of a GPU that is known."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class MemoryConfig:
+    """``[[monitor]] use = "memory"``."""
+
+    account_every: int = attrs.field(default=100, validator=Range(1))
+    """Logged steps after which memory is split anew into weights, gradients, optimizer and activations."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PipelineConfig:
+    """``[[monitor]] use = "pipeline"``."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class DeviceConfig:
+    """``[[monitor]] use = "device"``."""
+
+    every_seconds: float = attrs.field(default=5.0, validator=Range(0.001, 86_400.0))
+    """Between two looks at the GPU, in a thread of its own."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class GoodputConfig:
+    """``[[monitor]] use = "goodput"``."""
+
+
+@hookimpl
+def nanotrain_register_monitor(register: Register) -> None:
+    """Announce ``throughput``, ``memory``, ``pipeline``, ``device`` and ``goodput``."""
+    register(
+        Component(
+            name="throughput",
+            config=ThroughputConfig,
+            factory=f"{__name__}.throughput:Throughput",
+            summary="tokens/s, MFU, and what the seconds of a step go into",
+            metrics=declared.THROUGHPUT,
+        )
+    )
+    register(
+        Component(
+            name="memory",
+            config=MemoryConfig,
+            factory=f"{__name__}.memory:Memory",
+            summary="memory of device and host, what it holds, and whether it grows",
+            metrics=declared.MEMORY,
+        )
+    )
+    register(
+        Component(
+            name="pipeline",
+            config=PipelineConfig,
+            factory=f"{__name__}.pipeline:Pipeline",
+            summary="the bubble of each pipeline rank, measured and ideal, and how unevenly ranks work",
+            metrics=declared.PIPELINE,
+        )
+    )
+    register(
+        Component(
+            name="device",
+            config=DeviceConfig,
+            factory=f"{__name__}.device:Device",
+            summary="utilisation, memory, power, temperature and clocks of GPUs, from NVML",
+            metrics=declared.DEVICE,
+        )
+    )
+    register(
+        Component(
+            name="goodput",
+            config=GoodputConfig,
+            factory=f"{__name__}.goodput:Goodput",
+            summary="the share of a run's hours that trained, restarts included, and its checkpoints",
+            metrics=declared.GOODPUT,
+        )
+    )

@@ -1,0 +1,60 @@
+"""The ``pipeline`` monitor: how long ranks wait for other stages, against what the schedule has on paper."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from nanotrain_core.api import simulate
+from nanotrain_core.api.torch import MetricsReport, Monitor, RunInfo, StepReport, UpdateReport
+from nanotrain_performance import PipelineConfig
+from nanotrain_performance.windows import percentile
+
+PASSES = "forward and backward"
+WORK = (PASSES, "gradient sync", "optimizer")
+#: Steps whose median counts: a rank that is slow in few of them is not a slow one.
+WINDOW = 15
+FEW = 7
+
+
+class Pipeline(Monitor):
+    """Publishes in logged steps. Without a pipeline, how unevenly ranks work."""
+
+    reads_weights = False
+
+    def __init__(self, config: PipelineConfig) -> None:
+        del config  # it has no keys
+
+    def on_start(self, run: RunInfo) -> None:
+        """Simulate the schedule once."""
+        self.run = run
+        self.rank = run.mesh.coordinate("pp") if len(run.schedule) > 1 else None
+        self.ideal = simulate(run.schedule).bubble(self.rank) if self.rank is not None else 0.0
+        run.progress.time_device(run.device)
+        self.passes = run.progress.measured().get(PASSES)
+        self.before: float | None = None
+        self.window: deque[float] = deque(maxlen=WINDOW)
+
+    def on_before_update(self, update: UpdateReport) -> None:
+        """Look at this rank's own work from this point of the last step."""
+        now = self.run.progress.work(*WORK)
+        if self.before is not None:
+            self.window.append((now - self.before) / max(self.run.pipeline_share, 0.1))
+        self.before = now
+
+    def on_step(self, report: StepReport) -> None:
+        """Publish the bubble of this rank's stages, and its own work."""
+        now = self.run.progress.measured().get(PASSES)
+        if self.rank is not None and now is not None:
+            passes, name = now.since(self.passes), f"rank-{self.rank}"
+            if passes.seconds > 0:
+                self.run.metrics.scalar(f"pipeline/bubble/measured/{name}", passes.messages / passes.seconds)
+                self.run.metrics.scalar(f"pipeline/bubble/ideal/{name}", self.ideal)
+        self.passes = now
+        if self.run.world_size > 1 and len(self.window) >= FEW:
+            self.run.metrics.of_rank("pipeline/work/{over}", percentile([*self.window], 0.5))
+
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Publish with the next logged step how far the slowest rank is above the others."""
+        median = report.values.get("pipeline/work/median", 0.0)
+        if median > 0:
+            self.run.metrics.scalar("pipeline/skew", report.values["pipeline/work/max"] / median)

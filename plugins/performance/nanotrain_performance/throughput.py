@@ -1,0 +1,136 @@
+"""The ``throughput`` monitor: how fast a run is, and what the seconds of a step go into.
+
+Every rank splits its step by what the engine notes: its own work in each part, and the time in which it
+waits for others in collectives or for messages. On a CPU by the clock of the host, on a GPU of it: events
+at the ends of parts, and around each exchange on the stream that waits for it, read when they have passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+
+from nanotrain_core.api import Recipe, peak_flops
+from nanotrain_core.api.torch import Monitor, RollbackReport, RunInfo, Spent, StepReport, UpdateReport
+from nanotrain_performance import ThroughputConfig
+from nanotrain_performance.windows import percentile
+
+#: Parts that are no training; everything else is a step's.
+BESIDE = ("start", "evaluation", "checkpoint", "end")
+MONITORS = ("monitors", "monitors before the update")
+#: Steps before one can be told from the usual.
+FEW = 10
+
+
+class Throughput(Monitor):
+    """Times every step; publishes in logged ones."""
+
+    reads_weights = False
+
+    def __init__(self, config: ThroughputConfig) -> None:
+        self.config = config
+        self.window: deque[float] = deque(maxlen=config.window)
+
+    def on_start(self, run: RunInfo) -> None:
+        """Begin to measure."""
+        self.run, self.steps = run, 0
+        """Taken since the last logged one."""
+        self.peak = self._peak()
+        run.progress.time_device(run.device)
+        self.before = run.progress.measured()
+        self.window.clear()
+        self.settled = False
+        """Whether the first logged step is over: until then data is opened, and layers compile."""
+        self.last: tuple[float, float] | None = None
+        self.paced: tuple[float, int] | None = None
+        self.effective: torch.Tensor | float = 0.0
+
+    def _peak(self) -> float | None:
+        """Return the FLOP/s that MFU is a share of, None where they are not known."""
+        if self.config.peak_tflops is not None:
+            return self.config.peak_tflops * 1e12
+        device = self.run.device
+        return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+    def on_before_update(self, update: UpdateReport) -> None:
+        """Time the step from this point of the last one, but for what is no training."""
+        now, spent = time.perf_counter(), self.run.progress.spent
+        beside = sum(spent[part].seconds for part in BESIDE if part in spent)
+        if self.last is not None:
+            self.window.append(now - self.last[0] - (beside - self.last[1]))
+        self.last = now, beside
+        self.steps += 1
+        if "lm" in update.counts:
+            self.effective = self.effective + update.counts["lm"]
+
+    def on_step(self, report: StepReport) -> None:
+        """Publish."""
+        steps, self.steps = max(1, self.steps), 0
+        self._speed(report, steps)
+        self._steps()
+        self._parts(steps)
+        self.settled = True
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Begin anew: of steps that are given up nothing is told."""
+        self.before, self.steps, self.effective = self.run.progress.measured(), 0, 0.0
+        self.last = self.paced = None
+
+    def _speed(self, report: StepReport, steps: int) -> None:
+        run, put = self.run, self.run.metrics.scalar
+        put("speed/tokens_per_second_per_device", report.tokens_per_second / run.world_size)
+        put("speed/steps_per_second", 1 / report.seconds)
+        if isinstance(run.recipe, Recipe):
+            put("speed/samples_per_second", report.tokens_per_second / run.recipe.batch.length)
+        if isinstance(self.effective, torch.Tensor):
+            put("speed/effective_tokens_per_second", self.effective / (steps * report.seconds))
+        self.effective = 0.0
+        if run.flops_per_token:
+            achieved = run.flops_per_token * report.tokens_per_second / run.world_size
+            put("speed/tflops", achieved / 1e12)
+            if self.peak:
+                put("speed/mfu", achieved / self.peak)
+        now = time.perf_counter()
+        if self.paced is None:
+            self.paced = now, report.step
+        elif report.step > self.paced[1]:
+            pace = (now - self.paced[0]) / (report.step - self.paced[1])
+            put("speed/eta", (run.steps - report.step) * pace)
+
+    def _steps(self) -> None:
+        put, window = self.run.metrics.scalar, [*self.window]
+        if window:
+            ascending = sorted(window)
+            median = percentile(ascending, 0.5)
+            put("time/step/p50", median)
+            put("time/step/p95", percentile(ascending, 0.95))
+            if len(window) >= FEW:
+                put("time/step/over_median", min(window[-3:]) / median)
+
+    def _parts(self, steps: int) -> None:
+        put, now = self.run.metrics.scalar, self.run.progress.measured()
+        spent = {part: each.since(self.before.get(part)) for part, each in now.items()}
+        self.before = now
+
+        def of(part: str) -> Spent:
+            return spent.get(part, Spent())
+
+        work = [each for part, each in spent.items() if part not in (*BESIDE, *MONITORS)]
+        monitors = sum(of(part).seconds for part in MONITORS)
+        step = sum(each.seconds for each in work) + monitors
+        exposed = sum(each.collectives for each in work)
+        if step <= 0:  # a device's clock has not been read yet
+            return
+        put("time/data", of("data").busy / steps)
+        if self.settled:
+            put("time/data_fraction", of("data").busy / step)
+        put("time/forward_backward", (of("forward and backward").busy + of("gradient sync").busy) / steps)
+        put("time/optimizer", of("optimizer").busy / steps)
+        put("time/exposed_communication", exposed / steps)
+        put("time/exposed_fraction", exposed / step)
+        put("time/pipeline_wait", sum(each.messages for each in work) / steps)
+        put("time/monitors", monitors / steps)
+        put("time/checkpoint", of("checkpoint").seconds)
+        put("time/evaluation", of("evaluation").seconds)

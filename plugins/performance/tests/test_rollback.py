@@ -1,0 +1,63 @@
+"""After a rollback, seconds are of the steps that are kept."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nanotrain_performance import ThroughputConfig
+from nanotrain_performance.throughput import Throughput
+
+from nanotrain_core.contracts import RollbackReport
+from nanotrain_core.watch.progress import Spent
+
+
+class Works:
+    """A progress in which each step takes two seconds of work and one of data."""
+
+    def __init__(self):
+        self.spent = {}
+
+    def time_device(self, device):
+        pass
+
+    def step(self):
+        before = self.measured()
+        for part, seconds in (("forward and backward", 2.0), ("data", 1.0)):
+            self.spent[part] = Spent(before.get(part, Spent()).seconds + seconds)
+
+    def measured(self):
+        return dict(self.spent)
+
+
+def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollback():
+    """From 23 back to 10, logged every 10 steps: step 20 is of 10 steps, not of 23 or of none."""
+    told, progress = {}, Works()
+    monitor = Throughput(ThroughputConfig())
+    monitor.on_start(
+        SimpleNamespace(
+            first_step=0,
+            steps=30,
+            device=torch.device("cpu"),
+            progress=progress,
+            metrics=SimpleNamespace(scalar=told.__setitem__),
+            world_size=1,
+            recipe=None,
+            flops_per_token=0.0,
+        )
+    )
+
+    def take(steps):
+        for step in steps:
+            progress.step()
+            monitor.on_before_update(SimpleNamespace(counts={"lm": torch.tensor(6.0)}))
+            if step % 10 == 0:
+                monitor.on_step(SimpleNamespace(step=step, seconds=3.0, tokens_per_second=1.0))
+                found.append({name: float(told[name]) for name in names})
+
+    names = ("time/forward_backward", "time/data", "speed/effective_tokens_per_second")
+    found = []
+    take(range(1, 24))
+    monitor.on_rollback(RollbackReport(23, 23, 10, (0, 1), 1, "a spike"))
+    take(range(11, 31))
+    expected = dict(zip(names, (2.0, 1.0, 2.0), strict=True))
+    assert found == [pytest.approx(expected)] * 4

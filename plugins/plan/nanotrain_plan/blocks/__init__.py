@@ -1,0 +1,1 @@
+"""Plans put together from blocks: layers, embedding and head, each measured once."""

@@ -1,0 +1,193 @@
+"""Plans many layouts of one recipe: blocks are measured once at each set of degrees, stages made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+
+import attrs
+
+from nanotrain_core.api import Action, Costs, Layout, Part, PhaseTimeline, Recipe, Registry, Selection
+from nanotrain_core.api.torch import Model, Schedule
+from nanotrain_plan.blocks.measured import Block, Blocks, stage_of, tell_apart, together
+from nanotrain_plan.blocks.probe import (
+    FEW_SPLIT,
+    MOST_SPLIT,
+    PIPELINE,
+    PLAIN,
+    Halves,
+    NotComposable,
+    choose,
+    pipeline_parts,
+    single_part,
+    take_probe,
+)
+from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
+from nanotrain_plan.comms import Links
+from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe, sorts_of
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.memory import RankMemory, all_ranks
+from nanotrain_plan.stages import Kind, Stages, kind_of
+from nanotrain_plan.timing import StepTime, step_time
+
+#: Mesh dimensions whose degrees decide what a block does; the rest only say how often, and over whom it sums.
+WITHIN = ("tp", "cp", "ep", "etp")
+
+
+@attrs.define(frozen=True)
+class Estimate:
+    """What a layout takes, put together from blocks."""
+
+    memory: list[RankMemory]
+    time: StepTime
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the rank with the highest peak."""
+        return max(rank.peak for rank in self.memory)
+
+
+class Composer:
+    """Estimates layouts on one hardware; remembers the blocks it has measured."""
+
+    def __init__(self, registry: Registry, hardware: Hardware) -> None:
+        self.registry, self.hardware = registry, hardware
+        self._blocks: dict[str, Blocks] = {}
+        self._whole: dict[str, Block] = {}
+        self._accumulate = registry.get("schedule", "accumulate").config()
+        self._parts: dict[str, tuple[Part, ...]] = {}
+
+    def estimate(self, recipe: Recipe, layout: Layout) -> Estimate:
+        """Return memory and time of a checked recipe.
+
+        Raises:
+            NotComposable: it must be planned whole.
+        """
+        stages = self.stages(recipe, layout)
+        return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, exposed_seconds))
+
+    def stages(self, recipe: Recipe, layout: Layout) -> Stages:
+        """Return what ranks do in a step of the largest batch: see :func:`dry_stages`."""
+        _expect_independent_layers(recipe)
+        recipe = PhaseTimeline(recipe).largest()
+        pp = layout.size("pp") if "pp" in layout.dims else 1
+        model: Model = self.registry.build(recipe.model)
+        schedule: Schedule = self.registry.build(recipe.schedule)
+        costs = model.flops(recipe.batch.length)
+        cut = f"{recipe.schedule} {pp} {costs}"
+        if cut not in self._parts:
+            self._parts[cut] = tuple(schedule.parts(costs, pp))
+        parts = self._parts[cut]
+        microbatches = recipe.batch.microbatches(layout.size("dp"))
+        actions = tuple(map(tuple, schedule.actions(pp, microbatches)))
+        sorts = [sorts_of(own, microbatches) for own in actions]
+        halves = _halves_of(actions, microbatches)
+        blocks = together([self._measure(recipe, layout, each, costs) for each in halves])
+        whole = self._measure_whole(recipe, layout, halves[0], costs, blocks) if pp == 1 else None
+        seconds = Seconds(Links(self.hardware, layout))
+        kinds: dict[Kind, int] = {}
+        steps: dict[int, RankStep] = {}
+        like = []
+        for number in range(pp):
+            own = {stage: part for stage, part in enumerate(parts) if part.rank == number}
+            kind = kind_of(own, sorts[number], costs)
+            if kind not in kinds:
+                kinds[kind] = number
+                steps[number] = make_step(blocks, own, costs, seconds, whole)
+            like.append(kinds[kind])
+        return Stages(
+            recipe=recipe,
+            layout=layout,
+            parts=parts,
+            costs=costs,
+            actions=actions,
+            microbatches=microbatches,
+            sorts=sorts,
+            steps=steps,
+            like=like,
+        )
+
+    def _measure(self, recipe: Recipe, layout: Layout, halves: Halves, costs: Costs) -> Blocks:
+        probing = self._probe_recipe(recipe, layout, halves, pp=PIPELINE)
+        key = f"{halves} {probing}"
+        if key not in self._blocks:
+            parts = pipeline_parts(costs, choose(costs))
+            probe = take_probe(probing, self.registry, parts, halves, host=self.hardware.gloo)
+            self._blocks[key] = tell_apart(probe, costs)
+        return self._blocks[key]
+
+    def _measure_whole(
+        self, recipe: Recipe, layout: Layout, halves: Halves, costs: Costs, blocks: Blocks
+    ) -> Block:
+        """Return embedding and head of a run without a pipeline: a stage of both and a layer, less the layer.
+
+        They may share a parameter.
+        """
+        probing = self._probe_recipe(recipe, layout, halves, pp=1)
+        key = f"{halves} {probing}"
+        if key not in self._whole:
+            parts = single_part(costs)
+            probe = take_probe(probing, self.registry, parts, halves, host=self.hardware.gloo)
+            stage = stage_of(probe.steps[0], probe, 0)
+            layer = blocks.layers[costs.layers[parts[0].first]]
+            self._whole[key] = attrs.evolve(
+                stage,
+                work={sort: work.plus(layer.work[sort], -1.0) for sort, work in stage.work.items()},
+                shares={
+                    dims: share if dims not in layer.shares else _less(share, layer.shares[dims])
+                    for dims, share in stage.shares.items()
+                },
+            )
+        return self._whole[key]
+
+    def _probe_recipe(self, recipe: Recipe, layout: Layout, halves: Halves, *, pp: int) -> Recipe:
+        """Return the recipe of a probe: as few data-parallel ranks, and microbatches, as tell the same.
+
+        It has two blocks of the ranks that the inner degrees need, so that dp and edp are above 1: where they
+        are not, there is nobody to exchange with, and what is sent costs nothing.
+        """
+        sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in WITHIN}
+        unit = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
+        within = 2 * unit
+        microbatches = 4 if halves.any else 3
+        sequences = microbatches * recipe.batch.microbatch * within // (sizes["tp"] * sizes["cp"])
+        found = attrs.evolve(
+            dry_recipe(recipe, self.registry, host=self.hardware.gloo),
+            topology=attrs.evolve(recipe.topology, config=attrs.evolve(recipe.topology.config, pp=pp)),
+            batch=attrs.evolve(recipe.batch, sequences=sequences),
+            schedule=Selection("schedule", "accumulate", self._accumulate),  # which a probe's replaces
+        )
+        return attrs.evolve(found, run=attrs.evolve(found.run, ranks=pp * within))
+
+
+def exposed_seconds(phase: Phase) -> float:
+    """Return the seconds of a phase's collectives that are not hidden."""
+    assert isinstance(phase, SummedPhase)
+    return phase.exposed
+
+
+def _halves_of(actions: Sequence[Sequence[Action]], microbatches: int) -> list[Halves]:
+    """Return the probes that have the passes of a schedule, W passes of the first and the last among them."""
+    split = {(a.stage, a.microbatch) for own in actions for a in own if a.kind == "W"}
+    if not split:
+        return [PLAIN]
+    stages = {a.stage for own in actions for a in own}
+    ends = {(stage, m) in split for stage in stages for m in (0, microbatches - 1)}
+    return [probe for probe in (MOST_SPLIT, FEW_SPLIT) if probe.ends in ends]
+
+
+def _less(share: Share, other: Share) -> Share:
+    """Return what is left of a share."""
+    return attrs.evolve(
+        share,
+        elements=share.elements - other.elements,
+        weights=share.weights - other.weights,
+        tensors=share.tensors - other.tensors,
+    )
+
+
+def _expect_independent_layers(recipe: Recipe) -> None:
+    for selection in recipe.parallel:
+        if getattr(selection.config, "every", 1) != 1:
+            raise NotComposable(f"{selection.use}: every {selection.config.every} layers are alike, not each")

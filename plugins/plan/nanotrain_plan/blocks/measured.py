@@ -1,0 +1,228 @@
+"""Blocks of a model at some degrees: what embedding, layers and head do, told apart in a probe's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+
+from nanotrain_core.api import Costs, Part
+from nanotrain_plan.blocks.probe import Probe
+from nanotrain_plan.blocks.work import Work
+from nanotrain_plan.dry.rank import Owned, RankStep, Share
+from nanotrain_plan.dry.recorder import Phase
+
+#: Kind of an action, whether its microbatch is the first, another or the last, and whether it has a W pass.
+Pass = tuple[str, int, bool]
+
+SPLITS = (False, True)
+
+
+@attrs.define(eq=False)
+class Block:
+    """Embedding, head, or a layer: what it does in each sort of pass."""
+
+    work: dict[Pass, Work]
+    above: dict[Pass, float]
+    """Most bytes within, above those at the block's beginning."""
+    shares: dict[tuple[str, ...], Share]
+    """Parameters, by the mesh dimensions that their gradients are summed over."""
+    carry: float = 0.0
+    """Bytes that a forward pass leaves until the next one of the stage, where this block is its last."""
+    carry_back: float = 0.0
+    """The same of a backward pass that this block ends."""
+
+
+@attrs.define(eq=False)
+class Around:
+    """What a rank does around the actions of a step: :attr:`RankStep.around`."""
+
+    work: Work
+    above: float
+
+
+@attrs.define(eq=False)
+class Blocks:
+    """All that stages are made of, at one set of degrees."""
+
+    embedding: Block
+    layers: Mapping[float, Block]
+    """By the FLOPs of a layer."""
+    head: Block
+    edge: Mapping[Pass, Work]
+    """What a stage between others does beside its layers."""
+    message: float
+    """Bytes that a stage sends to another for a microbatch."""
+    around: Mapping[str, Around]
+    owned: Mapping[tuple[str, ...], Owned]
+    """Of the probe's ranks together."""
+    held: Mapping[tuple[str, ...], Share]
+    """Parameters of the probe's ranks together."""
+    gradients: float
+    """Bytes that gradient sync keeps between steps, for an element that a rank owns."""
+    other: float
+    shards: Mapping[tuple[str, ...], int]
+    """Over how many ranks of the probe each range of a parameter's state is shared out: 1 if it is not."""
+
+
+def tell_apart(probe: Probe, costs: Costs) -> Blocks:
+    """Return the blocks of a pipeline's probe: see :mod:`nanotrain_plan.blocks.probe`."""
+    first, last = probe.steps
+    start, *singles, pair = [n for n, part in enumerate(probe.parts) if part.rank == 0]
+    passes = _passes(first)
+    embedding, both = (_stage(first, probe, n, passes) for n in (start, pair))
+    alone = {costs.layers[probe.parts[n].first]: _stage(first, probe, n, passes) for n in singles}
+    neighbours = [costs.layers[probe.parts[pair].first + each] for each in (0, 1)]
+    edge = {}
+    for kind, place, split in passes:  # the first and the last microbatch have the ends of any other
+        usual = kind, 1, split if (kind, 1, split) in both.work else not split
+        a, b = (alone[cost].work[usual] for cost in neighbours)
+        edge[kind, place, split] = a.plus(b).plus(both.work[usual], -1.0)
+    layers = {cost: _without(block, edge) for cost, block in alone.items()}
+    common = list(layers)[-1]
+    once = _settle(layers, common, both, neighbours, edge)
+    head = _stage(last, probe, len(probe.parts) - 1, _passes(last))
+    for key, work in edge.items():
+        if key[0] == "F" and key in head.above:
+            head.above[key] -= work.change
+    owned = _sum_owned(probe.steps)
+    held = _sum_shares(share for step in probe.steps for share in step.shares.items())
+    of_gradients = sum(step.state["gradients"] for step in probe.steps)
+    return Blocks(
+        embedding=embedding,
+        layers=layers,
+        head=head,
+        edge=edge,
+        message=max(0.0, *(work.sent["pp", "send"] for work in embedding.work.values())),
+        around=around_of(first, probe),
+        owned=owned,
+        held=_sum_shares(first.shares.items()),
+        gradients=of_gradients / max(1, sum(each.elements for each in owned.values())),
+        other=first.state["other"] + once,
+        shards={
+            dims: max(1, round(held[dims].elements / each.elements)) if each.elements else 1
+            for dims, each in owned.items()
+        },
+    )
+
+
+def _settle(
+    layers: dict[float, Block],
+    common: float,
+    both: Block,
+    neighbours: Sequence[float],
+    edge: Mapping[Pass, Work],
+) -> float:
+    """Make the most common layer what it is in a pair, which ran when all that is made once was there.
+
+    Return the bytes that are made once: buffers of gradient sync.
+    """
+    block, once = layers[common], 0.0
+    times = neighbours.count(common)
+    other = next((layers[cost] for cost in neighbours if cost != common), None)
+    for key, work in both.work.items():
+        own = work.plus(edge[key], -1.0)
+        if other is not None:
+            own = own.plus(other.work[key], -1.0)
+        own = Work().plus(own, 1 / times)
+        made_once = block.work[key].change - own.change if key[0] != "F" and key[1] == 0 else 0.0
+        once = max(once, made_once)
+        block.work[key] = own
+        above = both.above[key] - max(0.0, own.change if key[0] != "F" else 0.0)
+        if key[0] == "F":
+            continue
+        block.above[key] = max(block.above[key] - max(0.0, made_once), above)
+    return once
+
+
+def together(several: Sequence[Blocks]) -> Blocks:
+    """Return blocks with the passes of several probes, which differ in their W passes."""
+    first, *others = several
+    for other in others:
+        for mine, theirs in (
+            (first.embedding, other.embedding),
+            (first.head, other.head),
+            *((block, other.layers[cost]) for cost, block in first.layers.items()),
+        ):
+            mine.work = {**theirs.work, **mine.work}
+            mine.above = {**theirs.above, **mine.above}
+        first = attrs.evolve(first, edge={**other.edge, **first.edge})
+    return first
+
+
+def around_of(step: RankStep, probe: Probe) -> dict[str, Around]:
+    """Return what a rank of a probe does around its actions."""
+    axis = probe.axis
+    return {name: Around(Work.of(p, axis), p.transient) for name, p in step.around.items()}
+
+
+def stage_of(step: RankStep, probe: Probe, stage: int) -> Block:
+    """Return a whole stage of a probe."""
+    return _stage(step, probe, stage, _passes(step))
+
+
+def _passes(step: RankStep) -> list[Pass]:
+    return list(dict.fromkeys((kind, place, split) for kind, _, place, split in step.measured))
+
+
+def _stage(step: RankStep, probe: Probe, stage: int, passes: Sequence[Pass]) -> Block:
+    axis = probe.axis
+    phases: dict[Pass, Phase] = {(k, p, s): step.measured[k, stage, p, s] for k, p, s in passes}
+    own = [n for n, part in enumerate(probe.parts) if part.rank == probe.parts[stage].rank]
+    number = own.index(stage)
+    work = {key: Work.of(phase, axis) for key, phase in phases.items()}
+    carry = max(
+        work["F", 1, split].made - work["F", 1, split].change for split in SPLITS if ("F", 1, split) in work
+    )
+    usual = next((work[key] for key in (("B", 1, False), ("W", 1, True)) if key in work), Work())
+    for (kind, place, split), found in work.items():
+        if (kind, place) == ("F", 0):  # what it frees is not of this stage
+            found.change = found.made - carry
+        elif place == 0 and (kind == "W" or not split):
+            found.change -= usual.made
+    return Block(
+        work=work,
+        above={key: phase.transient for key, phase in phases.items()},
+        shares={dims: share for (part, dims), share in step.shares.items() if part == number},
+        carry=carry,
+        carry_back=usual.made,
+    )
+
+
+def _without(block: Block, edge: Mapping[Pass, Work]) -> Block:
+    """Return a layer as it is within a stage, from a stage that has it alone."""
+    above = {key: size - (edge[key].change if key[0] == "F" else 0.0) for key, size in block.above.items()}
+    work = {key: found.plus(edge[key], -1.0) for key, found in block.work.items()}
+    return attrs.evolve(block, work=work, above=above)
+
+
+def _sum_shares(
+    shares: Iterable[tuple[tuple[int, tuple[str, ...]], Share]],
+) -> dict[tuple[str, ...], Share]:
+    total: dict[tuple[str, ...], Share] = {}
+    for (_, dims), share in shares:
+        total[dims] = add_shares(total.get(dims, Share()), share)
+    return total
+
+
+def add_shares(a: Share, b: Share, times: int = 1) -> Share:
+    """Return both together."""
+    return Share(
+        a.elements + times * b.elements, a.weights + times * b.weights, a.tensors + times * b.tensors
+    )
+
+
+def _sum_owned(steps: Iterable[RankStep]) -> dict[tuple[str, ...], Owned]:
+    total: dict[tuple[str, ...], Owned] = {}
+    for step in steps:
+        for dims, each in step.owned.items():
+            sums = total.setdefault(dims, Owned())
+            sums.elements += each.elements
+            sums.masters += each.masters
+            sums.optimizer += each.optimizer
+    return total
+
+
+def layers_of(part: Part, costs: Costs) -> list[float]:
+    """Return the kind of each layer of a stage, in order."""
+    return list(costs.layers[part.first : part.last])

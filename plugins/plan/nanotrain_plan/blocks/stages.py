@@ -1,0 +1,206 @@
+"""Stages of any pipeline made of measured blocks, in the form of those that a dry run measures whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from nanotrain_core.api import Costs, Layout, Part
+from nanotrain_plan.blocks.measured import Around, Block, Blocks, Pass, add_shares, layers_of
+from nanotrain_plan.blocks.work import Work
+from nanotrain_plan.comms import Links, ranks_along
+from nanotrain_plan.dry.collectives import Collective
+from nanotrain_plan.dry.rank import RankStep, Share, Sort
+from nanotrain_plan.dry.recorder import Phase
+
+
+@attrs.define(eq=False)
+class SummedPhase(Phase):
+    """A phase that was put together: of its collectives the time is known, and not each of them."""
+
+    exposed: float = 0.0
+    """Seconds that no computation hides."""
+
+
+class Seconds:
+    """Time of collectives on a layout, told by axis: it grows linearly with their number and bytes."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self._known: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def exposed(self, work: Work) -> float:
+        """Return seconds that computation does not hide."""
+        total = 0.0
+        for key, count in work.count.items():
+            latency, each_byte = self._of(key)
+            total += count * latency + work.sent[key] * each_byte
+        return max(0.0, total)
+
+    def _of(self, key: tuple[str, str]) -> tuple[float, float]:
+        if key not in self._known:
+            axis, op = key
+            ranks = ranks_along(axis, op, self.links.layout)
+            if len(ranks) == 1:
+                return 0.0, 0.0
+            latency, with_bytes = (self.links.exposed(Collective(op, ranks, size)) for size in (0, 10**9))
+            self._known[key] = latency, (with_bytes - latency) / 1e9
+        return self._known[key]
+
+
+def make_step(
+    blocks: Blocks, parts: Mapping[int, Part], costs: Costs, seconds: Seconds, whole: Block | None = None
+) -> RankStep:
+    """Return the step of a rank that holds ``parts``, by stage.
+
+    Args:
+        blocks: measured at the degrees of the layout, but for pp and dp.
+        parts: of one pipeline rank.
+        costs: of the model's layers.
+        seconds: of collectives on the layout.
+        whole: without a pipeline, the stage of embedding, one layer and head, less that layer.
+    """
+    layout = seconds.links.layout
+    held: dict[tuple[str, ...], Share] = {}
+    measured: dict[Sort, Phase] = {}
+    for stage, part in parts.items():
+        found = _blocks_of(blocks, part, costs)
+        shares = [block.shares for block in found]
+        if whole is not None:
+            shares = [whole.shares, *shares[1:-1]]
+        for dims, share in (pair for each in shares for pair in each.items()):
+            held[dims] = add_shares(held.get(dims, Share()), share)
+        for key in blocks.edge:
+            kind, place, split = key
+            work = _sum_of(blocks, part, found, key, whole)
+            if (kind, place) == ("F", 0):
+                work.change += found[-1].carry
+            if place == 0 and kind != "F" and (kind == "W" or not split):
+                work.change += found[0].carry_back
+            if (kind, place) == ("B", 0) and not part.has_embedding:
+                work.change += blocks.message  # what was sent is held until the next message
+                work.made += blocks.message
+            peak = _highest(blocks, part, found, key)
+            measured[kind, stage, place, split] = _phase(str(key), work, peak, seconds)
+    own = {dims: share.elements / _shards(blocks, dims, layout) for dims, share in held.items()}
+    return RankStep(
+        rank=0,
+        coordinates={},
+        state=_state(blocks, held, own),
+        parameters={},
+        global_parameters={},
+        measured=measured,
+        around={name: _around(blocks, each, held, own, seconds) for name, each in blocks.around.items()},
+        saved=0.0,
+        described=(),
+    )
+
+
+def _blocks_of(blocks: Blocks, part: Part, costs: Costs) -> list[Block]:
+    return [
+        *([blocks.embedding] if part.has_embedding else []),
+        *(blocks.layers[cost] for cost in layers_of(part, costs)),
+        *([blocks.head] if part.has_head else []),
+    ]
+
+
+def _sum_of(blocks: Blocks, part: Part, found: Sequence[Block], key: Pass, whole: Block | None) -> Work:
+    """Return what a stage does: embedding and head were measured with their own ends of a stage."""
+    layers = found[int(part.has_embedding) : len(found) - int(part.has_head)]
+    total = Work()
+    for block, times in Counter(layers).items():
+        total = total.plus(block.work[key], times)
+    if whole is not None:
+        return total.plus(whole.work[key])
+    ends = int(part.has_embedding) + int(part.has_head)
+    if part.has_embedding:
+        total = total.plus(blocks.embedding.work[key])
+    if part.has_head:
+        total = total.plus(blocks.head.work[key])
+    return total if ends == 1 else total.plus(blocks.edge[key], 1.0 if not ends else -1.0)
+
+
+def _highest(blocks: Blocks, part: Part, found: Sequence[Block], key: Pass) -> float:
+    """Return the most bytes within, above those at the beginning: blocks run one after the other."""
+    forward = key[0] == "F"
+    level = 0.0 if part.has_embedding or not forward else blocks.edge[key].change
+    most = 0.0
+    for block in found if forward else reversed(found):
+        most = max(most, level + block.above[key])
+        level += block.work[key].change
+    return most
+
+
+def _phase(name: str, work: Work, peak: float, seconds: Seconds) -> SummedPhase:
+    return SummedPhase(
+        name=name,
+        before=0,
+        peak=round(peak),
+        after=round(work.change),
+        made=round(work.made),
+        gemm_flops=Counter({kind: max(0.0, flops) for kind, flops in work.gemm.items()}),
+        moved=round(max(0.0, work.moved)),
+        kernels=round(max(0.0, work.kernels)),
+        exposed=seconds.exposed(work),
+    )
+
+
+def _shards(blocks: Blocks, dims: tuple[str, ...], layout: Layout) -> int:
+    """Return over how many ranks optimizer state is shared out."""
+    if blocks.shards.get(dims, 1) == 1:
+        return 1
+    return layout.size(*(dim for dim in dims if dim != "pp")) * (2 if "pp" in dims else 1)
+
+
+def _state(
+    blocks: Blocks, held: Mapping[tuple[str, ...], Share], own: Mapping[tuple[str, ...], float]
+) -> dict[str, int]:
+    masters = optimizer = gradients = 0.0
+    for dims, elements in own.items():
+        known = blocks.owned[dims]
+        if known.elements:
+            masters += elements * known.masters / known.elements
+            optimizer += elements * known.optimizer / known.elements
+        gradients += elements * blocks.gradients
+    return {
+        "weights": sum(share.weights for share in held.values()),
+        "masters": round(masters),
+        "optimizer": round(optimizer),
+        "gradients": round(gradients),
+        "other": round(blocks.other),
+    }
+
+
+def _around(
+    blocks: Blocks,
+    found: Around,
+    held: Mapping[tuple[str, ...], Share],
+    own: Mapping[tuple[str, ...], float],
+    seconds: Seconds,
+) -> SummedPhase:
+    """Return what a rank does around its actions: in proportion to the parameters that it holds or owns."""
+    of_probe = {dims: share.elements / blocks.shards.get(dims, 1) for dims, share in blocks.held.items()}
+    moved = sum(own.values()) / max(1.0, sum(of_probe.values()))
+    tensors = sum(share.tensors for share in held.values()) / max(
+        1, sum(share.tensors for share in blocks.held.values())
+    )
+    full = sum(share.elements for share in held.values()) / max(
+        1, sum(share.elements for share in blocks.held.values())
+    )
+    by_axis = {
+        "+".join(dims): share.elements / max(1, blocks.held[dims].elements)
+        for dims, share in held.items()
+        if dims in blocks.held
+    }
+    work = attrs.evolve(
+        found.work,
+        change=found.work.change * full,
+        made=found.work.made * full,
+        moved=found.work.moved * moved,
+        kernels=found.work.kernels * tensors,
+        count=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.count.items()}),
+        sent=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.sent.items()}),
+    )
+    return _phase("around", work, found.above, seconds)

@@ -1,0 +1,124 @@
+"""What a run takes beside its devices: checkpoints on disk, memory of hosts, tokens of the data."""
+
+from __future__ import annotations
+
+import shutil
+from math import gcd
+from pathlib import Path
+
+import attrs
+
+from nanotrain_core.api import PhaseTimeline, Recipe, Registry, survey_of
+from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.stages import Stages
+
+#: Resident bytes of a rank's Python with torch, without a device's context: measured with torch 2.13.
+PROCESS = 1.2e9
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Checkpoints:
+    """Of a whole run."""
+
+    bytes: int
+    """Of one: weights, masters and the optimizer's state, each block once."""
+    seconds: float
+    """Until one is written, by all nodes at once."""
+    kept: int
+    """Most that lie on disk: ``keep``, one that is being written, and, where evaluations are rarer than
+    these are saved, the newest one that a validation loss was measured after."""
+    free: int | None
+    """Bytes free where this command runs, under the run folder."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class DataUse:
+    """Of a whole run."""
+
+    tokens_per_step: int
+    """Of the largest batch."""
+    tokens: int
+    sequences: int | None
+    """There are, as far as is known before the data is opened."""
+    epochs: float | None
+
+
+@attrs.define(frozen=True, kw_only=True)
+class HostMemory:
+    """Bytes of one node."""
+
+    ranks: int
+    """On it."""
+    processes: int
+    offloaded: int
+    """Optimizer state that is kept on the host."""
+    checkpoint: int
+    """A copy of what its ranks save, while they go on training."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.processes + self.offloaded + self.checkpoint
+
+
+def checkpoints(recipe: Recipe, stages: Stages, hardware: Hardware) -> Checkpoints:
+    """Return what the run's checkpoints take."""
+    alike = stages.layout.world_size // stages.pp
+    size = round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
+    nodes = max(1, stages.layout.world_size // hardware.devices_per_node)
+    keep = getattr(recipe.checkpoint.config, "keep", 1)
+    folder = Path(recipe.run.folder or "runs").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return Checkpoints(
+        bytes=size,
+        seconds=size / (hardware.disk_gb_s * 1e9 * nodes),
+        kept=keep + 1 + _evaluated_lags(recipe, keep),
+        free=shutil.disk_usage(folder).free,
+    )
+
+
+def _evaluated_lags(recipe: Recipe, keep: int) -> bool:
+    """Return whether the newest evaluated checkpoint, which stays, can be older than the ``keep`` newest.
+
+    An evaluation in the step of a save comes before it. So at a save the last one is at most
+    ``evaluation.every``, less the greatest common divisor of the two periods, steps ago.
+    """
+    saves, evaluates = getattr(recipe.checkpoint.config, "every", 0), recipe.evaluation.every
+    if not saves or not recipe.evaluation.sequences or not 0 < evaluates < recipe.run.steps:
+        return False
+    return evaluates - gcd(saves, evaluates) > (keep - 1) * saves
+
+
+def data_use(recipe: Recipe, registry: Registry) -> DataUse:
+    """Return how much of the data the run takes."""
+    timeline = PhaseTimeline(recipe)
+    sequences = survey_of(recipe, registry).train
+    taken = sum(each.steps * each.sequences for each in timeline.stretches(recipe.run.steps))
+    return DataUse(
+        tokens_per_step=timeline.largest().batch.sequences * recipe.batch.length,
+        tokens=taken * recipe.batch.length,
+        sequences=sequences,
+        epochs=taken / sequences if sequences else None,
+    )
+
+
+def host_memory(recipe: Recipe, stages: Stages, hardware: Hardware) -> HostMemory:
+    """Return what a node's processes take; a run of fewer ranks than a node has devices is one node."""
+    ranks = min(stages.layout.world_size, hardware.devices_per_node)
+    state = max(
+        stages.step_of(rank).state["masters"] + stages.step_of(rank).state["optimizer"]
+        for rank in range(stages.pp)
+    )
+    saved = max(stages.step_of(rank).saved for rank in range(stages.pp))
+    return HostMemory(
+        ranks=ranks,
+        processes=round(PROCESS * ranks),
+        offloaded=ranks * state if offloads_state(recipe) else 0,
+        checkpoint=round(saved * ranks),
+    )
+
+
+def offloads_state(recipe: Recipe) -> bool:
+    """Return whether masters and optimizer state are on the host."""
+    return bool(getattr(recipe.optimizer.config, "offload", False))

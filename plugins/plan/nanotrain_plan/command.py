@@ -1,0 +1,207 @@
+"""``nanotrain plan RECIPE``: what a recipe takes on any hardware, from a dry run of its own objects."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.api import (
+    Exit,
+    NanotrainError,
+    add_recipe_options,
+    plugin_arguments,
+    resolve_recipe,
+)
+from nanotrain_plan.hardware import find_hardware, shipped
+
+if TYPE_CHECKING:
+    from nanotrain_core.api import Registry
+    from nanotrain_plan.plan import Plan
+    from nanotrain_plan.simulation import Simulated
+    from nanotrain_plan.sweep import Swept
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_recipe_options(parser)
+    parser.add_argument("--ranks", type=int, metavar="N", help="plan for so many (the recipe's run.ranks)")
+    parser.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME|FILE",
+        help=f"{', '.join(shipped())}, or a TOML file of your own (h100)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: docs/planning.md lists the keys")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with the pipeline's timeline")
+    parser.add_argument(
+        "--sweep",
+        type=int,
+        nargs="?",
+        const=500,
+        metavar="N",
+        help="also compare about N other layouts (500) by tokens/s, and plan the fastest whole",
+    )
+    many = parser.add_argument_group("simulation of a long run, with --simulate")
+    many.add_argument("--simulate", action="store_true", help="steps with slow ranks, goodput with failures")
+    many.add_argument(
+        "--slow-ranks", type=_share, default=0.01, metavar="SHARE", help="slow in a step (0.01)"
+    )
+    many.add_argument("--slow-factor", type=_factor, default=1.5, metavar="X", help="of their time (1.5)")
+    many.add_argument(
+        "--failure-hours",
+        type=_positive,
+        metavar="H",
+        help="between failures of the run (50,700 over its ranks: Llama 3's)",
+    )
+    many.add_argument(
+        "--checkpoint-minutes", type=_positive, metavar="M", help="between checkpoints (the recipe's)"
+    )
+    many.add_argument(
+        "--restart-minutes", type=_positive, default=5.0, metavar="M", help="from failure to training (5)"
+    )
+    many.add_argument("--times", metavar="FILE", help="measured times of actions: docs/planning.md")
+    many.add_argument("--draws", type=_count, default=1000, metavar="N", help="steps to draw (1000)")
+    many.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
+    parser.add_argument(
+        "--no-advice", action="store_true", help="of a recipe that does not fit, plan no others"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; the exit code says whether it fits.
+
+    Raises:
+        NanotrainError: the recipe cannot run, or there is no such hardware.
+    """
+    from nanotrain_plan.telling.file import check_page, tell_page, write_page
+
+    check_page(args)
+    hardware = find_hardware(args.hardware)
+    ranks = _ranks(args)
+    found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
+    for note in found.notes:
+        print(f"nanotrain: note: {note}", file=sys.stderr)
+    from nanotrain_plan.advice import advise
+    from nanotrain_plan.plan import make_plan, to_json
+
+    plan = make_plan(found.recipe, found.registry, found.layout, hardware)
+    swept = _sweep(args.sweep, plan, found.registry)
+    simulated = _simulate(args, plan)
+    skip = plan.fits or args.no_advice or swept
+    advice = None if skip else advise(plan, found.registry)
+    if args.html:
+        from nanotrain_plan.page import page
+
+        write_page(args, page(plan, advice))
+    if args.json:
+        table = to_json(plan)
+        table["memory"]["advice"] = [
+            {"change": a.told, "peak": a.peak, "tokens_per_second": a.tokens_per_second} for a in advice or ()
+        ]
+        if swept:
+            table["sweep"] = attrs.asdict(swept)
+        if simulated:
+            from nanotrain_plan.simulation import as_table
+
+            table["simulation"] = as_table(simulated)
+        json.dump(table, sys.stdout, indent=1)
+        print()
+    else:
+        from nanotrain_plan.show import show, show_sweep
+        from nanotrain_plan.telling.terminal import plain_console
+
+        console = plain_console(140)
+        show(plan, advice, console)
+        if swept:
+            show_sweep(swept, plan, console)
+        if simulated:
+            from nanotrain_plan.show_simulation import show_simulation
+
+            show_simulation(simulated, plan, console)
+    tell_page(args)
+    return Exit.DONE if plan.fits else Exit.USER
+
+
+def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
+    """Return other layouts, if they are asked for; tell on a terminal how many were looked at."""
+    if limit is None:
+        return None
+    if limit < 1:
+        raise NanotrainError(f"--sweep: expected a number above 0, got {limit}")
+    from nanotrain_plan.sweep import sweep
+
+    def tell(number: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\rlooked at {number} of about {limit} layouts", end="", file=sys.stderr, flush=True)
+
+    found = sweep(plan, registry, limit, tell)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return found
+
+
+def _simulate(args: argparse.Namespace, plan: Plan) -> Simulated | None:
+    """Return what a long run of the plan meets, if it is asked for."""
+    if not args.simulate:
+        return None
+    from nanotrain_plan.many import Stragglers
+    from nanotrain_plan.simulation import Wanted, simulate_plan
+
+    wanted = Wanted(
+        stragglers=Stragglers(share=args.slow_ranks, factor=args.slow_factor),
+        failure_hours=args.failure_hours,
+        checkpoint_minutes=args.checkpoint_minutes,
+        restart_minutes=args.restart_minutes,
+        steps=args.draws,
+        seed=args.seed,
+        times=Path(args.times) if args.times else None,
+    )
+    return simulate_plan(plan, wanted)
+
+
+def _number(text: str, expected: str, low: float, high: float) -> float:
+    """Read a number, for ``argparse``."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = float("nan")
+    if not low <= found <= high:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
+    return found
+
+
+def _share(text: str) -> float:
+    return _number(text, "a fraction from 0 to 1", 0.0, 1.0)
+
+
+def _factor(text: str) -> float:
+    return _number(text, "a number from 1 to 1000", 1.0, 1000.0)
+
+
+def _positive(text: str) -> float:
+    return _number(text, "a number above 0, at most a million", 1e-6, 1e6)
+
+
+def _count(text: str) -> int:
+    return int(_number(text, "a whole number from 1 to 1,000,000", 1, 1_000_000))
+
+
+def _ranks(args: argparse.Namespace) -> int | None:
+    """Return the world size asked for.
+
+    Raises:
+        NanotrainError: it is asked for twice, or below 1.
+    """
+    launched = None if args.nproc is None and args.nnodes is None else (args.nproc or 1) * (args.nnodes or 1)
+    if args.ranks is None:
+        return launched
+    if launched not in (None, args.ranks):
+        raise NanotrainError(f"--ranks {args.ranks}, but --nproc x --nnodes = {launched}; give one of them")
+    if args.ranks < 1:
+        raise NanotrainError(f"--ranks: expected a number above 0, got {args.ranks}")
+    return int(args.ranks)

@@ -1,0 +1,139 @@
+"""Collectives of a step by mesh axis, and how long they take on given links."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from nanotrain_core.api import Layout
+from nanotrain_plan.dry.collectives import Collective
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.stages import Stages
+
+
+@attrs.define(frozen=True, kw_only=True)
+class AxisTraffic:
+    """Collectives of one sort along one axis, of one rank in one step."""
+
+    axis: str
+    op: str
+    size: int
+    """Ranks of the group."""
+    count: int
+    bytes: int
+    seconds: float
+    exposed: float
+    """Seconds of these that no computation hides."""
+
+
+def axis_of(ranks: Sequence[int], layout: Layout) -> str:
+    """Return along which mesh dimensions ranks differ: ``tp``, ``dp``, ``world``, ``pp`` of a message.
+
+    A group that is whole in the dense view is told by that view, one of experts by theirs; two stages that
+    exchange a message, or hold one tied parameter, by ``pp``.
+    """
+    if len(ranks) == layout.world_size:
+        several = [dim for dim in layout.views["dense"].dims if layout.size(dim) > 1]
+        return several[0] if len(several) == 1 else "world"
+    for view in layout.views.values():
+        spread = {dim: {view.coordinate(rank, dim) for rank in ranks} for dim in view.dims}
+        varying = [dim for dim in view.dims if len(spread[dim]) > 1]
+        whole = all(len(spread[dim]) == view.size(dim) for dim in varying if dim != "pp")
+        if whole and math.prod(len(spread[dim]) for dim in varying) == len(ranks):
+            return "+".join(varying)
+    return "other"
+
+
+def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
+    """Return ranks, the first one's, that a collective of an axis takes in: the other way of :func:`axis_of`.
+
+    Of a pipeline, a message takes in two neighbours, and what is summed the first and the last stage.
+    """
+    if axis in ("world", "other"):
+        return tuple(range(layout.world_size))
+    dims = [dim for dim in axis.split("+") if dim]
+    own = layout.ranks(0, *(dim for dim in dims if dim != "pp"))
+    if "pp" not in dims or layout.size("pp") == 1:
+        return own
+    stages = 1 if op in ("send", "recv") else layout.size("pp") - 1
+    stride = layout.view(["pp"]).stride("pp") * stages
+    return (*own, *(rank + stride for rank in own))
+
+
+#: Mesh dimensions by the key of ``[overlap]`` that says how much of their collectives is hidden.
+OVERLAP = {"dp": "dp", "edp": "dp", "tp": "tp", "etp": "ep", "ep": "ep", "cp": "cp", "pp": "pp"}
+
+
+class Links:
+    """Times of collectives on the links of a hardware."""
+
+    def __init__(self, hardware: Hardware, layout: Layout) -> None:
+        self.hardware, self.layout = hardware, layout
+        self._axes: dict[tuple[int, ...], str] = {}
+        self._seconds: dict[Collective, float] = {}
+
+    def axis(self, found: Collective) -> str:
+        """Return :func:`axis_of`, remembered."""
+        if found.ranks not in self._axes:
+            self._axes[found.ranks] = axis_of(found.ranks, self.layout)
+        return self._axes[found.ranks]
+
+    def seconds(self, found: Collective) -> float:
+        """Return how long a collective takes by itself, remembered."""
+        if found not in self._seconds:
+            self._seconds[found] = self._time(found)
+        return self._seconds[found]
+
+    def _time(self, found: Collective) -> float:
+        """Return how long a collective takes by itself.
+
+        Bandwidth is that of the slowest link a ring over the ranks crosses; of an all-to-all, what leaves the
+        node takes the network and the rest NVLink, at once. Latency grows with the logarithm of the ranks.
+        """
+        links, n = self.hardware.links, len(found.ranks)
+        node = self.hardware.devices_per_node
+        local = sum(rank // node == found.ranks[0] // node for rank in found.ranks)
+        latency = links.latency_us * 1e-6 * (1 + 0.25 * math.log2(n))
+        intra, inter = (1e9 * links.achieved * gb_s for gb_s in (links.intra_gb_s, links.inter_gb_s))
+        if found.op == "all_to_all":
+            inside, outside = (local - 1) / n, (n - local) / n
+            return latency + found.bytes * max(inside / intra, outside / inter)
+        factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
+        rate = intra if local == n else inter
+        return latency + found.bytes * factor.get(found.op, 1.0) / rate
+
+    def exposed(self, found: Collective) -> float:
+        """Return the seconds of :meth:`seconds` that computation does not hide."""
+        axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
+        shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
+        return self.seconds(found) * (1 - min(shares, default=0.0))
+
+
+def phases_of(stages: Stages, pp_rank: int) -> Iterator[Phase]:
+    """Yield what a rank does in a step, all microbatches, in order."""
+    around = stages.step_of(pp_rank).around
+    yield around["counts"]
+    for action in stages.actions[pp_rank]:
+        yield stages.phase(pp_rank, action)
+    for name in ("sync", "update", "balance"):
+        yield around[name]
+
+
+def traffic(stages: Stages, pp_rank: int, links: Links) -> list[AxisTraffic]:
+    """Return a rank's collectives of a step, summed by axis and operation."""
+    total: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for phase in phases_of(stages, pp_rank):
+        for found in phase.collectives:
+            sums = total[links.axis(found), found.op, len(found.ranks)]
+            sums[0] += 1
+            sums[1] += found.bytes
+            sums[2] += links.seconds(found)
+            sums[3] += links.exposed(found)
+    return [
+        AxisTraffic(axis=axis, op=op, size=size, count=int(n), bytes=int(b), seconds=seconds, exposed=exposed)
+        for (axis, op, size), (n, b, seconds, exposed) in sorted(total.items())
+    ]

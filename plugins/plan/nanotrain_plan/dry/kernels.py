@@ -1,0 +1,86 @@
+"""Kernels of a dry run: what a device computes with one kernel is one operator, with its memory.
+
+On ``meta`` torch takes attention apart, scores and all. Its fused operators have shapes there too, so they
+are called by name: what is kept for backward, and by activation checkpointing, is then what they keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu
+from nanotrain_plan import DryKernelsConfig
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class DryKernels(Kernels):
+    """Stands on ``meta`` for the kernels of whatever device a plan is for."""
+
+    def __init__(self, config: DryKernelsConfig) -> None:
+        self.config = config
+
+    def ops(self, device: torch.device) -> Ops:
+        """Return plain PyTorch with the kernels that it has on a GPU, or on a CPU."""
+        if self.config.host:
+            return replace(TORCH, attention=attention_on_host)
+        return replace(TORCH, attention=attention, rms_norm=rms_norm, experts=experts)
+
+
+def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+    """Return what FlashAttention would, or cuDNN's kernel, which takes values of another size than keys.
+
+    Both keep q, k, v, the output and a log-sum-exp for each row, and no scores.
+    Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithms 1 and 2.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    if q.shape[-1] == v.shape[-1]:
+        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+    else:
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[0]
+    found: Tensor = out.transpose(1, 2)
+    return found
+
+
+def attention_on_host(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+    """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
+    if q_BSHK.shape[-1] != v_BSGV.shape[-1]:
+        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[0]
+    return out.transpose(1, 2)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return a tensor like ``x``: one kernel each way, which keeps x and a number for each row."""
+    out: Tensor = FusedRMSNorm.apply(x, weight_D)  # type: ignore[no-untyped-call]
+    return out
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Reads and writes what ``torch.rms_norm`` does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_D, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return x * weight_D.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight_D, _ = ctx.saved_tensors
+        return d_y * x, torch.empty_like(weight_D)
+
+
+def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+    """Return the experts' outputs [N, D], by grouped GEMMs where a GPU has them: see ``ops.experts``."""
+    sizes = (*gate_EFD.shape[1:], rows_ND.shape[-1])
+    if rows_ND.dtype != torch.bfloat16 or any(size % 8 for size in sizes) or not len(rows_ND):
+        return TORCH.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
+    gate_NF, up_NF = (grouped_linear_on_gpu(rows_ND, weight, counts_E) for weight in (gate_EFD, up_EFD))
+    return grouped_linear_on_gpu(TORCH.swiglu(gate_NF, up_NF), down_EDF, counts_E)

@@ -1,0 +1,374 @@
+"""One rank's run composed on ``meta``, and one of its steps, measured action by action."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from nanotrain_core.api import Action, Layout, Recipe, Registry, Selection
+from nanotrain_core.api.torch import (
+    Batch,
+    Block,
+    Executor,
+    Run,
+    Shard,
+    StopRequest,
+    balance,
+    compose,
+    storage_of,
+    sum_over_data,
+)
+from nanotrain_plan.dry.recorder import Phase, Recorder, Storage
+from nanotrain_plan.dry.values import Values
+from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
+
+#: Kind and stage of an action, whether its microbatch is the step's first (0), last (2) or another (1), and
+#: whether the stage has a W pass for it.
+Sort = tuple[str, int, int, bool]
+
+#: What memory of a rank is held by, in the order of a table.
+HOLDERS = ("weights", "masters", "optimizer", "gradients", "other")
+
+
+@attrs.define
+class Share:
+    """What one model part of a rank has of the parameters that the same ranks sum gradients of."""
+
+    elements: int = 0
+    weights: int = 0
+    """Bytes."""
+    tensors: int = 0
+
+
+@attrs.define
+class Owned:
+    """What a rank updates of such parameters: all of them, or a range if optimizer state is sharded."""
+
+    elements: int = 0
+    masters: int = 0
+    """Bytes."""
+    optimizer: int = 0
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False)
+class RankStep:
+    """What one rank holds and does."""
+
+    rank: int
+    coordinates: Mapping[str, int]
+    state: Mapping[str, int]
+    """Bytes between steps, by holder."""
+    parameters: Mapping[str, int]
+    """Elements of this rank's blocks, by parameter."""
+    global_parameters: Mapping[str, int]
+    """Elements of the whole parameters that this rank has blocks of."""
+    measured: Mapping[Sort, Phase]
+    """One action of each sort."""
+    around: Mapping[str, Phase]
+    """``counts``, ``sync``, ``update`` and ``balance``: what a step does around its actions."""
+    saved: float
+    """Bytes of a checkpoint that this rank stands for: of what several ranks hold, its share."""
+    described: Sequence[str]
+    phases: Sequence[Phase] = ()
+    """Of the step that was taken, in order."""
+    shares: Mapping[tuple[int, tuple[str, ...]], Share] = attrs.field(factory=dict)
+    """By model part, numbered as this rank has them, and by mesh dimensions that gradients are summed over;
+    ``pp`` among them where another stage holds the parameter too."""
+    owned: Mapping[tuple[str, ...], Owned] = attrs.field(factory=dict)
+    """By those dimensions."""
+    looked: Any = None
+    """What ``look`` of :func:`dry_rank` returned."""
+
+    def phase(self, sort: Sort) -> Phase:
+        """Return what was measured for an action, or for one as near as there is."""
+        kind, stage, place, split = sort
+        for near in (place, 1, 0, 2):
+            for halves in (split, not split):
+                if (kind, stage, near, halves) in self.measured:
+                    return self.measured[kind, stage, near, halves]
+        raise KeyError(sort)
+
+
+def sorts_of(actions: Sequence[Action], microbatches: int) -> dict[Action, Sort]:
+    """Return the sort of each action of a rank."""
+    split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
+
+    def place(number: int) -> int:
+        return 0 if number == 0 else 2 if number == microbatches - 1 else 1
+
+    return {
+        action: (
+            action.kind,
+            action.stage,
+            place(action.microbatch),
+            (action.stage, action.microbatch) in split,
+        )
+        for action in actions
+    }
+
+
+def sample(actions: Sequence[Action], microbatches: int) -> list[int]:
+    """Return microbatches that have an action of every sort: the first, the last, and few between."""
+    sorts = sorts_of(actions, microbatches)
+    chosen = sorted({0, microbatches - 1})
+    covered = {sort for action, sort in sorts.items() if action.microbatch in chosen}
+    middle = microbatches // 2
+    for action in sorted(sorts, key=lambda action: abs(action.microbatch - middle)):
+        if sorts[action] not in covered:
+            chosen.append(action.microbatch)
+            covered |= {sort for each, sort in sorts.items() if each.microbatch == action.microbatch}
+    return sorted(chosen)
+
+
+def dry_recipe(recipe: Recipe, registry: Registry, *, host: bool) -> Recipe:
+    """Return the recipe with what a dry run has in place of data, kernels and monitors.
+
+    ``host``: whether ranks are CPUs.
+    """
+
+    def stand_in(kind: str, use: str, **config: Any) -> Selection:
+        return Selection(kind, use, registry.get(kind, use).config(**config))
+
+    precision = recipe.precision
+    if hasattr(precision.config, "backend"):  # of FP8: on meta auto stands for the kernels of a GPU
+        backend = "emulated" if host else "auto"
+        precision = attrs.evolve(precision, config=attrs.evolve(precision.config, backend=backend))
+    optimizer = recipe.optimizer
+    if hasattr(optimizer.config, "offload"):  # state on the host is counted there: see host.py
+        optimizer = attrs.evolve(optimizer, config=attrs.evolve(optimizer.config, offload=False))
+    return attrs.evolve(
+        recipe,
+        optimizer=optimizer,
+        run=attrs.evolve(recipe.run, weights=None, compile=False),
+        kernels=stand_in("kernels", "dry", host=host),
+        data=stand_in("data", "synthetic", vocab=2, branching=1, sequences=1, validation_sequences=0),
+        precision=precision,
+        monitor=(),
+    )
+
+
+def compose_dry(
+    recipe: Recipe,
+    registry: Registry,
+    rank: int,
+    told: list[Any] | None,
+    *,
+    host: bool,
+    lasting: bool = True,
+) -> Run:
+    """Return the run of a rank on ``meta``; call it in a :func:`fake_world`."""
+    make = partial(DryMesh, told=told, host=host, lasting=lasting)
+    return compose(recipe, registry, rank=rank, device="meta", make_mesh=make)
+
+
+def survey(recipe: Recipe, registry: Registry, ranks: Iterable[int], *, host: bool) -> list[Any]:
+    """Return what each of ``ranks``, one for each pipeline stage, tells the others: names of parameters."""
+    told: list[Any] = []
+    for rank in ranks:
+        with fake_world(rank, recipe.run.ranks):
+            try:
+                compose_dry(recipe, registry, rank, None, host=host)
+            except Surveyed as said:
+                told += said.args
+    return told
+
+
+def dry_rank(
+    recipe: Recipe,
+    registry: Registry,
+    layout: Layout,
+    rank: int,
+    told: list[Any],
+    values: Values,
+    *,
+    host: bool,
+    lasting: bool = True,
+    every_microbatch: bool = False,
+    look: Callable[[Run], Any] | None = None,
+) -> RankStep:
+    """Compose a rank and run a step of it.
+
+    Args:
+        recipe: of :func:`dry_recipe`.
+        registry: the plugins.
+        layout: of the recipe.
+        rank: which.
+        told: of :func:`survey`.
+        values: shared by the ranks of a plan, in the order of the pipeline.
+        host: whether it is to be a CPU.
+        lasting: whether it holds what it sends, see :class:`DryMesh`.
+        every_microbatch: take a step of all of them, not only of those that stand for others.
+        look: called with the composed run, before the step. Then the recorder also notes who asks for each
+            collective.
+    """
+    recorder = Recorder("meta", values, origins=look is not None)
+    with fake_world(rank, recipe.run.ranks), recorder, recorder.watching_modules():
+        recorder.enter("compose")
+        run = compose_dry(recipe, registry, rank, told, host=host, lasting=lasting)
+        recorder.named({m: name for part in run.stages.values() for name, m in part.named_modules()})
+        blocks = list(run.optimizer.blocks())
+        state = held_by(run, recorder, blocks)
+        saved = saved_bytes(run, state)
+        shares, owned = held_of_parts(run, blocks)
+        looked = look(run) if look else None
+        step = _Step(run, recorder)
+        sorts, sampled = sorts_of(run.actions, step.count), sample(run.actions, step.count)
+        if every_microbatch:
+            sampled = list(range(step.count))
+        first = len(recorder.phases)
+        step.run(sampled, forward_first=not every_microbatch)
+        recorder.enter("end")
+    phases = {phase.name: phase for phase in recorder.phases[first:]}
+    measured: dict[Sort, Phase] = {}
+    for action in step.executor_actions:
+        whole = attrs.evolve(action, microbatch=sampled[action.microbatch])
+        measured.setdefault(sorts[whole], phases[str(action)])
+    return RankStep(
+        rank=rank,
+        coordinates={dim: layout.coordinate(rank, dim) for dim in layout.dims},
+        state=state,
+        parameters={p.placement.name: p.parameter.numel() for p in run.placed},
+        global_parameters={p.placement.name: _product(p.placement.global_shape) for p in run.placed},
+        measured=measured,
+        around={name: phases[name] for name in ("counts", "sync", "update", "balance")},
+        saved=saved,
+        described=run.described,
+        shares=shares,
+        owned=owned,
+        phases=recorder.phases[first:-1],
+        looked=looked,
+    )
+
+
+def _product(shape: Iterable[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def held_by(run: Run, recorder: Recorder, blocks: Sequence[Block] | None = None) -> dict[str, int]:
+    """Return the bytes that are alive after composing, by holder; ``blocks``: the optimizer's."""
+    left: dict[int, Storage] = dict(recorder.alive)
+    found = dict.fromkeys(HOLDERS, 0)
+
+    def claim(holder: str, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = left.pop(tensor.untyped_storage()._cdata, None)
+            if storage is not None:
+                found[holder] += storage.bytes
+
+    claim("weights", (storage_of(p.parameter) for p in run.placed))
+    blocks = list(run.optimizer.blocks()) if blocks is None else blocks
+    claim("masters", (b.tensor for b in blocks if b.name.startswith("master")))
+    claim("optimizer", (b.tensor for b in blocks))
+    with torch.utils._python_dispatch._disable_current_modes():
+        claim("gradients", (run.gradients.gradient_of(piece) for piece in run.gradients.pieces()))
+    found["other"] = sum(storage.bytes for storage in left.values())
+    return found
+
+
+def held_of_parts(
+    run: Run, blocks: Sequence[Block]
+) -> tuple[dict[tuple[int, tuple[str, ...]], Share], dict[tuple[str, ...], Owned]]:
+    """Return :attr:`RankStep.shares` and :attr:`RankStep.owned`."""
+    shares: dict[tuple[int, tuple[str, ...]], Share] = defaultdict(Share)
+    owned: dict[tuple[str, ...], Owned] = defaultdict(Owned)
+    dims = {}
+    for placed in run.placed:
+        span = placed.placement.sync_span(run.mesh.layout)
+        dims[placed.placement.name] = summed = (*(("pp",) if span.stages else ()), *span.dims)
+        stored = storage_of(placed.parameter)
+        for part in placed.parts:
+            share = shares[part, summed]
+            share.elements += placed.parameter.numel()
+            share.weights += stored.numel() * stored.element_size()
+            share.tensors += 1
+    for piece in run.gradients.pieces():
+        size = piece.parameter.numel() if piece.span is None else piece.span[1] - piece.span[0]
+        owned[dims[piece.placement.name]].elements += size
+    for block in blocks:
+        found = owned[dims[block.name.partition("/")[2]]]
+        size = block.tensor.numel() * block.tensor.element_size()
+        if block.name.startswith("master"):
+            found.masters += size
+        else:
+            found.optimizer += size
+    return dict(shares), dict(owned)
+
+
+def saved_bytes(run: Run, state: Mapping[str, int]) -> float:
+    """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters."""
+    layout = run.mesh.layout
+    weights = sum(
+        storage_of(p.parameter).numel()
+        * storage_of(p.parameter).element_size()
+        / p.placement.replicas(layout)
+        for p in run.placed
+    )
+    pieces = [(piece.weight.numel(), piece.placement.replicas(layout)) for piece in run.gradients.pieces()]
+    held = sum(size for size, _ in pieces)
+    alone = sum(size / replicas for size, replicas in pieces)
+    return weights + (state["masters"] + state["optimizer"]) * (alone / held if held else 0.0)
+
+
+class _Step:
+    """The steps of a run, as :meth:`RuntimeEngine._train_step` makes them, of some of the microbatches."""
+
+    def __init__(self, run: Run, recorder: Recorder) -> None:
+        self.run_, self.recorder = run, recorder
+        recipe: Recipe = run.recipe
+        shard = Shard(run.mesh.coordinate("dp"), run.mesh.size("dp"))
+        rows = len(shard.rows(recipe.batch.sequences))
+        tokens = torch.empty(rows, recipe.batch.length, dtype=torch.int64, device="meta")
+        self.count = recipe.batch.microbatches(shard.count)
+        self.batches = list(Batch(tokens, tokens.clone()).split(recipe.batch.microbatch, self.count))
+        self.executor = RecordedExecutor(recorder, run)
+        self.executor_actions: tuple[Action, ...] = ()
+
+    def run(self, microbatches: Sequence[int], *, forward_first: bool) -> None:
+        """Take a step with some of its microbatches, renumbered.
+
+        With ``forward_first`` all forward passes come before the others: what a backward pass leaves is freed
+        by whatever comes next. Were that a forward pass, its activations would be told too small by as much,
+        of all microbatches that are in flight.
+        """
+        run, recorder, numbers = self.run_, self.recorder, {m: n for n, m in enumerate(microbatches)}
+        sampled = (a for a in run.actions if a.microbatch in numbers)
+        renumbered = (attrs.evolve(a, microbatch=numbers[a.microbatch]) for a in sampled)
+        self.executor_actions = tuple(
+            sorted(renumbered, key=lambda action: forward_first and action.kind != "F")
+        )
+        batches = [self.batches[number] for number in microbatches]
+        recorder.enter("counts")
+        names = list(run.loss_weights)
+        each = [run.feed.counts(batch) for batch in batches]
+        zero = torch.zeros((), dtype=torch.float64)
+        total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
+        summed = sum_over_data(total, run.mesh, once_per_pipeline=True, beside=StopRequest().flags())
+        factors = dict(zip(names, (1 / summed[: len(names)].clamp(min=1)).unbind(), strict=True))
+        self.executor.run(self.executor_actions, batches, factors)
+        recorder.enter("sync")
+        run.gradients.finish()
+        recorder.enter("update")
+        stats = run.optimizer.step(loss_scale=run.loss_scale.value)
+        run.gradients.zero()
+        recorder.enter("balance")
+        balance(run.stages.values(), run.mesh, skipped=stats.skipped)
+
+
+class RecordedExecutor(Executor):
+    """Begins a phase of the recorder with each action."""
+
+    def __init__(self, recorder: Recorder, run: Run) -> None:
+        super().__init__(run.stages, run.gradients, run.mesh, run.owners, run.passes)
+        self.recorder = recorder
+
+    def _execute(self, action: Action) -> None:
+        self.recorder.enter(str(action))
+        super()._execute(action)

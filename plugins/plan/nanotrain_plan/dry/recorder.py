@@ -1,0 +1,256 @@
+"""Sees every operator of a step: collectives, FLOPs and memory traffic, and when memory is taken and freed.
+
+A ``TorchDispatchMode``. On ``meta`` it records what would run; on a real device what does, which is how plans
+are tested. Memory is that of storages, exact to the byte, without an allocator's rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed._meta_registrations
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from nanotrain_plan.dry.collectives import Collective, read_collective
+from nanotrain_plan.dry.origin import Origin, find_origin
+from nanotrain_plan.dry.values import Values
+
+#: Views and allocations: neither computes.
+_FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
+
+
+@attrs.define(eq=False)
+class Storage:
+    """Memory of one tensor and its views."""
+
+    bytes: int
+    module: str
+    """Qualified name of the module whose forward was running; empty outside of any."""
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@attrs.define(eq=False)
+class Phase:
+    """What happened from one call of :meth:`Recorder.enter` to the next."""
+
+    name: str
+    before: int
+    """Bytes alive at its beginning."""
+    peak: int
+    """Most bytes alive within."""
+    after: int = 0
+    kept: list[Storage] = attrs.field(factory=list)
+    """Made here and alive at its end."""
+    made: int = 0
+    """Bytes of :attr:`kept`."""
+    collectives: list[Collective] = attrs.field(factory=list)
+    origins: list[Origin | None] = attrs.field(factory=list)
+    """Who asked for each of :attr:`collectives`, if the recorder looks."""
+    callers: list[str] = attrs.field(factory=list)
+    """Module whose forward was running, likewise."""
+    gemm_flops: Counter[str] = attrs.field(factory=Counter)
+    """FLOPs of matrix products by dtype, and of ``attention``, of which half is masked."""
+    flops_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
+    """By the module whose forward runs, and by ``gemm`` or ``attention`` (whole scores). In a backward pass
+    that is what it computes again."""
+    bytes_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
+    """Read and written, likewise, and by ``other`` operators. Of stacked experts, those that get rows."""
+    moved: int = 0
+    """Bytes that operators other than matrix products read and wrote."""
+    kernels: int = 0
+
+    @property
+    def transient(self) -> int:
+        """Bytes needed within, on top of those at its beginning."""
+        return self.peak - self.before
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """See the module. Only tensors of ``device`` count."""
+
+    def __init__(self, device: str, values: Values | None = None, *, origins: bool = False) -> None:
+        """Args: as follows.
+
+        Args:
+            device: see the class.
+            values: numbers of tensors on ``meta``; None on a real device.
+            origins: also note who asked for each collective.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.values, self.origins = device, values, origins
+        self.live = 0
+        self.alive: dict[int, Storage] = {}
+        self._made: dict[int, Storage] = {}
+        """Those of the phase under way."""
+        self.phases: list[Phase] = [Phase("start", 0, 0)]
+        self._modules: list[str] = []
+        self._names: dict[nn.Module, str] = {}
+
+    # --- phases -------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Return the one under way."""
+        return self.phases[-1]
+
+    def enter(self, name: str) -> None:
+        """End the phase under way and begin another."""
+        self._end()
+        self.phases.append(Phase(name, self.live, self.live))
+
+    def _end(self) -> None:
+        self.phase.after = self.live
+        self.phase.kept = list(self._made.values())
+        self.phase.made = sum(storage.bytes for storage in self.phase.kept)
+        self._made = {}
+
+    def named(self, modules: dict[nn.Module, str]) -> None:
+        """Give modules the names that storages are told by."""
+        self._names = modules
+
+    @contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Know which module runs."""
+        before = hooks.register_module_forward_pre_hook(self._enter_module)
+        after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module, self._modules[-1] if self._modules else ""))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+    # --- operators ----------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and note it."""
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            return self._collective(func, args, kwargs)
+        if self.values is not None:
+            read = self.values.read(func, args, kwargs)
+            if read is not None:
+                return read
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+                return self.values.scalar(args[0])
+        out = func(*args, **kwargs)
+        if self.values is not None:
+            self.values.follow(func, args, kwargs, out)
+        self._note(func, name, args, kwargs, out)
+        return out
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        found = read_collective(func, args)
+        if found is not None:
+            self.phase.collectives.append(found)
+            if self.origins:
+                self.phase.origins.append(find_origin())
+                self.phase.callers.append(self._modules[-1] if self._modules else "")
+        if self.values is not None:
+            self.values.exchanged(func._schema.name.partition("::")[2], args)
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        phase, outputs = self.phase, list(tensors_in(out))
+        new = False
+        for tensor in outputs:
+            if tensor.device.type == self.device:
+                new |= self.take(tensor, name)
+        packet = func._overloadpacket
+        if name.startswith(_FREE):
+            return
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        if "_scaled_dot_product" in name and "_attention" in name:
+            self._computes("attention", _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
+        elif name == "aten::_grouped_mm":
+            rows, right = args[:2]
+            used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
+            moved = _dense(rows) + sum(map(_dense, outputs)) + round(_dense(right) * used)
+            self._computes(str(rows.dtype)[6:], 2 * rows.numel() * right.shape[-1], moved)
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]
+            self._computes(kind, flops, sum(map(_dense, (*inputs, *outputs))))
+        elif new or func._schema.is_mutable:
+            mutated = outputs if new else inputs[:1]
+            moved = sum(_dense(t) for t in (*inputs, *mutated) if t.device.type == self.device)
+            phase.moved += moved
+            phase.kernels += 1
+            self._of_module("other", 0, moved)
+
+    def _computes(self, kind: str, flops: int, moved: int) -> None:
+        """Note a matrix product or attention."""
+        self.phase.gemm_flops[kind] += flops
+        self.phase.kernels += 1
+        self._of_module("attention" if kind == "attention" else "gemm", flops, moved)
+
+    def _of_module(self, kind: str, flops: int, moved: int) -> None:
+        """Note what the module does whose forward runs, if one does."""
+        if self._modules:
+            self.phase.flops_of[self._modules[-1], kind] += flops
+            self.phase.bytes_of[self._modules[-1], kind] += moved
+
+    def take(self, tensor: torch.Tensor, op: str = "") -> bool:
+        """Note a tensor's storage; return whether it was not known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.alive:
+            return False
+        size = storage.nbytes()
+        module = self._modules[-1] if self._modules else ""
+        shape = tuple(tensor.shape)
+        self.alive[key] = self._made[key] = Storage(size, module, op, shape, tensor.dtype)
+        self.live += size
+        self.phase.peak = max(self.phase.peak, self.live)
+        weakref.finalize(storage, self._free, key).atexit = False
+        return True
+
+    def _free(self, key: int) -> None:
+        self._made.pop(key, None)
+        self.live -= self.alive.pop(key).bytes
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operator's arguments or results: three times as fast as torch's pytrees."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def _attention_flops(name: str, args: Any) -> int:
+    """Return FLOPs of fused attention over the whole score matrix: 2 products forward, 5 backward."""
+    q, k, v = (t for t in args[1:4]) if "backward" in name else (t for t in args[:3])
+    B, H, S, K = q.shape
+    V, T = v.shape[-1], k.shape[2]
+    products: int = 3 * K + 2 * V if "backward" in name else K + V
+    return int(2 * B * H * S * T * products)
+
+
+def _dense(tensor: torch.Tensor) -> int:
+    """Return the bytes that reading a tensor moves: of an expanded one, those it has."""
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else 1
+    return size

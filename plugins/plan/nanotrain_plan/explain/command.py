@@ -1,0 +1,78 @@
+"""``nanotrain explain RECIPE``: one step of this recipe in words, pictures and numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from nanotrain_core.api import (
+    Exit,
+    NanotrainError,
+    add_recipe_options,
+    plugin_arguments,
+    resolve,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    add_recipe_options(parser)
+    parser.add_argument(
+        "--on",
+        choices=("cpu", "gpu"),
+        help="what ranks compute on: CPUs, with gloo, or GPUs, with NCCL (gpu; of --trace cpu)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: docs/explain.md lists the keys")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also train here, with gloo, and compare what is really exchanged; exit code 2 if it differs",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the explanation.
+
+    Raises:
+        NanotrainError: the recipe cannot run; or it is too large to be traced here.
+    """
+    from nanotrain_plan.telling.file import check_page, tell_page, write_page
+
+    check_page(args)
+    found = resolve(args)
+    from nanotrain_plan.explain.explain import as_json, explain
+
+    on = args.on or ("cpu" if args.trace else "gpu")
+    if args.trace:
+        if on == "gpu":
+            raise NanotrainError("--trace trains on CPUs, with gloo: leave out --on gpu")
+        from nanotrain_plan.explain.small import check_small
+
+        check_small(args.recipe, args.set, plugin_arguments(args), found)
+    sections = explain(found.recipe, found.registry, found.layout, host=on == "cpu")
+    trace = None
+    if args.trace:
+        from nanotrain_plan.explain.trace import compare, section_of
+
+        trace = compare(args, plugin_arguments(args), found)
+        sections.append(section_of(trace))
+    count, devices = found.layout.world_size, {"cpu": "CPU with gloo", "gpu": "GPU with NCCL"}[on]
+    title = f"One step of {found.recipe.run.name}: {count:,} x {devices}"
+    if args.html:
+        from nanotrain_plan.telling.page import page
+
+        write_page(args, page(title, sections))
+    if args.json:
+        table = as_json(found.recipe, found.layout, sections)
+        if trace is not None:
+            table["trace"] = trace.as_json()
+        json.dump(table, sys.stdout, indent=1)
+        print()
+    else:
+        from nanotrain_plan.telling.terminal import plain_console, show
+
+        show(title, sections, plain_console(140))
+    tell_page(args)
+    return Exit.USER if trace is not None and not trace.same else Exit.DONE

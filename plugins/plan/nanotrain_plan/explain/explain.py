@@ -1,0 +1,48 @@
+"""The explanation of a recipe, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanotrain_core.api import Layout, NanotrainError, Recipe, Registry
+from nanotrain_plan.explain.standing import matrices, ranks, stages, state
+from nanotrain_plan.explain.step import batch, computed, saved, schedule, talk
+from nanotrain_plan.explain.subject import Subject
+from nanotrain_plan.telling.parts import Section, to_json
+
+#: Of what ``--json`` prints: see :data:`nanotrain_plan.plan.VERSION`.
+VERSION = "1.0"
+
+
+def explain(recipe: Recipe, registry: Registry, layout: Layout, *, host: bool) -> list[Section]:
+    """Take a dry step of a checked recipe and tell it.
+
+    Args:
+        recipe: checked.
+        registry: the plugins.
+        layout: of the recipe.
+        host: whether ranks are CPUs, which exchange tensors through gloo.
+
+    Raises:
+        NanotrainError: a component does something that cannot be followed without numbers.
+    """
+    try:
+        subject = Subject.of(recipe, registry, layout, host=host)
+    except (NotImplementedError, RuntimeError) as problem:
+        raise NanotrainError(
+            f"this recipe cannot be explained: {str(problem).partition(chr(10))[0]}"
+        ) from problem
+    told = (ranks, stages, matrices, batch, schedule, talk, computed, state, saved)
+    return [section(subject) for section in told]
+
+
+def as_json(recipe: Recipe, layout: Layout, sections: Sequence[Section]) -> dict[str, Any]:
+    """Return what ``--json`` prints; docs/explain.md lists the keys."""
+    return {
+        "version": VERSION,
+        "recipe": recipe.run.name,
+        "ranks": layout.world_size,
+        "layout": layout.sizes,
+        "sections": to_json(sections),
+    }

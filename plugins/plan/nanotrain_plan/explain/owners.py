@@ -1,0 +1,81 @@
+"""Which component of a recipe a file belongs to, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import Component, Layout, Recipe, Registry, Selection
+from nanotrain_plan.dry.origin import Origin, place_of
+
+#: What the core's own files are told as.
+CORE = "the core"
+
+
+@attrs.define(frozen=True)
+class Owners:
+    """The components that a recipe selects."""
+
+    recipe: Recipe
+    registry: Registry
+
+    @cached_property
+    def selections(self) -> Mapping[str, Selection]:
+        """Selections by what they are told as: ``parallel 'tp'``."""
+        found = {}
+        for field in attrs.fields(type(self.recipe)):
+            value = getattr(self.recipe, field.name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Selection) and each.kind not in ("monitor", "data", "kernels"):
+                    found[f"{each.kind} '{each.use}'"] = each
+        return found
+
+    @cached_property
+    def _packages(self) -> Mapping[str, str]:
+        """Folder of a package (or a file, of a plugin that is one) -> component."""
+        found: dict[str, str] = {}
+        for label in self.selections:
+            origin = self.place(label)
+            if origin is not None and not self._is_core(label):
+                path = Path(origin.file)
+                package = (path.parent / "__init__.py").exists()
+                found.setdefault(str(path.parent) if package else str(path), label)
+        return found
+
+    def _is_core(self, label: str) -> bool:
+        return self.component(label).factory.startswith("nanotrain_core.")
+
+    def component(self, label: str) -> Component:
+        """Return the description that a plugin announced."""
+        selection = self.selections[label]
+        return self.registry.get(selection.kind, selection.use)
+
+    def place(self, label: str) -> Origin | None:
+        """Return where the object behind a component is written."""
+        factory: Any = self.component(label).load()
+        return place_of(factory)
+
+    def of_kind(self, kind: str) -> list[str]:
+        """Return what components of a kind are told as, in the recipe's order."""
+        return [label for label, each in self.selections.items() if each.kind == kind]
+
+    def of(self, origin: Origin | None) -> str:
+        """Return who a place in the code belongs to."""
+        if origin is None:
+            return CORE
+        return next((who for where, who in self._packages.items() if origin.file.startswith(where)), CORE)
+
+    def axis(self, axis: str, ranks: tuple[int, ...], origin: Origin | None, layout: Layout) -> str:
+        """Return the mesh dimension that is meant where the same ranks differ along several, of two views.
+
+        That is one which the component handles that asks: of experts' all-to-all ``ep`` and not ``tp``.
+        """
+        who = self.of(origin)
+        for dim in self.component(who).mesh_dims if who != CORE else ():
+            if dim in layout.dims and layout.size(dim) > 1 and layout.ranks(ranks[0], dim) == ranks:
+                return dim
+        return axis

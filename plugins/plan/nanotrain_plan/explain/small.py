@@ -1,0 +1,153 @@
+"""Whether a recipe can be trained on this machine by ``--trace``, and which keys make it small enough."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import (
+    NanotrainError,
+    PhaseTimeline,
+    PluginArguments,
+    Resolution,
+    Role,
+    divisibility_of,
+    resolve_recipe,
+)
+from nanotrain_plan.model import Parameters, count_parameters
+from nanotrain_plan.words import count, size
+
+#: Processes of one machine.
+MOST_RANKS = 16
+
+#: Bytes of a parameter in training, in float32: weight, gradient, a bucket of it, two moments.
+PER_PARAMETER = 20
+
+#: FLOPs of the two steps: half an hour if all ranks together make 30 GFLOP/s.
+MOST_FLOPS = 5e13
+
+#: Tokens of a sequence.
+LENGTH = 256
+
+#: Rounds in which a model's numbers are halved.
+ROUNDS = 12
+
+
+def check_small(recipe: str, overrides: Sequence[str], plugins: PluginArguments, found: Resolution) -> None:
+    """Refuse what is too large for this machine.
+
+    Raises:
+        NanotrainError: with the ``--set`` options of a smaller recipe that can be traced, if one is found.
+    """
+    problem = _problem(found)
+    if problem is None:
+        return
+    smaller = _smaller(recipe, list(overrides), plugins)
+    advice = (
+        f"this is small enough: nanotrain explain {recipe} --trace "
+        + " ".join(f"--set {shlex.quote(change)}" for change in (*overrides, *smaller))
+        if smaller
+        else "choose a smaller recipe with the same components"
+    )
+    raise NanotrainError(f"--trace: {problem}\n{advice}")
+
+
+def _problem(found: Resolution) -> str | None:
+    ranks = found.layout.world_size
+    if ranks > MOST_RANKS:
+        return f"{ranks:,} ranks are too many for one machine; at most {MOST_RANKS}"
+    parameters = count_parameters(found.recipe, found.registry)
+    needed, there = _needed(found, parameters), memory()
+    if needed > there / 2:
+        return f"training takes some {size(needed)} of this machine's {size(there)}; at most half"
+    batch = PhaseTimeline(found.recipe).largest().batch
+    flops = 2 * 6 * (parameters.active + parameters.mtp) * batch.sequences * batch.length
+    if flops > MOST_FLOPS:
+        return (
+            f"two steps of {batch.sequences:,} sequences take some {count(flops)} floating-point operations; "
+            f"at most {count(MOST_FLOPS)}"
+        )
+    return None
+
+
+def _needed(found: Resolution, parameters: Parameters) -> int:
+    """Return bytes of all ranks' state, as if each pipeline's were whole: more than it takes."""
+    split = 1
+    for dim in ("pp", "tp"):
+        split *= found.layout.size(dim) if dim in found.layout.dims else 1
+    whole = (parameters.total + parameters.mtp) * PER_PARAMETER
+    return whole * max(1, found.layout.world_size // split)
+
+
+def memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# --- smaller -----------------------------------------------------------------------------------------
+
+
+def _smaller(recipe: str, overrides: Sequence[str], plugins: PluginArguments) -> list[str]:
+    """Return overrides with which the recipe can be traced; empty if none were found."""
+
+    def attempt(changes: Mapping[str, int | str]) -> Resolution | None:
+        asked = [*overrides, *(f"{key}={value}" for key, value in changes.items())]
+        try:
+            return resolve_recipe(recipe, overrides=asked, plugins=plugins)
+        except NanotrainError:
+            return None
+
+    first = attempt({})
+    changes: dict[str, int | str] = {}
+    if first is not None and _problem(first) is not None:
+        changes = next((each for each in _shorter_steps(first) if attempt(each)), {})
+    found = attempt(changes)
+    for _ in range(ROUNDS):
+        if found is None or _problem(found) is None:
+            break
+        for key, value in _halves(found.recipe.model.config):
+            if attempt({**changes, key: value}):
+                changes[key] = value
+        found = attempt(changes)
+    if found is None or _problem(found) is not None:
+        return []
+    return [f"{key}={value}" for key, value in changes.items()]
+
+
+def _shorter_steps(found: Resolution) -> Iterator[dict[str, int | str]]:
+    """Yield a batch of as many microbatches as is usual, without phases, which would set another.
+
+    Of too many ranks it is with degrees of at most 2, on ever fewer ranks.
+    """
+    recipe, ranks = found.recipe, found.layout.world_size
+    degrees = {f"topology.{key}": 2 for key, value in _integers(recipe.topology.config) if value > 1}
+    largest = PhaseTimeline(recipe).largest().batch.sequences
+    for fewer in (8, 4, 2, 1) if ranks > MOST_RANKS else (ranks,):
+        changes: dict[str, int | str] = {"run.ranks": fewer, **degrees} if fewer != ranks else {}
+        sequences = 2 * fewer * recipe.batch.microbatch
+        if largest > sequences:
+            changes["batch.sequences"] = sequences
+            if recipe.phase:
+                changes |= {"phase": "[]", "run.steps": recipe.run.steps}
+        if recipe.batch.length > LENGTH:
+            changes["batch.length"] = LENGTH
+        yield changes
+
+
+def _halves(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield each number of a model that is large, halved; not the vocabulary, which data shares."""
+    kept = {each.key for each in divisibility_of(config) or () if Role.VOCAB in each.roles}
+    for key, value in _integers(config):
+        if value > 4 and f"model.{key}" not in kept:
+            yield f"model.{key}", (value + 1) // 2
+
+
+def _integers(config: Any) -> Iterator[tuple[str, int]]:
+    for field in attrs.fields(type(config)):
+        value = getattr(config, field.name)
+        if type(value) is int:
+            yield field.name, value

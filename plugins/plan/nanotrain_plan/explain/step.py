@@ -1,0 +1,289 @@
+"""What happens in a step: who talks to whom, what is computed again, in which order and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nanotrain_core.api import PhaseTimeline, draw_timeline
+from nanotrain_core.api.torch import Exchange, GlooExchange
+from nanotrain_plan.dry.origin import place_of
+from nanotrain_plan.explain import pictures
+from nanotrain_plan.explain.subject import Subject
+from nanotrain_plan.explain.talk import WHEN, Exchanged, flops_by_dtype, recomputed
+from nanotrain_plan.telling.parts import Bytes, FLOPs, Picture, Ranks, Section, Share, Statement, Table, say
+from nanotrain_plan.words import starred
+
+#: Most actions of a rank that are drawn for a terminal.
+DRAWN = 64
+
+
+def batch(subject: Subject) -> Section:
+    """Return what a step takes in."""
+    recipe, layout = subject.recipe, subject.layout
+    sequences, length, dp = recipe.batch.sequences, recipe.batch.length, layout.size("dp")
+    body = [
+        say(
+            "A step trains on {sequences:,} sequences of {length:,} tokens, {tokens:,} in all. Each "
+            "of {dp:,} data-parallel {word} takes its own share, cut into microbatches of at most "
+            "{microbatch:,} sequences: {microbatches:,} of them.",
+            place_of(type(recipe.batch)),
+            sequences=sequences,
+            length=length,
+            tokens=sequences * length,
+            dp=dp,
+            word="ranks" if dp > 1 else "rank",
+            microbatches=subject.stages.microbatches,
+            microbatch=recipe.batch.microbatch,
+        )
+    ]
+    if subject.phases:
+        body.append(
+            say(
+                "The recipe has {phases:,} {word} of training, which change numbers such as the batch size "
+                "as the run goes on: this is a step with the largest batch of them.",
+                place_of(PhaseTimeline),
+                phases=subject.phases,
+                word="phases" if subject.phases > 1 else "phase",
+            )
+        )
+    weights = subject.looked(subject.told[-1]).loss_weights
+    (model,) = subject.owners.of_kind("model")
+    body.append(
+        say(
+            "Its loss is the sum of {terms}. Each is a sum over tokens, divided by a count over the whole "
+            "batch before backward: so every gradient, over whatever ranks, is completed by adding up.",
+            subject.owners.place(model),
+            terms=" and ".join(f"{weight:g} x {name}" for name, weight in weights.items()),
+        )
+    )
+    return Section("The batch", body)
+
+
+# --- order -------------------------------------------------------------------------------------------
+
+
+def schedule(subject: Subject) -> Section:
+    """Return in which order passes run."""
+    stages, timeline = subject.stages, subject.timeline
+    (label,) = subject.owners.of_kind("schedule")
+    where = subject.owners.place(label)
+    body: list[Statement | Table | Picture] = []
+    for rank, actions in enumerate(stages.actions):
+        kinds = [action.kind for action in actions]
+        if rank not in subject.told and rank != stages.pp - 1:
+            continue
+        body.append(
+            say(
+                "Pipeline rank {rank} makes its first backward pass after {warm:,} of its {passes:,} forward "
+                "passes, and has at most {flying:,} in flight, whose activations it holds. It is idle for "
+                "{idle} of the time, if a forward takes one unit of time and a backward two.",
+                where,
+                rank=rank,
+                warm=kinds.index("B"),
+                passes=kinds.count("F"),
+                flying=subject.memory(rank).in_flight,
+                idle=Share(timeline.bubble(rank)),
+            )
+        )
+    if any(action.kind == "W" for actions in stages.actions for action in actions):
+        body.append(
+            say(
+                "A backward pass (B) computes the gradient of its inputs (dgrad), which the stage before "
+                "waits for, and leaves that of the weights (wgrad) to a pass of its own (W).",
+                where,
+            )
+        )
+    if stages.pp > 1:
+        body.append(
+            say(
+                "Of all pipeline ranks' time, {bubble} is bubble, with {schedule} and {m:,} microbatches.",
+                where,
+                bubble=Share(timeline.bubble()),
+                schedule=label,
+                m=stages.microbatches,
+            )
+        )
+    lines = list(draw_timeline(timeline)) if len(stages.actions[0]) <= DRAWN else []
+    body.append(pictures.pipeline(timeline, lines))
+    return Section("The order of passes", body)
+
+
+# --- talk --------------------------------------------------------------------------------------------
+
+
+def talk(subject: Subject) -> Section:
+    """Return who talks to whom, when, why, and how many bytes."""
+    exchange = GlooExchange if subject.host else Exchange
+    body: list[Statement | Table | Picture] = [
+        say(
+            "Collectives are those of {name}: {text}",
+            place_of(exchange),
+            name=exchange.__name__,
+            text=" ".join((exchange.__doc__ or "").replace("`", "").split()),
+        )
+    ]
+    told: set[object] = set()
+    for pp_rank in subject.told:
+        found = subject.exchanges(pp_rank)
+        rank = subject.rank(pp_rank)
+        body.append(_talk_total(found, rank))
+        for each in found:
+            origin = each.place.origin
+            key = each.place.when, each.place.op, each.place.axis, origin.name if origin else ""
+            if key not in told:
+                body.append(_exchange(subject, each, rank))
+                told.add(key)
+        if found:
+            columns = ("when", "collective", "axis", "ranks", "times", "bytes", "asked for by")
+            body.append(Table(columns, [_talk_row(subject, each) for each in found]))
+    if any(subject.exchanges(pp_rank) for pp_rank in subject.told):
+        body.append(pictures.talk(subject.layout, {p: subject.exchanges(p) for p in subject.told}))
+    return Section("Who talks to whom", body)
+
+
+def _talk_total(found: list[Exchanged], rank: int) -> Statement:
+    if not found:
+        return say("Rank {rank} talks to nobody in a step.", rank=rank)
+    return say(
+        "In a step rank {rank} takes part in {count:,} collectives and messages, of {bytes} in all.",
+        rank=rank,
+        count=sum(each.count for each in found),
+        bytes=Bytes(sum(each.bytes for each in found)),
+    )
+
+
+def _exchange(subject: Subject, each: Exchanged, rank: int) -> Statement:
+    place = each.place
+    others = tuple(other for other in place.ranks if other != rank)
+    who = {
+        "send": "{when}, rank {rank} sends to rank {others}",
+        "recv": "{when}, rank {rank} receives from rank {others}",
+    }.get(place.op, "{when}, rank {rank} with {others}: {op}")
+    what = " along {axis}, {count:,} in a step, {bytes} in all"
+    where = ""
+    if each.modules:
+        again = ", whose forward is computed again" if place.when in "BW" else ""
+        where = f", called from {{modules}}{again}"
+    text = place.origin.text if place.origin else ""
+    why = ". {owner} asks for it: {text}" if text else ". {owner} asks for it."
+    return say(
+        who + what + where + why,
+        place.origin,
+        rank=rank,
+        others=Ranks(others),
+        op=place.op.replace("_", "-"),
+        axis=place.axis,
+        count=each.count,
+        bytes=Bytes(each.bytes),
+        when=WHEN[place.when].capitalize(),
+        modules=" and ".join(each.modules[:3]) + (" and others" if len(each.modules) > 3 else ""),
+        owner=sentence(subject.owners.of(place.origin)),
+        text=text,
+    )
+
+
+def sentence(words: str) -> str:
+    """Return words as the beginning of a sentence."""
+    return words[:1].upper() + words[1:]
+
+
+def _talk_row(subject: Subject, each: Exchanged) -> tuple[object, ...]:
+    place = each.place
+    return (
+        WHEN[place.when],
+        place.op.replace("_", "-"),
+        place.axis,
+        Ranks(place.ranks),
+        each.count,
+        Bytes(each.bytes),
+        f"{subject.owners.of(place.origin)}: {place.origin.name}" if place.origin else "",
+    )
+
+
+# --- what is computed ----------------------------------------------------------------------------------
+
+
+def computed(subject: Subject) -> Section:
+    """Return what is multiplied in which precision, and what a second time."""
+    body: list[Statement | Table | Picture] = []
+    (precision,) = subject.owners.of_kind("precision")
+    where = subject.owners.place(precision)
+    for pp_rank in subject.told:
+        rank = subject.rank(pp_rank)
+        forward, again, modules = recomputed(subject.stages, pp_rank)
+        if again:
+            body.append(
+                say(
+                    "Rank {rank} computes {again} of the {forward} of its forward passes a second time in "
+                    "backward, {share}, in {modules}: their activations were not kept.",
+                    *[subject.owners.place(label) for label in subject.owners.of_kind("parallel")],
+                    rank=rank,
+                    again=FLOPs(again),
+                    forward=FLOPs(forward),
+                    share=Share(again / forward),
+                    modules=" and ".join(modules[:4]) + (" and others" if len(modules) > 4 else ""),
+                )
+            )
+        else:
+            body.append(say("Rank {rank} computes nothing twice: activations are kept.", where, rank=rank))
+        looked = subject.looked(pp_rank)
+        body.append(
+            say(
+                "{precision}: its weights are {weights}, its gradients {gradients}.",
+                where,
+                precision=precision,
+                weights=" and ".join(sorted({str(each.dtype)[6:] for each in looked.parameters})),
+                gradients=" and ".join(looked.gradient_dtypes) or "not there between steps",
+            )
+        )
+        body.extend(_gemms(subject, pp_rank))
+        rows = [
+            (WHEN[when].removeprefix("in "), kind, FLOPs(flops))
+            for when, kinds in flops_by_dtype(subject.stages, pp_rank).items()
+            for kind, flops in kinds.items()
+        ]
+        body.append(Table(("matrix products", "of (attention: whole scores)", "in a step"), rows))
+    for line in subject.stages.steps[subject.told[0]].described:
+        body.append(say("{line}.", where, line=line))
+    return Section("What is computed, in which precision", body)
+
+
+def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:
+    by_backend: dict[str, dict[str, None]] = {}
+    origins = {}
+    for each in subject.looked(pp_rank).parameters:
+        if each.gemm is not None:
+            by_backend.setdefault(each.gemm.name, {})[starred(each.placement.name)] = None
+            origins[each.gemm.name] = each.gemm
+    for name, parameters in by_backend.items():
+        yield say(
+            "{count:,} kinds of matrices, as {example}, are multiplied by {name}, forward, dgrad and wgrad "
+            "apart. {text}",
+            origins[name],
+            count=len(parameters),
+            example=next(iter(parameters)),
+            name=name,
+            text=origins[name].text,
+        )
+
+
+def saved(subject: Subject) -> Section:
+    """Return what a checkpoint holds."""
+    (label,) = subject.owners.of_kind("checkpoint")
+    stages, layout = subject.stages, subject.layout
+    alike = layout.world_size // stages.pp
+    size = round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
+    names = sorted({each.name for p in subject.told for each in subject.looked(p).state})
+    return Section(
+        "What a checkpoint holds",
+        [
+            say(
+                "{checkpoint} saves {bytes}: of every parameter its weight and {names}, each block once, "
+                "under a name and an offset in the whole tensor, so that any layout can read it.",
+                subject.owners.place(label),
+                checkpoint=label,
+                bytes=Bytes(size),
+                names=" and ".join(names),
+            )
+        ],
+    )

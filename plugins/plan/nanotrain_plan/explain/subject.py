@@ -1,0 +1,120 @@
+"""What an explanation is read from: a recipe, a dry step of it, and who its components are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+
+from nanotrain_core.api import Layout, PhaseTimeline, Recipe, Registry, Timeline, simulate
+from nanotrain_plan.explain.look import HeldParameter, Looked, Neighbours, look
+from nanotrain_plan.explain.owners import Owners
+from nanotrain_plan.explain.talk import Exchanged, exchanges
+from nanotrain_plan.memory import RankMemory, rank_memory
+from nanotrain_plan.stages import Stages, dry_stages
+from nanotrain_plan.words import starred
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False)
+class Alike:
+    """Parameters that differ in the number of their layer alone."""
+
+    name: str
+    """With a star for the number."""
+    first: HeldParameter
+    number: int
+    splits: dict[int, list[str]]
+    """Axis -> mesh dimensions that it is split over."""
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False, slots=False)
+class Subject:
+    """See the module."""
+
+    recipe: Recipe
+    """Without phases: with the values of the one that has the largest batch, as a plan takes it."""
+    phases: int
+    """How many the recipe has."""
+    registry: Registry
+    layout: Layout
+    host: bool
+    """Whether ranks are CPUs."""
+    stages: Stages
+    owners: Owners
+
+    @classmethod
+    def of(cls, recipe: Recipe, registry: Registry, layout: Layout, *, host: bool) -> Subject:
+        """Take a dry step of a checked recipe."""
+        phases, recipe = len(recipe.phase), PhaseTimeline(recipe).largest()
+        stages = dry_stages(recipe, registry, layout, host=host, look=look)
+        return cls(
+            recipe=recipe,
+            phases=phases,
+            registry=registry,
+            layout=layout,
+            host=host,
+            stages=stages,
+            owners=Owners(recipe, registry),
+        )
+
+    @cached_property
+    def told(self) -> Sequence[int]:
+        """Pipeline ranks that are told one by one: the first of each kind."""
+        return sorted(self.stages.steps)
+
+    def rank(self, pp_rank: int) -> int:
+        """Return the first global rank of a pipeline rank that is told."""
+        return self.stages.steps[pp_rank].rank
+
+    def looked(self, pp_rank: int) -> Looked:
+        """Return what such a rank holds."""
+        found: Looked = self.stages.steps[pp_rank].looked
+        return found
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """Other ranks' placements."""
+        return Neighbours(self.recipe, self.registry, self.layout, host=self.host)
+
+    @cached_property
+    def _alike(self) -> dict[int, list[Alike]]:
+        return {}
+
+    def alike(self, pp_rank: int) -> list[Alike]:
+        """Return a rank's parameters, those of layers that are alike as one."""
+        if pp_rank not in self._alike:
+            parameters = self.looked(pp_rank).parameters
+            splits = self.neighbours.splits(self.rank(pp_rank), parameters)
+            groups: dict[object, list[HeldParameter]] = {}
+            for each in parameters:
+                p = each.placement
+                key = (starred(p.name), p.shape, p.offset, p.sharded, p.summed, p.same, p.stages)
+                groups.setdefault((*key, each.dtype, each.updated), []).append(each)
+            self._alike[pp_rank] = [
+                Alike(
+                    name=starred(group[0].placement.name) if len(group) > 1 else group[0].placement.name,
+                    first=group[0],
+                    number=len(group),
+                    splits=splits.get(group[0].placement.name, {}),
+                )
+                for group in groups.values()
+            ]
+        return self._alike[pp_rank]
+
+    @cached_property
+    def _exchanges(self) -> dict[int, list[Exchanged]]:
+        return {pp_rank: exchanges(self.stages, pp_rank, self.owners) for pp_rank in self.told}
+
+    def exchanges(self, pp_rank: int) -> list[Exchanged]:
+        """Return a rank's collectives of a step."""
+        return self._exchanges[pp_rank]
+
+    def memory(self, pp_rank: int) -> RankMemory:
+        """Return a rank's memory over the step."""
+        return rank_memory(self.stages, pp_rank)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule on paper: a forward takes one unit of time, a whole backward two."""
+        return simulate(self.stages.actions)

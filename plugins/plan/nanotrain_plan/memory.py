@@ -1,0 +1,157 @@
+"""Memory of a rank over a step: what is held between steps, and what its list of actions adds and frees.
+
+Each action was measured once (:mod:`nanotrain_plan.dry.rank`); the rank's whole list says when it runs, so
+that activations of all microbatches in flight count, and the peak is where the schedule has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+
+from nanotrain_core.api import Action, Recipe
+from nanotrain_plan.budget import offloads_state
+from nanotrain_plan.dry.recorder import Phase, Storage
+from nanotrain_plan.stages import Stages
+
+
+@attrs.define(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank. Those of holders at the peak add up to :attr:`peak`."""
+
+    pp_rank: int
+    held: Mapping[str, int]
+    """At the peak: ``weights``, ``masters``, ``optimizer``, ``gradients``, ``activations`` (kept for
+    backward), ``buffers`` (what a step keeps beside these, as weights quantized for it), ``transient``
+    (within the action or the update itself) and ``other``."""
+    state: Mapping[str, int]
+    """Between steps, by holder."""
+    peak: int
+    where: str
+    """What runs at the peak: an action as ``F0.3``, or ``gradient sync``, ``optimizer step``."""
+    in_flight: int
+    """Most microbatches (of any stage) whose activations are held at once."""
+    timeline: Sequence[tuple[str, int]]
+    """Bytes after each action, and the action."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Activation:
+    """Tensors that a forward pass keeps for backward, alike in all but their number."""
+
+    module: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    """Of one."""
+    count: int
+
+
+def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
+    """Walk through a rank's actions."""
+    step = stages.step_of(pp_rank)
+    base = sum(step.state.values())
+    level, gradients, activations, buffers, flying, most = base, 0, 0, 0, 0, 0
+    peak, where, held, timeline = base, "between steps", dict(step.state), [("", base)]
+
+    def look(phase: Phase, name: str) -> None:
+        nonlocal peak, where, held
+        if level + phase.transient > peak:
+            peak, where = level + phase.transient, name
+            # A forward pass peaks with what it keeps for backward in place, or most of it.
+            own = min(phase.transient, phase.after - phase.before) if name[0] == "F" else 0
+            held = {**step.state, "activations": activations + own, "buffers": buffers}
+            held["transient"] = phase.transient - own
+            held["gradients"] = step.state["gradients"] + gradients
+
+    split = {(a.stage, a.microbatch) for a in stages.actions[pp_rank] if a.kind == "W"}
+    kept: dict[tuple[int, int], int] = {}
+    look(step.around["counts"], "token counts")
+    for action in stages.actions[pp_rank]:
+        phase = stages.phase(pp_rank, action)
+        look(phase, str(action))
+        change = phase.after - phase.before
+        level += change
+        key = action.stage, action.microbatch
+        if action.kind == "F":
+            kept[key] = change
+            activations += change
+            flying += 1
+            most = max(most, flying)
+        elif action.kind == "B" and key in split:
+            kept[key] += change
+            activations += change
+        else:
+            done = kept.pop(key)
+            activations -= done
+            left = min(change + done, phase.made)
+            gradients += left
+            buffers += change + done - left
+            flying -= 1
+        timeline.append((str(action), level))
+    for name, told in (
+        ("sync", "gradient sync"),
+        ("update", "optimizer step"),
+        ("balance", "expert balance"),
+    ):
+        phase = step.around[name]
+        look(phase, told)
+        level += phase.after - phase.before
+        if name == "sync":
+            gradients += phase.after - phase.before
+    for name in ("activations", "buffers", "transient"):
+        held.setdefault(name, 0)
+    return RankMemory(
+        pp_rank=pp_rank,
+        held=held,
+        state=step.state,
+        peak=peak,
+        where=where,
+        in_flight=most,
+        timeline=timeline,
+    )
+
+
+def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:
+    """Return the storages that a forward pass of one microbatch leaves, largest first."""
+    middle = stages.microbatches // 2 if stages.microbatches > 2 else 0
+    phase = stages.phase(pp_rank, Action("F", stage, middle))
+    return sorted(phase.kept, key=lambda storage: -storage.bytes)
+
+
+def activations(stages: Stages, pp_rank: int, stage: int) -> list[Activation]:
+    """Return what one microbatch keeps, summed by module, operator, shape and dtype."""
+    alike: Counter[tuple[str, str, tuple[int, ...], str, int]] = Counter()
+    for s in kept_by_forward(stages, pp_rank, stage):
+        alike[s.module, s.op, s.shape, str(s.dtype)[6:], s.bytes] += 1
+    return [
+        Activation(module=module, op=op, shape=shape, dtype=dtype, bytes=size, count=count)
+        for (module, op, shape, dtype, size), count in alike.items()
+    ]
+
+
+def by_layer(found: Sequence[Activation]) -> dict[str, int]:
+    """Return bytes of activations by layer: ``layers.7``, ``embed``, ``head``."""
+    total: Counter[str] = Counter()
+    for each in found:
+        parts = each.module.split(".")
+        layer = ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0] or "outside"
+        total[layer] += each.bytes * each.count
+    return dict(total)
+
+
+def all_ranks(stages: Stages, recipe: Recipe) -> Iterator[RankMemory]:
+    """Yield the memory of every pipeline rank, without what ``recipe`` keeps on the host.
+
+    A dry run has it on the device, whatever ``optimizer.offload`` says, so ``stages`` cannot tell.
+    """
+    gone = {"masters": 0, "optimizer": 0} if offloads_state(recipe) else {}
+    for pp_rank in range(stages.pp):
+        rank = rank_memory(stages, pp_rank)
+        moved = sum(rank.state[name] for name in gone)
+        yield attrs.evolve(
+            rank, peak=rank.peak - moved, held={**rank.held, **gone}, state={**rank.state, **gone}
+        )

@@ -1,0 +1,262 @@
+"""The plan of a recipe: all that is found out, as one object that is shown or told as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry
+from nanotrain_plan.budget import (
+    Checkpoints,
+    DataUse,
+    HostMemory,
+    checkpoints,
+    data_use,
+    host_memory,
+)
+from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
+from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.memory import Activation, RankMemory, activations, all_ranks
+from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
+from nanotrain_plan.run_phases import RunPhase, run_phases
+from nanotrain_plan.stages import Stages, dry_stages
+from nanotrain_plan.timing import StepTime, step_time, uses_float8
+
+#: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
+VERSION = "2.0"
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Of one recipe on one number of ranks and one hardware."""
+
+    recipe: Recipe
+    layout: Layout
+    hardware: Hardware
+    stages: Stages
+    parameters: Parameters
+    flops: TokenFLOPs
+    memory: Sequence[RankMemory]
+    """Of every pipeline rank."""
+    time: StepTime
+    """Of a step with the largest batch of the run."""
+    phases: Sequence[RunPhase]
+    """Empty of a recipe without."""
+    traffic: Sequence[AxisTraffic]
+    """Of the pipeline rank :attr:`loudest`."""
+    loudest: int
+    """The pipeline rank that spends most on collectives."""
+    checkpoints: Checkpoints
+    data: DataUse
+    host: HostMemory
+    assumptions: Sequence[str]
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.layout.world_size
+
+    @property
+    def worst(self) -> RankMemory:
+        """The pipeline rank with the highest peak."""
+        return max(self.memory, key=lambda rank: rank.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak fits the device."""
+        return self.worst.peak <= self.hardware.usable
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run."""
+        return self.data.tokens_per_step / self.time.seconds
+
+    def tflops(self, *, causal: bool = True) -> float:
+        """Model TFLOP/s of one device, further tokens (MTP) included."""
+        flops = self.flops.model if causal else self.flops.non_causal + self.flops.mtp
+        return self.tokens_per_second * flops / self.ranks / 1e12
+
+    @property
+    def hardware_tflops(self) -> float:
+        """What one device computes, activation checkpointing included: HFU's numerator."""
+        return self.executed * self.tokens_per_second / self.ranks / 1e12
+
+    @property
+    def executed(self) -> float:
+        """FLOPs that are executed for a token: attention's masked half left out."""
+        total = 0.0
+        for pp_rank in range(self.stages.pp):
+            for phase in phases_of(self.stages, pp_rank):
+                total += sum(phase.gemm_flops.values()) - phase.gemm_flops["attention"] / 2
+        return total * self.ranks / self.stages.pp / self.data.tokens_per_step
+
+    @property
+    def peak_tflops(self) -> float:
+        """What MFU is a share of: the peak of bfloat16, or of float32 where that is multiplied."""
+        return self.hardware.peak(self.unit) / 1e12
+
+    @property
+    def unit(self) -> str:
+        """The dtype that MFU's peak is of."""
+        kinds = {"fp32": "float32", "fp64": "float64"}
+        return kinds.get(self.recipe.precision.use, "bfloat16")
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run, without evaluations and checkpoints."""
+        if self.phases:
+            return sum(phase.seconds for phase in self.phases)
+        return self.time.seconds * self.recipe.run.steps
+
+
+def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> Plan:
+    """Take a dry step of a checked recipe, with the largest batch of its phases, and add everything up.
+
+    Raises:
+        NanotrainError: a component does something that cannot be followed without numbers.
+    """
+    try:
+        stages = dry_stages(PhaseTimeline(recipe).largest(), registry, layout, host=hardware.gloo)
+    except (NotImplementedError, RuntimeError) as problem:
+        text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
+    memory = list(all_ranks(stages, recipe))
+    links = Links(hardware, layout)
+    told = [traffic(stages, rank, links) for rank in sorted(stages.steps)]
+    loudest = max(range(len(told)), key=lambda number: sum(each.exposed for each in told[number]))
+    return Plan(
+        recipe=recipe,
+        layout=layout,
+        hardware=hardware,
+        stages=stages,
+        parameters=count_parameters(recipe, registry),
+        flops=count_flops(recipe, registry),
+        memory=memory,
+        time=step_time(stages, hardware),
+        phases=run_phases(recipe, registry, stages, hardware),
+        traffic=told[loudest],
+        loudest=sorted(stages.steps)[loudest],
+        checkpoints=checkpoints(recipe, stages, hardware),
+        data=data_use(recipe, registry),
+        host=host_memory(recipe, stages, hardware),
+        assumptions=assumptions(recipe, stages, hardware),
+    )
+
+
+def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]:
+    """Return what the numbers rest on, for people to read."""
+    a, o, links = hardware.achieved, hardware.overlap, hardware.links
+    eager = hardware.gloo or recipe.run.compile is False
+    found = [
+        f"GEMMs reach {a.gemm:.0%} of the peak ({hardware.rate('bfloat16') / 1e12:.4g} TFLOP/s in bfloat16"
+        + (f", {hardware.rate('float8') / 1e12:.4g} in FP8" if uses_float8(stages) else "")
+        + f"), attention {a.attention:.0%}, causal: half of the scores are left out",
+        f"other operators move {hardware.memory.bandwidth_gb_s:g} GB/s x {a.memory:g}"
+        + (f", {hardware.memory.fusion:g} times less traffic by torch.compile" if not eager else ""),
+        f"links reach {links.achieved:.0%} of {links.intra_gb_s:g} GB/s within a node of "
+        f"{hardware.devices_per_node} and {links.inter_gb_s:g} GB/s between nodes; "
+        f"{links.latency_us:g} us latency; collectives are hidden: dp {o.dp:.0%}, tp {o.tp:.0%}, "
+        f"ep {o.ep:.0%}, pp {o.pp:.0%}",
+        "experts get equally many tokens",
+        f"the host takes {hardware.launch_us:g} us to launch an operator"
+        + (f", and torch.compile leaves one of {hardware.memory.fusion:g}" if not eager else "")
+        + "; a device that is faster waits for it",
+        f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
+        "allocator's rounding and fragmentation",
+    ]
+    if not eager:
+        found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
+    return found
+
+
+# --- as JSON --------------------------------------------------------------------------------------
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Return what ``--json`` prints. Sizes are bytes, times seconds; docs/planning.md lists the keys."""
+    time, worst = plan.time, plan.worst
+    return {
+        "version": VERSION,
+        "recipe": plan.recipe.run.name,
+        "ranks": plan.ranks,
+        "layout": plan.layout.sizes,
+        "hardware": attrs.asdict(plan.hardware),
+        "assumptions": list(plan.assumptions),
+        "parameters": {**attrs.asdict(plan.parameters), "per_rank": _per_rank(plan)},
+        "flops_per_token": {
+            **attrs.asdict(plan.flops),
+            "causal": plan.flops.causal,
+            "non_causal": plan.flops.non_causal,
+            "model": plan.flops.model,
+            "executed": plan.executed,
+        },
+        "memory": {
+            "fits": plan.fits,
+            "usable": round(plan.hardware.usable),
+            "peak": worst.peak,
+            "pp_rank": worst.pp_rank,
+            "where": worst.where,
+            "ranks": [
+                {
+                    "pp_rank": rank.pp_rank,
+                    "peak": rank.peak,
+                    "where": rank.where,
+                    "in_flight": rank.in_flight,
+                    "at_peak": dict(rank.held),
+                    "between_steps": dict(rank.state),
+                }
+                for rank in plan.memory
+            ],
+            "activations": [
+                {"stage": stage, **attrs.asdict(each)}
+                for stage in plan.stages.stages_of(worst.pp_rank)
+                for each in activations(plan.stages, worst.pp_rank, stage)
+            ],
+        },
+        "collectives": {
+            "pp_rank": plan.loudest,
+            "of_a_step": [attrs.asdict(each) for each in plan.traffic],
+        },
+        "pipeline": {
+            "stages": [attrs.asdict(part) for part in plan.stages.parts],
+            "microbatches": plan.stages.microbatches,
+            "bubble": time.bubble,
+            "seconds": time.pipeline,
+        },
+        "time": {
+            "step": time.seconds,
+            "after_backward": time.after,
+            "busiest": attrs.asdict(time.busiest),
+            "tokens_per_second": plan.tokens_per_second,
+            "tokens_per_second_per_device": plan.tokens_per_second / plan.ranks,
+            "model_tflops_per_device": plan.tflops(),
+            "mfu": plan.tflops() / plan.peak_tflops,
+            "mfu_non_causal": plan.tflops(causal=False) / plan.peak_tflops,
+            "hfu": plan.hardware_tflops / plan.peak_tflops,
+            "mfu_peak": plan.unit,
+            "run": plan.seconds,
+            "device_hours": plan.seconds * plan.ranks / 3600,
+        },
+        "phases": [attrs.asdict(phase) for phase in plan.phases],
+        "checkpoints": attrs.asdict(plan.checkpoints),
+        "data": attrs.asdict(plan.data),
+        "host_memory": {**attrs.asdict(plan.host), "total": plan.host.total},
+    }
+
+
+def _per_rank(plan: Plan) -> dict[str, int]:
+    held = [sum(plan.stages.step_of(rank).parameters.values()) for rank in range(plan.stages.pp)]
+    return {"min": min(held), "max": max(held)}
+
+
+def largest(found: Sequence[Activation], number: int) -> list[Activation]:
+    """Return the tensors that take most, those of layers that are alike as one."""
+    alike: dict[Activation, int] = {}
+    for each in found:
+        parts = ["*" if part.isdigit() else part for part in each.module.split(".")]
+        key = attrs.evolve(each, module=".".join(parts), count=0)
+        alike[key] = alike.get(key, 0) + each.count
+    summed = [attrs.evolve(each, count=count) for each, count in alike.items()]
+    return sorted(summed, key=lambda each: -each.bytes * each.count)[:number]

@@ -1,0 +1,330 @@
+"""A plan for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nanotrain_plan.advice import Advice
+from nanotrain_plan.memory import RankMemory, activations, by_layer
+from nanotrain_plan.plan import Plan, largest
+from nanotrain_plan.sweep import Swept
+from nanotrain_plan.words import count, duration, size
+
+#: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
+MOST_RANKS = 8
+
+#: What memory is held by, in the columns of the table.
+HOLDERS = ("weights", "masters", "optimizer", "gradients", "activations", "buffers", "transient")
+
+
+def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
+    """Print a plan; ``advice`` is None if nobody asked for any."""
+    console.print()
+    console.print(_title(plan))
+    for heading, body in _sections(plan, advice):
+        console.print()
+        console.print(Text(heading, style="bold"))
+        console.print(Padding(body, (0, 0, 0, 2)))
+    console.print()
+
+
+def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
+    """Print the layouts that were planned whole, and how many others there were."""
+    fitting = sum(each.fits for each in swept.candidates)
+    told = f"{swept.looked_at} layouts compared, {fitting} fit; planned whole, by tokens/s:"
+    console.print(Text(told, style="bold"))
+    table = _table("layout", "tokens/s", "MFU", "peak", "", "bubble")
+    for each in swept.candidates:
+        if not each.whole:
+            continue
+        style = "green" if each.fits else "red"
+        share = f"{each.peak / plan.hardware.usable:.0%}"
+        table.add_row(
+            each.told,
+            f"{each.tokens_per_second:,.0f}",
+            f"{each.mfu:.1%}",
+            Text(size(each.peak), style=style),
+            Text(share, style=style),
+            f"{each.bubble:.1%}" if each.bubble > 1e-6 else "",
+        )
+    console.print(Padding(table, (0, 0, 0, 2)))
+    if swept.left_out:
+        console.print(Text("left out:", style="dim"))
+        for reason, number in swept.left_out.items():
+            console.print(Text(f"  {number:,}: {reason}", style="dim"))
+
+
+def _title(plan: Plan) -> Text:
+    sizes = plan.layout.degrees
+    degrees = "; ".join(
+        f"{view}: {' x '.join(f'{dim} {n}' for dim, n in dims.items())}" for view, dims in sizes.items()
+    )
+    text = Text()
+    text.append(plan.recipe.run.name, style="bold")
+    text.append(f" on {plan.ranks} x {plan.hardware.name}")
+    text.append(f" ({degrees})\n" if degrees else "\n", style="dim")
+    if plan.fits:
+        text.append("fits", style="bold green")
+    else:
+        text.append("does not fit", style="bold red")
+    text.append(
+        f": {size(plan.worst.peak)} of {size(plan.hardware.usable)} at the peak; "
+        f"{count(plan.tokens_per_second)} tokens/s, "
+        f"MFU {plan.tflops() / plan.peak_tflops:.1%}, {duration(plan.seconds)} for "
+        f"{count(plan.data.tokens)} tokens"
+    )
+    return text
+
+
+def _sections(plan: Plan, advice: Sequence[Advice] | None) -> Iterator[tuple[str, RenderableType]]:
+    yield "Model", _model(plan)
+    yield f"Memory of a rank, of {size(plan.hardware.usable)} usable", _memory(plan)
+    yield from _activations(plan)
+    if plan.traffic:
+        where = f" of pipeline rank {plan.loudest}" if plan.stages.pp > 1 else ""
+        yield f"Collectives{where} in a step", _collectives(plan)
+    yield "Time", _time(plan)
+    if plan.phases:
+        yield "Phases", _phases(plan)
+    yield "Beside the devices", _beside(plan)
+    if advice is not None and not plan.fits:
+        yield "What would make it fit", _advice(plan, advice)
+    yield "Assumptions", Group(*(Text(f"- {each}", style="dim") for each in plan.assumptions))
+
+
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, told in rows:
+        table.add_row(Text(name, style="dim"), told)
+    return table
+
+
+def _table(*columns: str, left: int = 1) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def _model(plan: Plan) -> RenderableType:
+    p, f = plan.parameters, plan.flops
+    unit, factor = ("G", 1e9) if f.causal >= 1e9 else ("M", 1e6)
+    held = [sum(plan.stages.step_of(rank).parameters.values()) for rank in range(plan.stages.pp)]
+    kinds = ", ".join(f"{kind} {count(n)}" for kind, n in p.by_kind.items() if n)
+    rows = [
+        ("parameters", f"{count(p.total)}: {kinds}"),
+        ("active for a token", count(p.active)),
+        (
+            "on a rank",
+            count(max(held)) if min(held) == max(held) else f"{count(min(held))} to {count(max(held))}",
+        ),
+        (
+            "FLOPs for a token",
+            f"{f.causal / factor:.2f} {unit}: matrices {f.matmul / factor:.2f}, "
+            f"attention {f.attention / factor:.2f} "
+            f"(causal; {f.non_causal / factor:.2f} {unit} in all if not)",
+        ),
+        ("executed", f"{plan.executed / factor:.2f} {unit}, with what backward computes again"),
+    ]
+    if p.mtp:
+        rows.insert(1, ("further tokens (MTP)", f"{count(p.mtp)} more parameters"))
+        rows.insert(5, ("", f"+ {f.mtp / factor:.2f} {unit} for further tokens (MTP)"))
+    return _grid(rows)
+
+
+def _phases(plan: Plan) -> RenderableType:
+    """Tell each phase; of one whose batch grows the first and the last step."""
+    table = _table("phase", "tokens", "steps", "batch", "step", "tokens/s", "MFU", "time")
+    for phase in plan.phases:
+        rates = [
+            n * plan.recipe.batch.length / seconds
+            for n, seconds in zip(phase.sequences, phase.step, strict=True)
+        ]
+        shares = [rate * plan.flops.model / plan.ranks / 1e12 / plan.peak_tflops for rate in rates]
+        table.add_row(
+            phase.name,
+            count(phase.tokens),
+            f"{phase.steps:,}",
+            _range(f"{n:,}" for n in phase.sequences),
+            _range(map(duration, phase.step)),
+            _range(map(count, rates)),
+            _range(f"{share:.1%}" for share in shares),
+            duration(phase.seconds),
+        )
+    return table
+
+
+def _range(ends: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _told(plan: Plan) -> list[tuple[str, RankMemory]]:
+    """Return the pipeline ranks to tell, each with its name."""
+    everyone = list(plan.memory)
+    if len(everyone) == 1:
+        return [("every rank", everyone[0])]
+    if len(everyone) <= MOST_RANKS:
+        return [(f"pp {rank.pp_rank}", rank) for rank in everyone]
+    kinds: dict[int, list[RankMemory]] = {}
+    for rank in everyone:
+        kinds.setdefault(plan.stages.like[rank.pp_rank], []).append(rank)
+    found = []
+    for alike in kinds.values():
+        first, last = alike[0], alike[-1]
+        found.append((f"pp {first.pp_rank}", first))
+        if len(alike) > 1:
+            dots = " .." if len(alike) > 2 else ""
+            found.append((f"{dots} pp {last.pp_rank}".strip(), last))
+    return found
+
+
+def _memory(plan: Plan) -> RenderableType:
+    table = _table("", *HOLDERS, "peak", "", "at", "in flight")
+    usable = plan.hardware.usable
+    for name, rank in _told(plan):
+        cells = [size(rank.held.get(holder, 0)) for holder in HOLDERS]
+        share = rank.peak / usable
+        style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
+        table.add_row(
+            name,
+            *cells,
+            Text(size(rank.peak), style=f"bold {style}"),
+            Text(f"{share:.0%}", style=style),
+            rank.where,
+            str(rank.in_flight),
+        )
+    return table
+
+
+def _activations(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
+    worst = plan.worst
+    stage = plan.stages.stages_of(worst.pp_rank)[0]
+    found = activations(plan.stages, worst.pp_rank, stage)
+    total = sum(each.bytes * each.count for each in found)
+    of = f" of stage {stage}" if len(plan.stages.parts) > 1 else ""
+    heading = f"Activations{of}: {size(total)} for each microbatch, kept for backward"
+    layers = by_layer(found)
+    table = _table("module", "from", "shape", "dtype", "each", "", "in all", left=4)
+    for each in largest(found, 8):
+        table.add_row(
+            each.module or "between layers",
+            each.op.removeprefix("aten::").strip("_"),
+            " x ".join(map(str, each.shape)) or "scalar",
+            each.dtype,
+            size(each.bytes),
+            f"x {each.count}",
+            size(each.bytes * each.count),
+        )
+    shown = ", ".join(f"{layer} {size(n)}" for layer, n in _grouped(layers))
+    yield heading, Group(Text(shown, style="dim"), table)
+
+
+def _grouped(layers: dict[str, int]) -> list[tuple[str, int]]:
+    """Return layers in order, consecutive ones of equal size as one."""
+    found: list[tuple[str, str, int]] = []
+    for layer, n in layers.items():
+        if found and found[-1][2] == n and layer.startswith("layers."):
+            found[-1] = (found[-1][0], layer, n)
+        else:
+            found.append((layer, layer, n))
+    return [(a if a == b else f"{a} to {b.rpartition('.')[2]} each", n) for a, b, n in found if n >= 1000]
+
+
+def _collectives(plan: Plan) -> RenderableType:
+    table = _table("axis", "collective", "ranks", "count", "bytes", "time", "not hidden", left=2)
+    for each in sorted(plan.traffic, key=lambda each: -each.seconds):
+        table.add_row(
+            each.axis,
+            each.op.replace("_", "-"),
+            str(each.size),
+            f"{each.count:,}",
+            size(each.bytes),
+            duration(each.seconds),
+            duration(each.exposed) if each.exposed else "",
+        )
+    return table
+
+
+def _time(plan: Plan) -> RenderableType:
+    t, per_device = plan.time, plan.tokens_per_second / plan.ranks
+    busy = t.busiest
+    rows = [
+        ("step", f"{duration(t.seconds)}: pipeline {duration(t.pipeline)}, after it {duration(t.after)}"),
+        (
+            "busiest rank",
+            f"GEMMs {duration(busy.gemm)}, attention {duration(busy.attention)}, other operators "
+            f"{duration(busy.memory)}, collectives not hidden {duration(busy.communication)}"
+            + (f", waits for the host {duration(busy.host)}" if busy.host else ""),
+        ),
+    ]
+    if plan.stages.pp > 1:
+        schedule = plan.recipe.schedule.use
+        rows.append(("bubble", f"{t.bubble:.1%} ({schedule}, {plan.stages.microbatches} microbatches)"))
+        idle = [t.timeline.bubble(rank) for rank in range(plan.stages.pp)]
+        if len(idle) <= MOST_RANKS:
+            rows.append(("idle by rank", "  ".join(f"pp {n} {share:.1%}" for n, share in enumerate(idle))))
+    rows += [
+        ("tokens/s", f"{plan.tokens_per_second:,.0f}, {per_device:,.0f} on each device"),
+        (
+            "MFU",
+            f"{plan.tflops() / plan.peak_tflops:.1%}: {plan.tflops():.1f} TFLOP/s of "
+            f"{plan.peak_tflops:.4g} ({plan.unit}), attention causal"
+            + (", MTP counted" if plan.flops.mtp else "")
+            + f"; {plan.tflops(causal=False) / plan.peak_tflops:.1%} if not causal",
+        ),
+        ("HFU", f"{plan.hardware_tflops / plan.peak_tflops:.1%}: what is computed again counted"),
+        (
+            "run",
+            f"{plan.recipe.run.steps:,} steps, {count(plan.data.tokens)} tokens: {duration(plan.seconds)}, "
+            f"{plan.seconds * plan.ranks / 3600:,.0f} device-hours",
+        ),
+    ]
+    return _grid(rows)
+
+
+def _beside(plan: Plan) -> RenderableType:
+    c, d, h = plan.checkpoints, plan.data, plan.host
+    disk = f"{c.kept} on disk {size(c.bytes * c.kept)}"
+    if c.free is not None:
+        disk += f", of {size(c.free)} free here"
+        if c.bytes * c.kept > c.free:
+            disk += ": too little for a run on this machine"
+    rows = [
+        ("checkpoint", f"{size(c.bytes)}, written in {duration(c.seconds)}; {disk}"),
+        (
+            "data",
+            f"{count(d.tokens_per_step)} tokens in a step"
+            + (f"; {d.epochs:.3g} epochs of {d.sequences:,} sequences" if d.epochs is not None else ""),
+        ),
+        (
+            "host memory",
+            f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
+            f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
+            f"checkpoint {size(h.checkpoint)}"
+            + (f", optimizer state {size(h.offloaded)}" if h.offloaded else ""),
+        ),
+    ]
+    return _grid(rows)
+
+
+def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
+    if not advice:
+        return Text("No change of one or several keys that was tried does: more ranks, or a smaller model.")
+    table = _table("change", "peak", "", "tokens/s", left=1)
+    for each in advice:
+        style = "green" if each.peak <= plan.hardware.usable else "red"
+        table.add_row(
+            each.told,
+            Text(size(each.peak), style=style),
+            Text("fits" if style == "green" else f"{each.peak / plan.hardware.usable:.0%}", style=style),
+            f"{each.tokens_per_second:,.0f}",
+        )
+    return table

@@ -1,0 +1,123 @@
+"""Which ranks of a run a plan takes steps of: one for each kind of pipeline rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry
+from nanotrain_core.api.torch import Model, Run, Schedule
+from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.values import Values
+
+#: What tells pipeline ranks apart: of each of their parts, what its layers cost, which ends it has, and
+#: whether its weight gradients have passes of their own: never, always or for some microbatches.
+Kind = tuple[tuple[tuple[float, ...], bool, bool, frozenset[bool]], ...]
+
+
+@attrs.define(frozen=True, kw_only=True, eq=False)
+class Stages:
+    """The pipeline of a run: what each of its ranks does in a step."""
+
+    recipe: Recipe
+    layout: Layout
+    parts: tuple[Part, ...]
+    costs: Costs
+    actions: tuple[tuple[Action, ...], ...]
+    """Of every pipeline rank."""
+    microbatches: int
+    sorts: Sequence[Mapping[Action, Sort]]
+    """Of every pipeline rank's actions."""
+    steps: Mapping[int, RankStep]
+    """Of one rank of each kind, by pipeline rank."""
+    like: Sequence[int]
+    """For each pipeline rank the one in :attr:`steps` that is of its kind."""
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.actions)
+
+    def step_of(self, pp_rank: int) -> RankStep:
+        """Return what was measured for a pipeline rank, on it or on one of its kind."""
+        return self.steps[self.like[pp_rank]]
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds, in the order of the model."""
+        return [stage for stage, part in enumerate(self.parts) if part.rank == pp_rank]
+
+    def phase(self, pp_rank: int, action: Action) -> Phase:
+        """Return what was measured for an action of a pipeline rank."""
+        kind, stage, place, split = self.sorts[pp_rank][action]
+        return self.step_of(pp_rank).phase((kind, self.as_measured(pp_rank, stage), place, split))
+
+    def as_measured(self, pp_rank: int, stage: int) -> int:
+        """Return the stage of the measured rank that stands for one of ``pp_rank``."""
+        return self.stages_of(self.like[pp_rank])[self.stages_of(pp_rank).index(stage)]
+
+
+def dry_stages(
+    recipe: Recipe,
+    registry: Registry,
+    layout: Layout,
+    *,
+    host: bool,
+    every_rank: bool = False,
+    look: Callable[[Run], Any] | None = None,
+) -> Stages:
+    """Take a step of one rank of each kind.
+
+    Args:
+        recipe: checked, of the world size to plan.
+        registry: the plugins.
+        layout: of that many ranks.
+        host: whether ranks are CPUs, which exchange tensors through gloo.
+        every_rank: do not take pipeline ranks of a kind for one another.
+        look: of :func:`~nanotrain_plan.dry.rank.dry_rank`, for each rank whose step is taken.
+    """
+    recipe = dry_recipe(recipe, registry, host=host)
+    pp = layout.size("pp") if "pp" in layout.dims else 1
+    stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
+    model: Model = registry.build(recipe.model)
+    schedule: Schedule = registry.build(recipe.schedule)
+    costs = model.flops(recipe.batch.length)
+    parts = schedule.parts(costs, pp)
+    microbatches = recipe.batch.microbatches(layout.size("dp"))
+    ranks = [number * stride for number in range(pp)]
+    told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
+    kinds: dict[Kind, int] = {}
+    like = []
+    actions = tuple(map(tuple, schedule.actions(pp, microbatches)))
+    sorts = [sorts_of(own, microbatches) for own in actions]
+    steps: dict[int, RankStep] = {}
+    values = Values()
+    for number, rank in enumerate(ranks):
+        own = {stage: part for stage, part in enumerate(parts) if part.rank == number}
+        kind = kind_of(own, sorts[number], costs)
+        if every_rank or kind not in kinds:
+            kinds[kind] = number
+            steps[number] = dry_rank(recipe, registry, layout, rank, told, values, host=host, look=look)
+        like.append(kinds[kind])
+    return Stages(
+        recipe=recipe,
+        layout=layout,
+        parts=tuple(parts),
+        costs=costs,
+        actions=actions,
+        sorts=sorts,
+        microbatches=microbatches,
+        steps=steps,
+        like=like,
+    )
+
+
+def kind_of(parts: Mapping[int, Part], sorts: Mapping[Action, Sort], costs: Costs) -> Kind:
+    """Return what a pipeline rank of these parts and actions has in common with others."""
+    halves = {stage: frozenset(s[3] for s in sorts.values() if s[:2] == ("B", stage)) for stage in parts}
+    return tuple(
+        (tuple(costs.layers[p.first : p.last]), p.has_embedding, p.has_head, halves[stage])
+        for stage, p in parts.items()
+    )

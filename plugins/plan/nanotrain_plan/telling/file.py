@@ -1,0 +1,42 @@
+"""The page that ``--html FILE`` asks for: refused before any work where it cannot be written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanotrain_core.api import NanotrainError, write_text_atomically
+
+
+def check_page(args: argparse.Namespace) -> None:
+    """Look whether ``args.html``, if there is one, can be written.
+
+    Raises:
+        NanotrainError: its folder is missing, or it is a folder.
+    """
+    if not args.html:
+        return
+    path = Path(args.html)
+    if path.is_dir():
+        raise NanotrainError(f"--html {path}: expected a file, this is a folder")
+    if not path.parent.is_dir():
+        raise NanotrainError(f"--html {path}: there is no folder {path.parent}")
+
+
+def write_page(args: argparse.Namespace, text: str) -> None:
+    """Write the page to ``args.html``.
+
+    Raises:
+        NanotrainError: it cannot be written.
+    """
+    try:
+        write_text_atomically(Path(args.html), text)
+    except OSError as problem:
+        raise NanotrainError(f"--html {args.html} cannot be written: {problem.strerror}") from problem
+
+
+def tell_page(args: argparse.Namespace) -> None:
+    """Print where the page is, as the last line; on stderr where stdout has JSON."""
+    if args.html:
+        print(f"page: {args.html}", file=sys.stderr if args.json else sys.stdout)

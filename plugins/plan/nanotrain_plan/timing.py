@@ -1,0 +1,165 @@
+"""Predicted time of a step: each action by what it computes, moves and sends, then the schedule simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from nanotrain_core.api import Durations, Timeline, simulate
+from nanotrain_plan.comms import Links
+from nanotrain_plan.dry.rank import Sort
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.stages import Stages
+
+
+@attrs.define(frozen=True, kw_only=True)
+class PhaseTime:
+    """Seconds of one action, or of what a step does around its actions."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    """Of operators that move numbers and compute little."""
+    communication: float = 0.0
+    """Not hidden."""
+    host: float = 0.0
+    """In which the device waits for the host to launch operators."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gemm + self.attention + self.memory + self.communication + self.host
+
+    def __add__(self, other: PhaseTime) -> PhaseTime:
+        """Add up, kind by kind."""
+        mine, others = attrs.astuple(self), attrs.astuple(other)
+        return PhaseTime(**dict(zip(KINDS, map(sum, zip(mine, others, strict=True)), strict=True)))
+
+
+KINDS = tuple(field.name for field in attrs.fields(PhaseTime))
+
+
+@attrs.define(frozen=True, kw_only=True)
+class StepTime:
+    """Of one optimizer step."""
+
+    seconds: float
+    pipeline: float
+    """Of the actions, from the first to the last of all ranks."""
+    bubble: float
+    """Share of :attr:`pipeline` that ranks wait, on average."""
+    after: float
+    """Gradient sync that is left after backward, the optimizer and the rest."""
+    busiest: PhaseTime
+    """What the pipeline rank with most to do spends its actions on."""
+    timeline: Timeline
+    durations: Durations
+    """Of the actions of each stage."""
+
+
+def phase_time(phase: Phase, hardware: Hardware, exposed: float) -> PhaseTime:
+    """Return what a phase takes; ``exposed``: seconds of its collectives that are not hidden.
+
+    Attention is counted over whole score matrices: half is masked, and a kernel leaves it out. Kernels run
+    while the host launches the next, so of the two the slower one counts.
+    """
+    gemm = 0.0
+    for kind, flops in phase.gemm_flops.items():
+        if kind != "attention":
+            gemm += flops / hardware.rate(kind)
+    found = PhaseTime(
+        gemm=gemm,
+        attention=phase.gemm_flops["attention"] / 2 / hardware.rate("attention"),
+        memory=phase.moved / hardware.traffic,
+        communication=exposed,
+    )
+    launching = phase.kernels / hardware.memory.fusion * hardware.launch_us * 1e-6
+    return attrs.evolve(found, host=max(0.0, launching - found.total))
+
+
+def uses_float8(stages: Stages) -> bool:
+    """Return whether the precision multiplies in FP8."""
+    return stages.recipe.precision.use.startswith("fp8")
+
+
+def step_time(
+    stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None = None
+) -> StepTime:
+    """Simulate a step; ``exposed``: seconds of a phase's collectives, if not of each recorded one."""
+    links = Links(hardware, stages.layout)
+
+    def recorded(phase: Phase) -> float:
+        return sum(links.exposed(found) for found in phase.collectives)
+
+    known_times: dict[int, PhaseTime] = {}
+    seconds = exposed or recorded
+
+    def of(phase: Phase) -> PhaseTime:
+        if id(phase) not in known_times:
+            known_times[id(phase)] = phase_time(phase, hardware, seconds(phase))
+        return known_times[id(phase)]
+
+    times: dict[tuple[str, int], float] = {}
+    busiest = PhaseTime()
+    for pp_rank in range(stages.pp):
+        spent = PhaseTime()
+        known: dict[Sort, PhaseTime] = {}
+        for action in stages.actions[pp_rank]:
+            kind, stage, _, split = stages.sorts[pp_rank][action]
+            sort = kind, stage, 1, split
+            if sort not in known:
+                known[sort] = of(_between(stages, pp_rank, sort))
+                if split or kind == "F" or (kind, stage) not in times:  # of a whole B the W is a part
+                    times[kind, stage] = known[sort].total
+            spent += known[sort]
+        busiest = max(busiest, spent, key=lambda time: time.total)
+    of_actions = durations(times, len(stages.parts))
+    timeline = simulate(stages.actions, of_actions)
+    after = max(
+        _after(stages, pp_rank, {key: of(phase).total for key, phase in _around(stages, pp_rank).items()}, of)
+        for pp_rank in range(stages.pp)
+    )
+    pipeline = timeline.makespan
+    return StepTime(
+        seconds=pipeline + after,
+        pipeline=pipeline,
+        bubble=timeline.bubble(),
+        after=after,
+        busiest=busiest,
+        timeline=timeline,
+        durations=of_actions,
+    )
+
+
+def _between(stages: Stages, pp_rank: int, sort: Sort) -> Phase:
+    """Return the phase of a microbatch in the middle, which has no gradient sync."""
+    kind, stage, _, split = sort
+    return stages.step_of(pp_rank).phase((kind, stages.as_measured(pp_rank, stage), 1, split))
+
+
+def _around(stages: Stages, pp_rank: int) -> Mapping[str, Phase]:
+    return stages.step_of(pp_rank).around
+
+
+def _after(
+    stages: Stages, pp_rank: int, around: Mapping[str, float], of: Callable[[Phase], PhaseTime]
+) -> float:
+    """Return what follows a rank's actions, and what the last microbatch adds to a backward pass."""
+    extra = 0.0
+    last = stages.microbatches - 1
+    for action in stages.actions[pp_rank]:
+        if action.microbatch == last and last:
+            here = of(stages.phase(pp_rank, action)).total
+            extra += max(0.0, here - of(_between(stages, pp_rank, stages.sorts[pp_rank][action])).total)
+    return extra + sum(around.values())
+
+
+def durations(times: Mapping[tuple[str, int], float], stages: int) -> Durations:
+    """Return the simulator's times of each stage."""
+    return Durations(
+        forward=tuple(times["F", stage] for stage in range(stages)),
+        backward=tuple(times["B", stage] for stage in range(stages)),
+        weight=tuple(times.get(("W", stage), 0.0) for stage in range(stages)),
+    )

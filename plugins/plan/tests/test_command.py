@@ -1,0 +1,245 @@
+"""``nanotrain plan`` on recipes of the core: its table, its JSON, its errors."""
+
+import argparse
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from nanotrain_plan.budget import checkpoints
+from nanotrain_plan.hardware import shipped
+
+from nanotrain_core.api import newest_evaluated
+from nanotrain_core.cli import main
+from nanotrain_core.cli.memory import tell_memory
+from nanotrain_core.registry.registry import load_plugins
+
+TINY = """
+[run]
+steps = 10
+[batch]
+sequences = 8
+microbatch = 2
+length = 32
+[model]
+use = "transformer"
+layers = 3
+width = 64
+heads = 4
+vocab = 256
+[data]
+use = "synthetic"
+vocab = 256
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def planned(capsys, *words):
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_state_and_flops_are_those_of_arithmetic(recipe, capsys):
+    code, plan = planned(capsys, recipe, "--hardware", "cpu")
+    D, F, V, S, L = 64, plan["parameters"]["by_kind"]["other"], 256, 32, 3
+    assert code == 0
+    assert plan["parameters"]["by_kind"]["embedding"] == plan["parameters"]["by_kind"]["head"] == V * D
+    total = 2 * V * D + F
+    (rank,) = plan["memory"]["ranks"]
+    assert plan["parameters"]["total"] == total
+    # float32: the weight is its own master, AdamW has two moments and a step counter of each tensor.
+    assert rank["between_steps"]["weights"] == 4 * total
+    assert rank["between_steps"]["masters"] == 0
+    assert 8 * total < rank["between_steps"]["optimizer"] < 8 * total + 4 * 100
+    attention = 3 * L * 2 * S * D  # scores and values, causal, forward and backward
+    assert plan["flops_per_token"]["attention"] == attention
+    norms = (2 * L + 1) * D
+    assert plan["flops_per_token"]["matmul"] == 6 * (total - V * D - norms)
+    assert sum(rank["at_peak"].values()) == rank["peak"]
+
+
+def test_the_whole_run_follows_from_the_step(recipe, capsys):
+    _, plan = planned(capsys, recipe, "--hardware", "cpu")
+    time = plan["time"]
+    assert time["run"] == pytest.approx(10 * time["step"])
+    assert time["tokens_per_second"] == pytest.approx(8 * 32 / time["step"])
+    flops = plan["flops_per_token"]["model"] * time["tokens_per_second"]
+    assert time["model_tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert plan["pipeline"]["bubble"] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("keep", "saves", "evaluates", "kept"),
+    [(2, 10, 20, 3), (2, 10, 30, 4), (2, 10, 5, 3), (1, 10, 7, 3), (1, 10, 10, 2), (2, 10, 0, 3)],
+)
+def test_checkpoints_on_disk_are_those_of_a_walk_through_the_run(keep, saves, evaluates, kept):
+    """Retention keeps the newest, and the newest that an evaluation came after: ``newest_evaluated``."""
+    there, most, last = list[int](), 0, None
+    for step in range(1, 500):
+        last = step if evaluates and step % evaluates == 0 else last
+        if step % saves == 0:
+            there.append(step)
+            most = max(most, len(there))
+            there = sorted({*there[-keep:], *newest_evaluated(there, {"evaluated": last})})
+    recipe = SimpleNamespace(
+        run=SimpleNamespace(steps=499, folder=None),
+        evaluation=SimpleNamespace(every=evaluates, sequences=8),
+        checkpoint=SimpleNamespace(config=SimpleNamespace(every=saves, keep=keep)),
+    )
+    stages = SimpleNamespace(pp=1, layout=SimpleNamespace(world_size=1), step_of=mock.Mock())
+    stages.step_of.return_value.saved = 1.0
+    hardware = SimpleNamespace(devices_per_node=8, disk_gb_s=1.0)
+    assert checkpoints(recipe, stages, hardware).kept == most == kept
+
+
+def test_a_device_that_is_faster_than_its_host_waits_for_it(recipe, tmp_path, capsys):
+    """A model of width 64 took 0.1 ms a step on an H100, in which no host launches its kernels."""
+    times = {}
+    for launch in (0, 100, 200):
+        path = tmp_path / f"{launch}.toml"
+        path.write_text(f"launch_us = {launch}\n" + shipped()["h100"].read_text())
+        times[launch] = planned(capsys, recipe, "--hardware", str(path))[1]["time"]
+    assert times[0]["busiest"]["host"] == 0.0
+    # Launching is all there is, so twice as long is twice as much, and what the device does is hidden.
+    waits = [times[launch]["busiest"] for launch in (100, 200)]
+    hosts = [sum(each.values()) for each in waits]
+    assert hosts[1] == pytest.approx(2 * hosts[0], rel=1e-9)
+    assert times[200]["step"] == pytest.approx(2 * times[100]["step"], rel=1e-9)
+    assert times[100]["step"] > 10 * times[0]["step"]
+
+
+def test_a_table_is_printed(recipe, capsys):
+    assert main(["plan", recipe]) == 0
+    out = capsys.readouterr().out
+    for heading in ("Memory of a rank", "Activations", "Time", "Assumptions", "fits"):
+        assert heading in out
+
+
+def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
+    _, roomy = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1")
+    memory = 0.95 * roomy["memory"]["peak"] / 1e9
+    source = shipped()["cpu"].read_text().replace("memory_gb = 32.0", f"memory_gb = {memory}")
+    small = tmp_path / "small.toml"
+    small.write_text(source.replace("reserved_gb = 1.0", "reserved_gb = 0.0"))
+    words = [recipe, "--hardware", str(small), "--set", "model.layers=1"]
+    code, plan = planned(capsys, *words)
+    assert code == 2
+    assert not plan["memory"]["fits"]
+    advice = {each["change"]: each["peak"] for each in plan["memory"]["advice"]}
+    assert advice["batch.microbatch = 1"] < plan["memory"]["peak"]
+    _, smaller = planned(capsys, *words, "--set", "batch.microbatch=1", "--no-advice")
+    assert smaller["memory"]["peak"] == advice["batch.microbatch = 1"]  # computed, not guessed
+
+
+def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
+    _, plan = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1", "--sweep", "1")
+    found = plan["sweep"]["candidates"]
+    rates = [each["tokens_per_second"] for each in found]
+    assert rates == sorted(rates, reverse=True)
+    (own,) = [each for each in found if "as it is" in each["told"]]
+    assert own["tokens_per_second"] == plan["time"]["tokens_per_second"]
+    assert own["peak"] == plan["memory"]["peak"]
+    # The recipe fits without recomputing anything, so that is all there is to compare.
+    assert plan["sweep"]["left_out"]["recomputes more than it needs to fit"] == 2
+
+
+def test_a_run_with_slow_ranks_and_failures_is_simulated(recipe, capsys):
+    words = ["--simulate", "--slow-ranks", "1", "--slow-factor", "2", "--failure-hours", "2", "--draws", "10"]
+    words = [recipe, "--hardware", "cpu", "--set", "model.layers=1", "--checkpoint-minutes", "10", *words]
+    _, plan = planned(capsys, *words)
+    found = plan["simulation"]
+    assert found["steps"]["ideal"] == pytest.approx(plan["time"]["step"])
+    assert found["steps"]["p50"] == pytest.approx(2 * plan["time"]["step"])  # every rank is slow
+    assert found["goodput"]["own"]["interval"] == 600
+    assert found["failures"]["mean"] == 7200
+    assert found["goodput"]["best"]["simulated"] >= found["goodput"]["own"]["simulated"]
+    assert main(["plan", *words]) == 0
+    assert "Young 1974" in capsys.readouterr().out
+
+
+def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, capsys):
+    small = tmp_path / "small.toml"
+    small.write_text(shipped()["cpu"].read_text().replace("memory_gb = 32.0", "memory_gb = 1.001"))
+    assert main(["check", recipe, "--set", "model.layers=1", "--hardware", str(small)]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "warning: it will not fit" in told
+    assert f"usable on {small}" in told
+    args = argparse.Namespace(
+        recipe=recipe, hardware="cpu", set=[], plugin=[], no_plugin=[], nproc=None, nnodes=None
+    )
+    assert "not planned within 0 s" in tell_memory(args, load_plugins(), limit=0)
+    assert "pip install nanotrain-plan" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
+
+
+def test_check_refuses_hardware_that_nobody_knows(recipe, capsys):
+    assert main(["check", recipe, "--set", "model.layers=1", "--hardware", "h10"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("nanotrain: --hardware: no hardware is named 'h10' (did you mean 'h100'?)")
+
+
+def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
+    path = tmp_path / "plan.html"
+    assert main(["plan", recipe, "--set", "model.layers=1", "--html", str(path)]) == 0
+    text = path.read_text()
+    assert "<title>F0.0:" in text
+    assert "Memory of a rank" in text
+    assert "<script" not in text
+    assert "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--hardware", "h1000"], "no hardware is named 'h1000'"),
+        (["--sweep", "0"], "--sweep: expected a number above 0"),
+        (["--ranks", "0"], "--ranks: expected a number above 0"),
+        (["--ranks", "2", "--nproc", "4"], "give one of them"),
+        (["--set", "batch.microbatches=1"], "batch.microbatches"),
+        (
+            ["--simulate", "--times", "none.json"],
+            "nanotrain: --times: none.json: No such file or directory\n",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(recipe, words, told, capsys):
+    assert main(["plan", recipe, *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+PHASES = """
+[[phase]]
+name = "grow"
+until_tokens = 1600
+batch.sequences = { start = 6, end = 10, by = 2 }
+[[phase]]
+until_tokens = 4000
+batch.sequences = 12
+"""
+
+
+def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
+    path = tmp_path / "phases.toml"
+    path.write_text(TINY.replace("steps = 10\n", "") + PHASES)
+    code, plan = planned(capsys, str(path), "--hardware", "cpu")
+    step = {}
+    for sequences in (6, 8, 12):
+        path.write_text(TINY.replace("sequences = 8", f"sequences = {sequences}"))
+        step[sequences] = planned(capsys, str(path), "--hardware", "cpu")[1]["time"]["step"]
+    grow, rest = plan["phases"]
+    assert code == 0
+    # 192 tokens a step until half of the way, 5 steps to 960; then 256, 3 steps to 1728; then 384, 6 to 4032.
+    assert (grow["name"], grow["steps"], grow["tokens"], grow["sequences"]) == ("grow", 8, 1728, [6, 8])
+    assert (rest["name"], rest["steps"], rest["tokens"]) == ("phase 1", 6, 2304)
+    assert grow["step"] == pytest.approx([step[6], step[8]], rel=1e-9)
+    assert plan["time"]["step"] == pytest.approx(step[12], rel=1e-9)
+    by_hand = 5 * step[6] + 3 * step[8] + 6 * step[12]
+    assert plan["time"]["run"] == grow["seconds"] + rest["seconds"] == pytest.approx(by_hand, rel=1e-9)
+    assert plan["data"]["tokens"] == 4032

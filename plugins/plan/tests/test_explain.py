@@ -1,0 +1,225 @@
+"""``nanotrain explain`` on recipes of the core: numbers are those of objects, sentences have sources."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from nanotrain_plan.explain import trace
+from nanotrain_plan.telling.parts import Section, Table, say
+from nanotrain_plan.telling.terminal import plain_console, show
+
+from nanotrain_core.cli import main
+
+TINY = """
+[run]
+name = "tiny"
+steps = 10
+ranks = 2
+[batch]
+sequences = 8
+microbatch = 2
+length = 16
+[model]
+use = "transformer"
+layers = 3
+width = 32
+heads = 4
+vocab = 64
+[[parallel]]
+use = "recompute"
+[data]
+use = "synthetic"
+vocab = 64
+"""
+
+#: Elements of the model: embedding and head, and of each layer attention, SwiGLU and two norms; a last norm.
+ELEMENTS = 2 * 64 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 128 + 2 * 32) + 32
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def explained(capsys, *words):
+    code = main(["explain", *words, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    return code, {section["title"]: section for section in told["sections"]}, told
+
+
+def value(section, name):
+    """Return the first value of that name in the sentences of a section."""
+    return next(each["values"][name] for each in section["statements"] if name in each["values"])
+
+
+def test_numbers_are_those_of_arithmetic(recipe, capsys):
+    code, told, _ = explained(capsys, recipe, "--on", "cpu")
+    assert code == 0
+    assert value(told["The ranks"], "ranks") == 2
+    holdings = told["Who holds which part of which matrix"]
+    assert (value(holdings, "held"), value(holdings, "whole")) == (ELEMENTS, ELEMENTS)
+    rows = {row[0]: row for row in holdings["tables"][0]["rows"]}
+    assert rows["layers.*.ffn.gate.weight"][1:4] == [3, [128, 32], [128, 32]]
+    batch = told["The batch"]["statements"][0]["values"]
+    assert (batch["tokens"], batch["microbatches"]) == (8 * 16, 2)
+    # The core sums gradients after backward: all of them in float32, a norm of float64, and counts of tokens.
+    exchanges = {(row[0], row[1]): row for row in told["Who talks to whom"]["tables"][0]["rows"]}
+    assert exchanges["in gradient sync, after backward", "all-reduce"][5] == 4 * ELEMENTS
+    assert exchanges["in the optimizer step", "all-reduce"][4:6] == [1, 8]
+    assert value(told["What is kept of each parameter"], "updated") == ELEMENTS
+    # Layers are computed again until all is there that backward needs: not their last product.
+    computed = told["What is computed, in which precision"]["statements"][0]["values"]
+    tokens, matrices = 64, 4 * 32 * 32 + 2 * 32 * 128
+    attention = 2 * 2 * 16 * 32 * tokens
+    assert computed["again"] == 3 * (2 * matrices * tokens + attention)
+
+
+def test_every_sentence_is_of_values_and_has_a_file_that_is_there(recipe, capsys):
+    _, told, _ = explained(capsys, recipe)
+    for section in told.values():
+        for each in section["statements"]:
+            for source in each["sources"]:
+                lines = Path(source["file"]).read_text(encoding="utf-8").splitlines()
+                assert 0 < source["line"] <= len(lines)
+                assert source["label"].endswith(f"{Path(source['file']).name}:{source['line']}")
+            if not re.match(r"In a step rank|Rank \d+ talks to nobody|Between steps", each["text"]):
+                assert each["sources"], each["text"]
+
+
+def test_a_number_that_is_no_value_is_refused():
+    with pytest.raises(AssertionError, match="no value"):
+        say("There are 4 ranks.")
+
+
+def test_who_asks_for_a_collective_is_read_from_the_stack(recipe, capsys):
+    _, told, _ = explained(capsys, recipe, "--on", "cpu")
+    (norm,) = [
+        each
+        for each in told["Who talks to whom"]["statements"]
+        if each["text"].startswith("In the optimizer step")
+    ]
+    (source,) = norm["sources"]
+    assert source["name"] == "GlobalNorm.of"
+    line = Path(source["file"]).read_text().splitlines()[source["line"] - 1]
+    assert "all_reduce" in line
+
+
+def test_a_terminal_and_a_page_have_the_same_sentences(recipe, tmp_path, capsys):
+    path = tmp_path / "tiny.html"
+    assert main(["explain", recipe, "--html", str(path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.endswith(f"page: {path}")
+    text = path.read_text()
+    for sentence in ("The run has 2 ranks:", "In the optimizer step, rank 0 with 1: all-reduce along dp"):
+        assert sentence in out
+        assert sentence in text
+    assert text.count("<svg") == 3  # ranks, the pipeline, who talks to whom
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_a_pipe_gets_all_rows_and_no_word_is_markup(capsys):
+    rows = [[f'[[parallel]] use = "recompute" :x: {n}'] for n in range(100)]
+    show("[title]", [Section("all", [Table(("[key]",), rows)])], plain_console(140))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"[title]", "[key]", *(row[0] for row in rows)} <= set(lines)
+
+
+def test_a_trace_is_as_predicted(recipe, capsys):
+    code, told, whole = explained(capsys, recipe, "--trace", "--set", "model.layers=1")
+    assert code == 0
+    assert whole["trace"]["same"]
+    real = whole["trace"]["ranks"][0]["real"]
+    rows = told["Who talks to whom"]["tables"][0]["rows"]
+    assert sum(row[4] for row in rows) == len(real)
+    assert sum(row[5] for row in rows) == sum(each["bytes"] for each in real)
+    assert {tuple(row[3]) for row in rows} == {tuple(each["ranks"]) for each in real}
+
+
+def test_a_trace_that_differs_says_where_and_ends_with_2(recipe, capsys, monkeypatch):
+    predict = trace.predict
+
+    def one_less(*args):
+        found = predict(*args)
+        del found[1].collectives[0]
+        return found
+
+    monkeypatch.setattr(trace, "predict", one_less)
+    code, told, whole = explained(capsys, recipe, "--trace", "--set", "model.layers=1")
+    assert code == 2
+    assert not whole["trace"]["same"]
+    assert [each["first_difference"] for each in whole["trace"]["ranks"]] == [None, 0]
+    texts = [each["text"] for each in told["What really happened"]["statements"]]
+    assert any(text.startswith("Rank 1: number 1 differs") for text in texts)
+
+
+def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, monkeypatch):
+    assert main(["explain", recipe, "--trace", "--nproc", "64", "--set", "batch.sequences=64"]) == 2
+    err = capsys.readouterr().err
+    assert "64 ranks are too many for one machine; at most 16" in err
+    monkeypatch.setattr("nanotrain_plan.explain.small.memory", lambda: 1_000_000)
+    assert main(["explain", recipe, "--trace"]) == 2
+    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    assert "training takes some" in problem
+    words = shlex.split(advice.partition("nanotrain explain ")[2])
+    code, _, whole = explained(capsys, *words)
+    assert code == 0
+    assert whole["trace"]["same"]
+
+
+PHASES = """
+[[phase]]
+until_tokens = 10_000_000
+batch.sequences = { start = 8, end = 60_000 }
+[[phase]]
+until_tokens = 20_000_000
+"""
+
+
+def test_a_step_is_that_of_the_largest_batch_of_the_phases(tmp_path, capsys):
+    path = tmp_path / "phases.toml"
+    path.write_text(TINY.replace("steps = 10\n", "") + PHASES.replace("60_000", "16"))
+    code, told, whole = explained(capsys, str(path), "--trace", "--set", "model.layers=1")
+    assert code == 0
+    assert whole["trace"]["same"]
+    assert value(told["The batch"], "sequences") == 16
+    assert value(told["The batch"], "phases") == 2
+
+
+def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys):
+    path = tmp_path / "phases.toml"
+    path.write_text(TINY.replace("steps = 10\n", "").replace("width = 32", "width = 512") + PHASES)
+    assert main(["explain", str(path), "--trace"]) == 2
+    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    assert "two steps of 60,000 sequences take some" in problem
+    words = shlex.split(advice.partition("nanotrain explain ")[2])
+    code, told, whole = explained(capsys, *words)
+    assert code == 0
+    assert whole["trace"]["same"]
+    assert value(told["The batch"], "sequences") == 8
+
+
+@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
+def test_a_page_in_a_missing_folder_is_refused_at_once(command, recipe, tmp_path, capsys):
+    if command == "inspect":
+        pytest.importorskip("nanotrain_inspect")  # this plugin only extends that command
+    assert main([command, recipe, "--html", str(tmp_path / "none" / "x.html")]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"nanotrain: --html {tmp_path / 'none' / 'x.html'}: there is no folder {tmp_path / 'none'}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--trace", "--on", "gpu"], "leave out --on gpu"),
+        (["--set", "batch.microbatches=1"], "batch.microbatches"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(recipe, words, told, capsys):
+    assert main(["explain", recipe, *words]) == 2
+    assert told in capsys.readouterr().err

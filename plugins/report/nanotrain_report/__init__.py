@@ -1,0 +1,27 @@
+"""Look at a run from its folder: ``nanotrain report`` writes HTML, ``nanotrain top`` shows it in a terminal.
+
+This is the plugin's face: every ``nanotrain`` command imports it, so it imports neither torch nor bokeh.
+"""
+
+from nanotrain_core.api import Command, RegisterCommand, hookimpl
+
+__version__ = "0.1.0"
+
+
+@hookimpl
+def nanotrain_register_command(register: RegisterCommand) -> None:
+    """Announce ``report`` and ``top``."""
+    register(
+        Command(
+            name="report",
+            summary="write one HTML file that shows a run, or several side by side",
+            module="nanotrain_report.report",
+        )
+    )
+    register(
+        Command(
+            name="top",
+            summary="show in the terminal where a run is",
+            module="nanotrain_report.top",
+        )
+    )

@@ -1,0 +1,185 @@
+"""What a run folder holds, read once: metrics with their declarations, recipes, log, samples, who owns it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import (
+    CORE_METRICS,
+    RUN_FILES,
+    CheckpointInfo,
+    History,
+    Metric,
+    NanotrainError,
+    is_run,
+    load_plugins,
+    nearby_run,
+    read_metrics,
+    running,
+)
+from nanotrain_report.families import Family, Line, families
+
+
+@attrs.define(eq=False, slots=False)
+class RunFolder:
+    """A run, ended or not."""
+
+    path: Path
+    history: History
+    log: list[dict[str, Any]]
+    """Entries of ``run.log.jsonl``."""
+    live: bool
+    """Whether its process is there, as far as this host can tell."""
+
+    @cached_property
+    def name(self) -> str:
+        """What the run is called: its recipe's name, or its folder's."""
+        return str(self.history.start.get("name") or self.recipe.get("run", {}).get("name") or self.path.name)
+
+    @cached_property
+    def declared(self) -> tuple[Metric, ...]:
+        """Declarations: those in the folder, and those of what is installed here for runs that left none."""
+        registry = load_plugins()
+        monitors = [registry.get("monitor", use) for use in registry.names("monitor")]
+        installed = [metric for monitor in monitors for metric in monitor.metrics]
+        return (*self.history.declared.values(), *CORE_METRICS, *installed)
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """All curves, those of one declaration together."""
+        return families(self.history.curves, self.declared)
+
+    @cached_property
+    def recipe_file(self) -> Path | None:
+        """The newest resolved recipe: a resumed run that changed it has left several."""
+        found = [path for path in self.path.glob("recipe*.toml") if "explained" not in path.name]
+        return max(found, key=lambda path: (len(path.name), path.name)) if found else None
+
+    @cached_property
+    def recipe(self) -> Mapping[str, Any]:
+        """The newest resolved recipe as tables; empty if there is none that can be read."""
+        try:
+            return tomllib.loads(self.recipe_file.read_text(encoding="utf-8")) if self.recipe_file else {}
+        except (OSError, ValueError):
+            return {}
+
+    @cached_property
+    def begins(self) -> list[dict[str, Any]]:
+        """The log's entry of each time ranks began: command, host and so on."""
+        return [entry for entry in self.log if entry.get("event") == "run begins"]
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of ``samples.jsonl``: ``step``, ``prompt`` and ``text``."""
+        return rows(self.path / "samples.jsonl")
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is to take, 0 if that is not known."""
+        return int(self.history.start.get("steps") or self.recipe.get("run", {}).get("steps") or 0)
+
+    @cached_property
+    def saved(self) -> list[CheckpointInfo]:
+        """The checkpoints that are there, by their steps."""
+        registry, found = load_plugins(), list[CheckpointInfo]()
+        for use in registry.names("checkpoint"):
+            listing = registry.get("checkpoint", use).load_optional("listing")
+            found += listing(self.path) if listing else ()
+        return sorted(found, key=lambda each: each.step)
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether it has no metrics for want of the monitor ``jsonl``."""
+        monitors = self.recipe.get("monitor", ())
+        return (
+            bool(self.recipe) and not self.history.attempt and all(m.get("use") != "jsonl" for m in monitors)
+        )
+
+    @property
+    def step(self) -> int:
+        """The newest step of its metrics, or else of its log and its checkpoints."""
+        if self.history.attempt:
+            return self.history.step
+        logged = [entry["step"] for entry in self.log if isinstance(entry.get("step"), int)]
+        return max([*logged, *(each.step for each in self.saved)], default=0)
+
+    @property
+    def logged_end(self) -> str:
+        """How it ended, as the log says; empty if it has begun again since."""
+        events = ("run begins", "run ends", "run failed")
+        last: dict[str, Any] = next(
+            (entry for entry in reversed(self.log) if entry.get("event") in events), {}
+        )
+        return {"run ends": str(last.get("reason", "")), "run failed": "failed"}.get(
+            last.get("event", ""), ""
+        )
+
+    @property
+    def state(self) -> str:
+        """``running``, ``killed``, or how it ended: ``done``, ``stopped``, ``preempted``, ``failed``."""
+        if self.history.end:
+            return str(self.history.end["reason"])
+        if self.live:
+            return "running"
+        if self.history.attempt:
+            return "killed"
+        return self.logged_end or ("killed" if self.begins else "not begun")
+
+    @cached_property
+    def lines(self) -> dict[str, Line]:
+        """All curves by their whole names."""
+        return {line.name: line for family in self.families for line in (*family.lines, *family.others)}
+
+    def line(self, name: str) -> Line | None:
+        """Return the curve of a metric, None if there is none."""
+        return self.lines.get(name)
+
+
+@attrs.define(frozen=True, eq=False)
+class Shown:
+    """A run among those of a report."""
+
+    run: RunFolder
+    label: str
+    colour: str = ""
+
+
+def open_run(path: Path) -> RunFolder:
+    """Read a run folder.
+
+    Raises:
+        NanotrainError: it is none; a run near by is suggested.
+    """
+    if not path.is_dir():
+        what = "is a file, not a run's folder" if path.exists() else "there is no such folder"
+        raise NanotrainError(f"{path}: {what}{nearby_run(path)}")
+    if not is_run(path):
+        inside = [
+            str(each.parent)
+            for name in RUN_FILES
+            for each in sorted([*path.glob(f"*/{name}"), *path.glob(f"*/*/{name}")])
+        ]
+        hint = f"; it holds runs: {', '.join(dict.fromkeys(inside))}" if inside else ""
+        raise NanotrainError(f"{path} is no run folder: it has none of {', '.join(RUN_FILES)}{hint}")
+    return RunFolder(path, read_metrics(path), rows(path / "run.log.jsonl"), running(path))
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; lines that are none, as a torn last one, are left out."""
+    found = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                found.append(row)
+    return found

@@ -1,0 +1,202 @@
+"""A run that goes on: served to a browser of this machine, and shown in the terminal."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from made_up import DECLARED, MadeUp, full_run
+from nanotrain_report.serve import Server
+
+from nanotrain_core.api import Metric, Rule
+from nanotrain_core.cli import main
+
+COMMAND = [sys.executable, "-c", "import sys; from nanotrain_core.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def served(tmp_path):
+    run = MadeUp(tmp_path / "run")
+    run.start()
+    run.step(1)
+    run.write()
+    (tmp_path / "secret").write_text("not for you")
+    with Server([run.folder], 0) as server:
+        server.report.rest = 0.0
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield run, server.server_address
+        server.shutdown()
+
+
+def get(address, path, host=None):
+    connection = HTTPConnection(*address, timeout=20)
+    connection.request("GET", path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_page_and_its_state_follow_the_run(served):
+    run, address = served
+    assert address[0] == "127.0.0.1"
+    _, before = get(address, "/state")
+    code, text = get(address, "/")
+    assert code == 200
+    assert "step 1 of 200" in text
+    assert 'id="live"' in text
+    assert get(address, "/state") == (200, before)
+    run.step(2)
+    run.write()
+    assert get(address, "/state")[1] != before
+    assert "step 2 of 200" in get(address, "/")[1]
+
+
+def test_nothing_else_is_served_to_nobody_else(served):
+    run, address = served
+    for path in ("/metrics.jsonl", "/../secret", "/%2e%2e/secret", "//etc/passwd", "/report.html"):
+        assert get(address, path)[0] == 404
+    assert get(address, "/", host="evil.example:80")[0] == 403
+    (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "recipe.toml").unlink()
+    assert get(address, "/")[0] == 410
+
+
+def test_serving_ends_in_order(tmp_path):
+    folder = full_run(tmp_path / "run", 10)
+    child = subprocess.Popen(
+        [*COMMAND, "report", str(folder), "--serve"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    line = child.stdout.readline()
+    port = int(re.search(r"127.0.0.1:(\d+)/", line)[1])
+    assert get(("127.0.0.1", port), "/state")[0] == 200
+    child.send_signal(signal.SIGTERM)
+    _out, err = child.communicate(timeout=20)
+    assert (child.returncode, err) == (0, "")
+
+
+def test_a_port_that_is_taken_is_told(tmp_path, capsys):
+    folder = full_run(tmp_path / "run", 10)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["report", str(folder), "--serve", "--port", str(port)]) != 0
+    assert f"--port {port}" in capsys.readouterr().err
+
+
+def shown(capsys, *words):
+    """Return what ``nanotrain top`` prints, without its frame and folds."""
+    assert main(["top", *words]) == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_top_prints_once_into_a_pipe(tmp_path, capsys):
+    out = shown(capsys, str(full_run(tmp_path / "run", 100)))
+    for words in ("step 100 of 100, 100%", "█▇", "rank 3", "1.6 GB", "gradients are fine"):
+        assert words in out
+    assert "2; the last after step 57 (loss was NaN); 11 steps lost in all" in out
+    assert "rank 2 was killed by SIGKILL" in out
+
+
+def test_top_knows_a_run_that_goes_on(tmp_path, capsys):
+    run = MadeUp(tmp_path / "run", steps=40)
+    run.start()
+    for step in range(1, 11):
+        run.step(step)
+    run.write()
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": "now"}
+    (run.folder / ".lock").write_text(json.dumps(owner))
+    out = shown(capsys, str(run.folder), "--once")
+    assert "running, step 10 of 40" in out
+    assert "about 15 s left" in out  # rows are half a second apart
+    (run.folder / ".lock").write_text(json.dumps(owner | {"pid": 2**22 + 1}))
+    assert "ended without a word at step 10 of 40" in shown(capsys, str(run.folder))
+
+
+def test_top_of_a_run_without_metrics_goes_by_its_log(tmp_path, capsys):
+    run = MadeUp(tmp_path / "run", steps=4)
+    recipe = run.folder / "recipe.toml"
+    recipe.write_text(recipe.read_text() + '[[monitor]]\nuse = "console"\n')
+    entries = [{"event": "run begins", "step": 0}, {"event": "run ends", "step": 4, "reason": "done"}]
+    log = run.folder / "run.log.jsonl"
+    log.write_text("".join(json.dumps({"level": "info", "rank": 0, **entry}) + "\n" for entry in entries))
+    out = shown(capsys, str(run.folder))
+    for words in ("done after step 4 of 4", "step 4 of 4, 100%", 'no [[monitor]] use = "jsonl"'):
+        assert words in out
+    assert "nothing logged" not in out
+    with log.open("a") as more:
+        more.write(json.dumps({"event": "run begins", "step": 4}) + "\n")
+    assert "ended without a word at step 4 of 4" in shown(capsys, str(run.folder))
+
+
+def test_top_lists_what_is_wrong_now_worst_and_causes_first(tmp_path, capsys):
+    def ruled(name, group, **limits):
+        return Metric(name=name, unit="1", group=group, summary="", rule=Rule(**limits))
+
+    declared = [
+        ruled("norms/{norm}", "residual stream", bad_above=2, high="{where} is large"),
+        ruled("clip", "gradients", warn_below=0.1, low="gradients are clipped"),
+        ruled("collapse", "attention", bad_above=1, high="attention has collapsed"),
+    ]
+    run = MadeUp(tmp_path / "run", declared=[*declared, *DECLARED])
+    run.start()
+    for step in range(1, 6):
+        run.step(step)
+        values = {"norms/layers.0.ffn_norm": 3.0, "clip": 0.01, "collapse": 2.0}
+        run.row("metrics", step=step, values=values, texts={"health": "step 5: this is over: a spike."})
+    out = shown(capsys, str(run.write()))
+    places = [
+        out.index(words)
+        for words in ("Attention has collapsed", "layers.0.ffn_norm is large", "Gradients are clipped")
+    ]
+    assert places == sorted(places)
+    assert "a spike" not in out
+
+
+def test_top_names_the_run_that_was_meant(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "moe", "laptop"):
+        full_run(Path("runs") / name, 10)
+    for given, meant in (("runs/a/metrics.jsonl", "runs/a"), ("laptop", "runs/laptop")):
+        assert main(["top", given]) != 0
+        assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_top_follows_in_a_terminal_until_ctrl_c(tmp_path):
+    run = MadeUp(tmp_path / "run", steps=40)
+    run.start()
+    run.step(1)
+    run.write()
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job hands on that it is ignored
+        os.execv(sys.executable, [*COMMAND, "top", str(run.folder), "--every", "0.1"])
+    until(terminal, b"step 1 of 40")
+    run.step(2)
+    run.write()
+    until(terminal, b"step 2 of 40")
+    os.write(terminal, b"\x03")
+    until(terminal, b"\x1b[?25h")  # the cursor is back
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)
+
+
+def until(terminal, words):
+    """Read from a terminal until it has shown ``words``."""
+    seen, deadline = b"", time.monotonic() + 60
+    while words not in seen:
+        assert select.select([terminal], [], [], 20)[0], seen
+        assert time.monotonic() < deadline, seen
+        seen += os.read(terminal, 65536)

@@ -1,0 +1,212 @@
+"""The report as a file: what it has of a run, that it is safe and offline, and how large it gets."""
+
+import base64
+import gzip
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from made_up import MadeUp, full_run
+from nanotrain_report.folder import open_run
+from nanotrain_report.html import page
+
+from nanotrain_core.cli import main
+
+#: Attributes by which a page has a browser fetch something.
+FETCHING = {"src", "srcset", "data", "poster", "action", "background", "cite", "ping"}
+
+
+class Page(HTMLParser):
+    """Text by section, attributes, scripts and the data of figures."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.sections, self.fetched, self.labels, self.items, self.styles = {}, [], [], [], []
+        self.scripts, self._within, self._section, self.policy = 0, "", "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self._within = tag if tag in ("script", "style") else ""
+        if tag == "section":
+            self._section = given["id"]
+        if tag == "script":
+            self.scripts += 1
+            self._json = given.get("type") == "application/json"
+        self.fetched += [value for key, value in attrs if key in FETCHING]
+        self.fetched += [given["href"]] if tag == "link" else []
+        self.policy = given["content"] if "http-equiv" in given else self.policy
+        self.labels += [given["aria-label"]] if "aria-label" in given else []
+
+    def handle_endtag(self, tag):
+        self._within = ""
+        if tag == "section":
+            self._section = ""
+
+    def handle_data(self, data):
+        if self._within == "script":
+            self.items += [json.loads(data)] if self._json else []
+        elif self._within == "style":
+            self.styles.append(data)
+        else:
+            self.sections[self._section] = self.sections.get(self._section, "") + data + " "
+
+
+def arrays(item):
+    """Yield every array of a figure's data."""
+    waiting = [item]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict) and each.get("type") == "ndarray":
+            raw = gzip.decompress(base64.b64decode(each["array"]["data"]))
+            yield np.frombuffer(raw, dtype=each["dtype"])
+        elif isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    folder = full_run(tmp_path_factory.mktemp("full") / "run", 300)
+    return open_run(folder), page([open_run(folder)])
+
+
+def test_every_section_tells_of_its_part_of_the_run(full):
+    found = Page(full[1]).sections
+    assert "None: rank 3 comes closest, at 50%" in found["answers"]
+    assert "Gradients are very large" in found["health"]
+    assert "steps 210 to 214" in found["health"]
+    assert "In steps that were given up: The loss is not a number" in found["health"]
+    assert "gradients are fine; one rank is slow" in found["health"]
+    rows = " ".join(found["continuity"].split())
+    assert "2 resume" in rows
+    assert "127 120 7 killed" in rows
+    assert "3 rollback" in rows
+    assert "181 177 4 loss was NaN" in rows
+    assert "forward backward 80%" in found["time"]
+    assert "1.6 GB" in found["memory"]
+    assert "there is no pipeline" in found["pipeline"]
+    assert "moe/load" in found["experts"]
+    assert "gradients/norm" in found["layers"]
+    assert "updates/ratio" in found["layers"]
+    assert "not saved: no space left" in found["checkpoints"]
+    assert "300 ms" in found["checkpoints"]
+    assert "def f(x):" in found["samples"]
+    assert "weather" in found["other"]
+    assert "weights/histogram" in found["other"]
+    assert "nanotrain run <made-up>" in found["run"]
+    assert "1,234,567 parameters" in found["run"]
+    assert 'name = "made-up"' in found["recipe"]
+
+
+def test_what_is_wrong_now_is_on_the_first_screen(tmp_path):
+    run = MadeUp(tmp_path, steps=30)
+    run.start()
+    for step in range(1, 31):
+        run.step(step, grad_norm=2000.0 if step > 25 else 200.0 if step < 5 else 1.0)
+    found = Page(page([open_run(run.write())])).sections
+    assert "Now: Gradients are very large" in found["answers"]
+    run.step(31)
+    found = Page(page([open_run(run.write())])).sections
+    assert "Now:" not in found["answers"]
+    assert "steps 1 to 4" in found["health"]
+    assert "steps 26 to 30" in found["health"]
+
+
+def test_what_no_monitor_recorded_is_said_in_a_line(tmp_path):
+    run = MadeUp(tmp_path, declared=())
+    run.start()
+    for step in range(1, 5):
+        run.step(step, expert_load=None)
+    found = Page(page([open_run(run.write())])).sections
+    for section, words in {"time": "spent on", "memory": "how full", "layers": "layer by layer"}.items():
+        assert words in found[section]
+    assert "no experts" in found["experts"]
+    assert "No checkpoint was saved" in found["checkpoints"]
+    assert "other" not in found
+
+
+def test_curves_of_figures_are_those_of_the_run(full):
+    run, text = full
+    found = Page(text)
+    held = [array for item in found.items for array in arrays(item)]
+    loss = run.line("loss").values.astype(np.float32)
+    assert any(len(array) == len(loss) and np.array_equal(array, loss, equal_nan=True) for array in held)
+    largest = run.line("gradients/norm/layers.2.q.weight").values.max()
+    assert any(np.isclose(np.nanmax(array), largest) for array in held if array.size > 300)
+    spoken = "\n".join(found.labels)
+    names = ("loss", "validation/loss", "grad_norm", "lr", "weather/wind", "updates/ratio/0")
+    assert all(f"{name}: " in spoken for name in names)
+
+
+def test_it_fetches_nothing_and_runs_no_script_of_a_run(full):
+    found = Page(full[1])
+    assert found.fetched == ["data:,"]
+    assert not re.search(r"url\(|@import", "".join(found.styles))
+    assert found.policy.startswith("default-src 'none'; script-src 'unsafe-inline'")
+    assert found.policy.endswith("connect-src 'none'")
+    assert found.scripts == len(found.items) + 2  # bokeh and the page's own: not the one in the sample
+    assert "<b>plugin</b>" not in full[1]
+    assert "<b>plugin</b>" in "".join(found.sections.values())
+
+
+def test_several_runs_lie_over_each_other(tmp_path, full):
+    short = full_run(tmp_path / "short", 40)
+    text = page([full[0], open_run(short)])
+    found = Page(text)
+    assert "run" in found.sections["learning"]
+    assert "short" in found.sections["learning"]
+    lengths = [len(array) for array in arrays(found.items[0])]
+    assert {300, 40} <= {*lengths}
+    assert len(text) < 3e6
+
+
+@pytest.mark.parametrize("state", ["no rows", "start only", "torn"])
+def test_a_run_that_has_hardly_begun_has_a_report(tmp_path, state):
+    run = MadeUp(tmp_path)
+    if state != "no rows":
+        run.start()
+    run.write(torn="" if state == "start only" else '{"event": "st')
+    assert "No step has been logged yet" in Page(page([open_run(tmp_path)])).sections["learning"]
+
+
+@pytest.mark.full
+def test_ten_thousand_steps_stay_small(tmp_path):
+    text = page([open_run(full_run(tmp_path, 10_000))])
+    assert len(text.encode()) < 5e6
+    held = [array for item in Page(text).items for array in arrays(item)]
+    assert max(len(array) for array in held) <= 24_000
+
+
+def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    full_run(tmp_path / "runs" / "one", 20)
+    assert main(["report", "runs/one"]) == 0
+    assert capsys.readouterr().out == "runs/one/report.html\n"
+    assert Page((tmp_path / "runs/one/report.html").read_text()).items
+    assert main(["report", "runs/one", "--out", "new/x.html"]) == 0
+    assert (tmp_path / "new" / "x.html").exists()
+    assert main(["report", "runs/one", "--out", "runs/one/metrics.jsonl/x.html"]) == 2
+    assert "name another with --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("runs/onee", "there is no such folder (did you mean 'runs/one'?)"),
+        ("runs", "runs is no run folder: it has none of metrics.jsonl"),
+        ("runs", "it holds runs: runs/one"),
+        ("runs/one/metrics.jsonl", "is a file, not a run's folder"),
+    ],
+)
+@pytest.mark.parametrize("command", ["report", "top"])
+def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path, capsys, monkeypatch, command, path, text):
+    monkeypatch.chdir(tmp_path)
+    full_run(tmp_path / "runs" / "one", 10)
+    assert main([command, path]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert len(err.splitlines()) == 1

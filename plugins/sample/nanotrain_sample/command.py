@@ -1,0 +1,254 @@
+"""``nanotrain sample PATH --prompt TEXT``: continue prompts with the weights of a run or a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from nanotrain_core.api import (
+    DataError,
+    NanotrainError,
+    Resolution,
+    add_plugin_options,
+    load_plugins,
+    plugin_arguments,
+)
+
+if TYPE_CHECKING:
+    from nanotrain_core.api.text import TextCodec
+    from nanotrain_sample.generate import How
+    from nanotrain_sample.tell import Asked
+
+#: What is continued where no prompt is given.
+NO_PROMPT = "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    what = "a run folder (its newest checkpoint), a checkpoint, a converted folder, or a Hugging Face folder"
+    parser.add_argument("path", metavar="PATH", help=what)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what to continue; may be repeated; - reads it from standard input (default: an empty line)",
+    )
+    parser.add_argument(
+        "--tokens", type=_above_zero, default=200, metavar="N", help="to write, at most (default: 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="T",
+        help="0 always takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=_count, default=0, metavar="K", help="draw from the K likeliest; 0: all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=_probability,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest that together have this probability; 1: all",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="of what is drawn (default: 1234)"
+    )
+    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes; default: that of the run's data"
+    )
+    parser.add_argument(
+        "--degree",
+        action="append",
+        default=[],
+        metavar="DIM=N",
+        help="spread the model over ranks, for example tp=2; may be repeated",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value of the recipe, for example precision.use=fp32 or run.device=cpu",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    add_plugin_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write, on this process or on ranks that it starts."""
+    texts = prompts_of(args.prompt)
+    degrees = degrees_of(args.degree)
+    plugins = plugin_arguments(args)
+    registry = load_plugins(block=plugins.blocked, local=plugins.local)
+
+    from nanotrain_core.api.ranks import EXIT_OF, Nodes, Ranks, prepare_ranks, start_ranks
+    from nanotrain_sample.layout import resolved
+    from nanotrain_sample.ranks import SampleJob
+    from nanotrain_sample.source import codec_of, find
+    from nanotrain_sample.tell import Asked
+
+    joined = Ranks.detect()
+    source = find(Path(args.path), args.step, args.tokenizer, registry)
+    with TemporaryDirectory(prefix="nanotrain-sample-") as folder:
+        ranks = joined.world_size if joined else None
+        recipe, found = resolved(
+            source, degrees, args.set, registry, Path(folder), ranks=ranks, plugins=plugins
+        )
+        ranks = found.recipe.run.ranks
+        if ranks > 1 and not joined:
+            prepare_ranks(ranks)
+        codec = codec_of(found.recipe, source.tokenizer, registry)
+        how = how_of(args, found, codec)
+        asked = Asked(
+            weights=str(source.path),
+            prompts=tuple(encoded(text, codec, how) for text in texts),
+            how=how,
+            json=args.json,
+        )
+        job = SampleJob(
+            recipe=recipe,
+            overrides=tuple(args.set),
+            plugins=plugins,
+            asked=asked,
+            tokenizer=source.tokenizer,
+        )
+        if not joined or joined.rank == 0:
+            note_length(asked, source.length)
+        if joined:
+            return EXIT_OF[job.run(joined)]
+        return start_ranks(job, found.recipe, Nodes(nproc=ranks))
+
+
+def prompts_of(given: Sequence[str]) -> list[str]:
+    """Return the prompts, that of standard input read.
+
+    Raises:
+        NanotrainError: standard input is named twice, or is not UTF-8.
+    """
+    if given.count("-") > 1:
+        raise NanotrainError("--prompt -: standard input can be read once")
+    return [_standard_input() if text == "-" else text for text in given or [NO_PROMPT]]
+
+
+def _standard_input() -> str:
+    """Return all of standard input, which is UTF-8 whatever the locale says."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start + 1}"
+        raise NanotrainError(f"--prompt -: standard input is not UTF-8 ({where})") from None
+
+
+def degrees_of(lines: Sequence[str]) -> dict[str, int]:
+    """Return lines such as ``tp=2`` as a table.
+
+    Raises:
+        NanotrainError: one is not of that form.
+    """
+    found = {}
+    for line in lines:
+        dim, _, degree = line.partition("=")
+        if not dim or not degree.isdecimal() or int(degree) < 1:
+            raise NanotrainError(f"--degree: expected DIM=N such as tp=2, with a number above 0, got {line}")
+        found[dim] = int(degree)
+    return found
+
+
+def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How:
+    """Return what is asked of a model and tokenizer that fit.
+
+    Raises:
+        NanotrainError: the tokenizer has tokens that the model has not.
+    """
+    from nanotrain_sample.generate import How
+
+    model = found.registry.build(found.recipe.model)
+    if codec.vocab_size > model.vocab_size:
+        raise NanotrainError(
+            f"the tokenizer has {codec.vocab_size} tokens, but the model's vocabulary is {model.vocab_size}: "
+            "it was trained with another tokenizer"
+        )
+    return How(
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        vocab=codec.vocab_size,
+        end=codec.separator,
+        limit=model.max_length,
+    )
+
+
+def encoded(text: str, codec: TextCodec, how: How) -> tuple[int, ...]:
+    """Return the tokens of a prompt.
+
+    Raises:
+        NanotrainError: there are none, or more than the model reads.
+    """
+    try:
+        tokens = tuple(codec.encode(text))
+    except DataError as problem:
+        raise DataError(f"{problem}; --tokenizer FILE names a tokenizer") from None
+    if not tokens:
+        raise NanotrainError(f"the prompt {text[:60]!r} has no tokens: expected some text to continue")
+    if how.limit is not None and len(tokens) > how.limit:
+        raise NanotrainError(
+            f"the prompt {text[:60]!r} has {len(tokens)} tokens, but the model reads at most {how.limit} "
+            "(model.max_length): shorten it"
+        )
+    return tokens
+
+
+def note_length(asked: Asked, trained: int | None) -> None:
+    """Say that texts become longer than what the model was trained on; of positions that end, later."""
+    longest = max(len(prompt) + asked.how.tokens for prompt in asked.prompts)
+    if trained is not None and asked.how.limit is None and longest > trained:
+        told = f"the run trained on sequences of {trained} tokens, and texts may have {longest}"
+        print(f"nanotrain: note: {told}: what comes later is extrapolated", file=sys.stderr)
+
+
+# --- numbers ----------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return int(text)
+
+
+def _above_zero(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = _float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, got '{text}'")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

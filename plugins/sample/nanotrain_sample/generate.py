@@ -1,0 +1,161 @@
+"""Writes one text after another on the ranks of a run: prefill, then a pass for each token.
+
+Every rank of a replica of the model calls the same functions. One of them, which has logits, draws the token
+and tells the others.
+
+Shapes: B batch (1), S tokens of a pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.api import NanotrainError, Span
+from nanotrain_core.api.text import draw
+from nanotrain_core.api.torch import Batch, Cache, Executor, Run, stream_seed
+
+#: Tokens of a prompt that pass through the model at once: logits of all of them are computed.
+CHUNK = 512
+
+
+@attrs.define(frozen=True, kw_only=True)
+class How:
+    """What is written, and how tokens are chosen."""
+
+    tokens: int = 200
+    """At most, after the prompt."""
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+    vocab: int
+    """Tokens from here on are none of the tokenizer's, and never drawn."""
+    end: int | None = None
+    """The token that ends a text."""
+    limit: int | None = None
+    """Tokens that the model can read, if it is limited."""
+
+    def most(self, prompt: int) -> int:
+        """Return how many tokens can follow a prompt of so many: the last one need not be read."""
+        return self.tokens if self.limit is None else min(self.tokens, self.limit - prompt + 1)
+
+    def passes(self, prompt: int, *, caches: bool) -> int:
+        """Return through how many passes a prompt of so many goes, if no token ends it."""
+        return (-(-prompt // CHUNK) if caches else 1) + self.most(prompt) - 1
+
+
+@attrs.define(frozen=True)
+class Text:
+    """What was written."""
+
+    number: int
+    """Of the prompt."""
+    tokens: tuple[int, ...]
+    """After the prompt."""
+    prefill: float
+    """Seconds until the first token."""
+    decode: float
+    """Seconds for all others."""
+    stopped: str
+    """By what: ``end`` of the text, ``tokens`` that were asked for, ``limit`` of the model."""
+    bytes_per_token: int | None
+    """Of the cache on this rank; None without one."""
+
+
+class Writer:
+    """Writes texts with the model of a run, which has no optimizer."""
+
+    def __init__(self, run: Run, how: How, *, caches: bool) -> None:
+        """Make groups. Collective over the run."""
+        self.mesh, self.how, self.caches = run.mesh, how, caches
+        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
+        self.final = len(run.owners) - 1
+        layout, dense = run.mesh.layout, run.mesh.layout.views["dense"].dims
+        data = tuple(dim for dim in dense if dim in layout.data_dims)
+        self.replicas, self.replica = layout.size(*data), layout.coordinate(run.mesh.rank, *data)
+        """How many replicas of the model there are, and which one this rank is in."""
+        inside = tuple(dim for dim in dense if dim not in data)
+        run.mesh.agree_on_groups([Span(inside)])
+        self.group = run.mesh.group_of(Span(inside))
+        last = {dim: run.owners[-1] if dim == "pp" else 0 for dim in inside}
+        self.drawer = next(
+            rank
+            for rank in layout.members(run.mesh.rank, Span(inside))
+            if all(layout.coordinate(rank, dim) == place for dim, place in last.items())
+        )
+
+    def write(
+        self,
+        prompt: Sequence[int],
+        number: int,
+        passes: int,
+        tell: Callable[[int], None] = lambda token: None,
+    ) -> Text:
+        """Continue ``prompt``, and go through ``passes`` passes in all: as many as other replicas do.
+
+        Args:
+            prompt: tokens, at least one.
+            number: of the text: with the seed it decides what is drawn.
+            passes: at least those that :meth:`How.passes` says, where ranks of several replicas meet in them.
+            tell: called with each token.
+        """
+        how = self.how
+        generator = torch.Generator().manual_seed(stream_seed(how.seed, "sample", number))
+        most = how.most(len(prompt))
+        cache = Cache(len(prompt) + most - 1) if self.caches else None
+        began = time.perf_counter()
+        text = [*prompt]
+        found: list[int] = []
+        seen = 0
+        first = began
+        while len(found) < most and how.end not in found[-1:]:
+            logits = None
+            while seen < len(text):
+                end = min(len(text), seen + CHUNK) if cache else len(text)
+                logits = self._read(text[seen:end], cache)
+                seen, passes = end, passes - 1
+            token = self._draw(logits, generator)
+            text.append(token)
+            found.append(token)
+            tell(token)
+            if cache is None:
+                seen = 0
+            first = time.perf_counter() if len(found) == 1 else first
+        ended = time.perf_counter()
+        for _ in range(passes):
+            self._read([0], None)
+        stopped = "end" if how.end in found[-1:] else "tokens" if len(found) == how.tokens else "limit"
+        size = cache.bytes_per_token if cache else None
+        return Text(number, tuple(found), first - began, ended - first, stopped, size)
+
+    def _read(self, tokens: Sequence[int], cache: Cache | None) -> torch.Tensor | None:
+        """Pass tokens through the model; return logits [V] after the last, None where there are none."""
+        tokens_BS = torch.tensor([tokens], device=self.mesh.device)
+        outputs = self.executor.through(Batch(tokens_BS, cache=cache))
+        if cache is not None:
+            cache.advance(len(tokens))
+        logits_BSV = outputs[self.final].value if self.final in outputs else None
+        return None if logits_BSV is None else logits_BSV[0, -1]
+
+    def _draw(self, logits_V: torch.Tensor | None, generator: torch.Generator) -> int:
+        """Broadcast: return the token that the drawing rank draws."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
+        if self.mesh.rank == self.drawer:
+            assert logits_V is not None
+            known_V = logits_V[: self.how.vocab]
+            if not bool(known_V.isfinite().all()):
+                raise NanotrainError(
+                    "the model's logits are not all finite numbers: its weights have diverged"
+                )
+            how = self.how
+            chosen = draw(known_V, generator, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
+            token.fill_(chosen)
+        if self.group is not None:
+            with self.mesh.waits.collectives:
+                dist.broadcast(token, self.drawer, group=self.group)
+        return int(token)

@@ -1,0 +1,106 @@
+"""What is at a path: weights, the recipe that they were trained by, and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tomli
+
+from nanotrain_core.api import CheckpointError, NanotrainError, Recipe, Registry, find_checkpoints
+from nanotrain_core.api.text import HasTokenizer, TextCodec, make_tokenizer
+from nanotrain_core.api.torch import open_weights
+
+#: Files that tell a folder of weights alone: ours, and Hugging Face's.
+WEIGHTS_ALONE = ("model.toml", "config.json")
+
+#: ``precision`` of weights that no recipe comes with, by the dtype that they are stored in.
+PRECISIONS = {"torch.float64": "fp64", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+@attrs.define(frozen=True)
+class Source:
+    """Weights, and what is known of them."""
+
+    path: Path
+    """One checkpoint, or a folder of weights alone."""
+    tables: Mapping[str, Any]
+    """Of the run's resolved recipe; of weights alone ``model`` and ``precision``."""
+    tokenizer: str | None
+    """As ``data.tokenizer`` of ``text`` has it; None: the recipe's data component has one."""
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of the sequences that the run trained on; None: not known."""
+        return self.tables["batch"]["length"] if "batch" in self.tables else None
+
+
+def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry) -> Source:
+    """Return what is at ``path``: of a run folder its newest checkpoint, or that of ``step``.
+
+    Raises:
+        NanotrainError: nothing that text can be written with, or no tokenizer is known.
+    """
+    if any((path / name).is_file() for name in WEIGHTS_ALONE):
+        return _weights_alone(path, step, tokenizer, registry)
+    _, saved = find_checkpoints(path, registry, step)[-1]
+    meta = saved.describe()["meta"]
+    if not meta.get("model"):
+        raise CheckpointError(
+            f"{saved.path} was saved by a script with a model of its own, which no recipe describes: "
+            "build the model there and call it"
+        )
+    return Source(saved.path, tomli.loads(meta["recipe"]), tokenizer)
+
+
+def _weights_alone(folder: Path, step: int | None, tokenizer: str | None, registry: Registry) -> Source:
+    if step is not None:
+        raise CheckpointError(
+            f"--step {step}: {folder} holds weights alone, of no step; expected a run folder"
+        )
+    if tokenizer is None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise NanotrainError(
+                f"{folder} has no tokenizer.json, and no recipe that names data: give --tokenizer FILE, or "
+                "--tokenizer bytes"
+            )
+        tokenizer = str(file)
+    weights = open_weights(folder, registry)
+    stored = {str(dtype) for dtype in weights.reader.dtypes.values()}
+    precision = PRECISIONS.get(next(iter(stored)), "fp32") if len(stored) == 1 else "fp32"
+    model = {"use": weights.selection.use, **_plain(attrs.asdict(weights.selection.config))}
+    return Source(folder, {"model": model, "precision": {"use": precision}}, tokenizer)
+
+
+def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table without what is not set, which TOML has no word for."""
+    kept = {key: value for key, value in table.items() if value is not None}
+    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
+
+
+@attrs.define(frozen=True)
+class OfData:
+    """An open data component as a :class:`~nanotrain_core.contracts.TextCodec`."""
+
+    vocab_size: int
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    separator: int | None = None
+
+
+def codec_of(recipe: Recipe, tokenizer: str | None, registry: Registry) -> TextCodec:
+    """Return who turns text into tokens and back: ``tokenizer``, or what the recipe's data component offers.
+
+    Raises:
+        DataError: it is missing.
+    """
+    if tokenizer is not None:
+        return make_tokenizer(tokenizer)
+    data: Any = registry.build(recipe.data)
+    if isinstance(data, HasTokenizer):
+        return data.tokenizer_alone()
+    data.open(length=recipe.batch.length, seed=recipe.run.seed)
+    return OfData(data.vocab_size, data.encode, data.decode)

@@ -1,0 +1,3 @@
+from nanotrain_core.testing import Case, conformance
+
+test_conformance = conformance(Case("monitor", use="tensorboard"))

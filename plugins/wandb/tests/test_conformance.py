@@ -1,0 +1,11 @@
+import pytest
+
+from nanotrain_core.testing import Case, conformance
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+test_conformance = conformance(Case("monitor", use="wandb"))

@@ -1,0 +1,141 @@
+"""``metrics.jsonl`` read back: curves of the last attempt of each step, seams, and what was given up."""
+
+import json
+import math
+
+import attrs
+import pytest
+
+from nanotrain_core.builtin.configs import JsonlConfig
+from nanotrain_core.contracts import EvaluationReport, MetricsReport, RollbackReport, StepReport
+from nanotrain_core.metrics.history import Curve, Seam, last_attempt, read_metrics
+from nanotrain_core.metrics.report import Histogram
+from nanotrain_core.monitors.jsonl import Jsonl
+from nanotrain_core.run.events import evaluation_values, step_values
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that writes a run's attempt with the monitor itself."""
+
+    class Info:
+        name, folder, steps, rank, world_size, device = "x", tmp_path, 9, 0, 1, "cpu"
+        parameters, tokens_per_step, flops_per_token, first_step = 7, 8, 9.0, 0
+        declared = ()
+
+    def begin(first_step=0):
+        info, monitor = Info(), Jsonl(JsonlConfig())
+        info.first_step = first_step
+        monitor.on_start(info)
+        return monitor
+
+    return begin
+
+
+def step(number, loss, **more):
+    given = {"losses": {"lm": loss}, "grad_norm": 1.0, "lr": 0.1, "tokens": 8 * number}
+    return StepReport(step=number, loss=loss, tokens_per_second=1.0, seconds=0.5, **{**given, **more})
+
+
+def curve(found, name="loss"):
+    return dict(found.curves[name])
+
+
+def test_the_file_has_every_number_that_sinks_are_told(written, tmp_path):
+    monitor = written()
+    reports = [step(1, 2.0), step(2, math.nan, expert_load=1.5, bubble=0.1, skipped=True, grad_norm=math.inf)]
+    evaluation = EvaluationReport(2, -math.inf, 0.5, 8)
+    histogram = Histogram((0.0, 1.0, math.inf), (1.0, 2.0), 0.0, 1.0, math.nan)
+    for report in reports:
+        monitor.on_step(report)
+    told = {"plain": 1.0, "nan": math.nan, "low": -math.inf}
+    published = frozenset([*told, "spread", "words"])
+    monitor.on_metrics(MetricsReport(2, told, {"spread": histogram}, {"words": "NaN"}, published=published))
+    monitor.on_evaluation(evaluation)
+    found = read_metrics(tmp_path)
+    expected = {(2, n): v for n, v in {**told, **evaluation_values(evaluation)}.items()}
+    expected |= {(each.step, n): v for each in reports for n, v in step_values(each).items()}
+    got = {(at, name): value for name, each in found.curves.items() for at, value in each}
+    assert repr(sorted(got.items())) == repr(sorted(expected.items()))
+    assert repr(found.histograms) == repr({"spread": [(2, histogram)]})
+    assert found.texts == {"words": [(2, "NaN")]}
+    assert (found.attempt, found.step, found.torn, found.end) == (1, 2, 0, {})
+    assert found.start["parameters"] == 7
+
+
+def test_every_line_is_json_as_its_standard_has_it(written, tmp_path):
+    monitor = written()
+    monitor.on_step(step(1, math.nan, grad_norm=-math.inf))
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    rows = [json.loads(x, parse_constant=refuse) for x in (tmp_path / "metrics.jsonl").open()]
+    assert [rows[1][key] for key in ("loss", "losses", "grad_norm")] == ["NaN", {"lm": "NaN"}, "-Infinity"]
+
+
+def test_a_resume_and_a_rollback_replace_what_they_leave_behind(written, tmp_path):
+    monitor = written()
+    for number in (2, 4, 5, 6):
+        monitor.on_step(step(number, number))
+    monitor = written(first_step=4)  # the first was killed; the second logs other steps
+    monitor.on_step(step(7, 70))
+    monitor.on_step(step(8, 80))
+    monitor.on_rollback(RollbackReport(8, 8, 7, (0, 1), 1, "a spike"))
+    monitor.on_step(step(9, 90))
+    found = read_metrics(tmp_path)
+    assert curve(found) == {2: 2, 4: 4, 7: 70, 9: 90}
+    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [
+        Seam(2, "resume", 4, 6, 0, "killed"),
+        Seam(3, "rollback", 7, 8, 0, "a spike"),
+    ]
+    left = {n: {name: dict(each) for name, each in each.items()} for n, each in found.abandoned.items()}
+    assert {n: each["loss"] for n, each in left.items()} == {1: {5: 5, 6: 6}, 2: {8: 80}}
+    assert [found.attempt_of(number) for number in (2, 4, 5, 7, 8, 9)] == [1, 1, 2, 2, 3, 3]
+    assert found.attempt == 3
+    assert {*dict(found.times)} == {*curve(found)}
+
+
+def test_a_line_that_was_cut_short_costs_no_other(written, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    monitor = written()
+    monitor.on_step(step(1, 1.0))
+    monitor.on_step(step(2, 2.0))
+    path.write_bytes(path.read_bytes()[:-20])  # killed while it wrote
+    assert read_metrics(tmp_path).torn == 1
+    monitor = written(first_step=1)
+    monitor.on_step(step(2, 3.0))
+    found = read_metrics(tmp_path)
+    assert (curve(found), found.torn, found.attempt) == ({1: 1.0, 2: 3.0}, 1, 2)
+
+
+def test_files_of_before_rows_had_their_attempt_are_read(tmp_path):
+    rows = [{"event": "start", "first_step": 0, "time": 1}, {"event": "start", "first_step": 0, "time": 2}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "x", "v": NaN}', "[]", ""]))
+    found = read_metrics(tmp_path)
+    assert (found.attempt, found.torn) == (2, 1)
+    assert last_attempt(tmp_path / "metrics.jsonl") == 2
+
+
+def test_the_last_attempt_is_found_from_the_end_whatever_its_rows_length(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanotrain_core.metrics.history._TAIL", 8)
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"event": "step", "attempt": n, "text": "x" * 100} for n in (1, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st')
+    assert last_attempt(path) == 2
+    assert last_attempt(tmp_path / "none") == 0
+
+
+def test_only_the_metrics_that_are_asked_for_are_kept(written, tmp_path):
+    written().on_step(step(1, 1.0))
+    assert {*read_metrics(tmp_path, ["lo*", "lr"]).curves} == {"loss", "losses/lm", "loss_scale", "lr"}
+    assert read_metrics(tmp_path / "nothing").curves == {}
+
+
+def test_a_curve_is_cut_behind_a_step():
+    whole = Curve()
+    for number in (1, 2, 2, 4):
+        whole.add(number, number / 2)
+    rest = whole.cut(2)
+    assert ([*whole], [*rest], whole.last) == ([(1, 0.5), (2, 1.0)], [(4, 2.0)], 1.0)

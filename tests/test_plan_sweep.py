@@ -1,0 +1,147 @@
+"""Layouts that are put together from blocks, against plans of the same layouts; what a sweep leaves out."""
+
+import attrs
+import pytest
+from nanotrain_plan.advice import (
+    try_plan,
+    with_component,
+    with_degree,
+    with_microbatch,
+    with_recompute,
+    with_zero,
+)
+from nanotrain_plan.blocks.composer import Composer
+from nanotrain_plan.blocks.probe import NotComposable, choose
+from nanotrain_plan.hardware import find_hardware
+from nanotrain_plan.sweep import sweep
+
+from nanotrain_core.api import Costs, find_problems, resolve_recipe
+
+DENSE = """
+[run]
+steps = 10
+ranks = 16
+[batch]
+sequences = 64
+microbatch = 1
+length = 512
+[model]
+use = "transformer"
+layers = 8
+width = 256
+heads = 8
+vocab = 1024
+[topology]
+use = "grid"
+pp = 2
+tp = 2
+[[parallel]]
+use = "tp"
+[schedule]
+use = "1f1b"
+[optimizer]
+use = "zero12"
+bucket_mb = 0.25
+[precision]
+use = "bf16"
+[data]
+use = "synthetic"
+vocab = 256
+"""
+
+#: Of a small model a message between stages, held a little longer or not, is a part of what there is.
+SMALL = 0.02
+
+
+@pytest.fixture
+def dense(tmp_path):
+    path = tmp_path / "dense.toml"
+    path.write_text(DENSE)
+    return resolve_recipe(str(path))
+
+
+def changed(found, pp=None, tp=None, ep=None, microbatch=None, recompute="", stage=None, schedule=None):
+    recipe, registry = found.recipe, found.registry
+    for dim, degree in (("pp", pp), ("tp", tp), ("ep", ep)):
+        recipe = with_degree(recipe, registry, dim, degree) if degree else recipe
+    recipe = with_microbatch(recipe, microbatch) if microbatch else recipe
+    recipe = with_recompute(recipe, registry, recompute) if recompute != "" else recipe
+    recipe = with_zero(recipe, registry, stage) if stage else recipe
+    return with_component(recipe, registry, "schedule", schedule) if schedule else recipe
+
+
+def assert_as_planned_whole(found, hardware, changes, tolerance=0.01):
+    composer = Composer(found.registry, find_hardware(hardware))
+    for change in changes:
+        recipe = changed(found, **change)
+        layout, problems = find_problems(recipe, found.registry)
+        assert not problems, change
+        estimate = composer.estimate(recipe, layout)
+        whole = try_plan(recipe, found.registry, composer.hardware)
+        assert estimate.time.seconds == pytest.approx(whole.time.seconds, rel=tolerance), change
+        assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance), change
+
+
+def test_blocks_make_the_layouts_that_are_planned_whole(dense):
+    assert_as_planned_whole(dense, "h100", [{}, {"pp": 4, "schedule": "zb_h1"}], SMALL)
+
+
+@pytest.mark.full
+def test_optimizer_state_on_the_host_is_on_no_device(dense):
+    config = attrs.evolve(dense.recipe.optimizer.config, offload=True)
+    offloads = attrs.evolve(dense.recipe.optimizer, config=config)
+    found = attrs.evolve(dense, recipe=attrs.evolve(dense.recipe, optimizer=offloads))
+    assert_as_planned_whole(found, "h100", [{}], SMALL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pp": 8, "tp": 1},
+        {"pp": 1, "schedule": "accumulate"},
+        {"microbatch": 2, "recompute": "selective"},
+        {"recompute": "selective", "stage": 2},
+        {"recompute": "full", "schedule": "interleaved_1f1b"},
+    ],
+    ids=str,
+)
+def test_blocks_of_a_small_model(dense, change):
+    assert_as_planned_whole(dense, "h100", [change], SMALL)
+
+
+@pytest.mark.full
+def test_blocks_of_v3():
+    changes = [
+        {},
+        {"pp": 8, "tp": 2, "ep": 32, "stage": 2},
+        {"pp": 8, "tp": 4},
+        {"tp": 2, "recompute": "selective"},
+        {"recompute": None},
+        {"schedule": "dualpipe_v"},
+        {"schedule": "interleaved_1f1b", "stage": 2, "microbatch": 2},
+    ]
+    assert_as_planned_whole(resolve_recipe("deepseek_v3_671b"), "h800", changes)
+
+
+def test_a_model_of_too_few_layers_is_planned_whole():
+    assert choose(Costs.alike(3)).pair == 0
+    with pytest.raises(NotComposable, match="2 layers are too few"):
+        choose(Costs.alike(2))
+    # Of each kind there must be one beside the pair.
+    pieces = choose(Costs(layers=(1.0, 2.0, 2.0, 2.0)))
+    assert (pieces.singles, pieces.pair) == ((0, 3), 1)
+
+
+def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkeypatch):
+    monkeypatch.setattr("nanotrain_plan.sweep.WHOLE", 1)
+    plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
+    swept = sweep(plan, dense.registry, limit=1, processes=1)
+    rates = [each.tokens_per_second for each in swept.candidates if each.fits]
+    assert rates == sorted(rates, reverse=True)
+    (own,) = [each for each in swept.candidates if "as it is" in each.told]
+    assert (own.peak, own.tokens_per_second) == (plan.worst.peak, plan.tokens_per_second)
+    assert swept.candidates[0].whole
+    assert swept.looked_at >= len(swept.candidates)
+    assert all(number > 0 for number in swept.left_out.values())
+    assert swept.left_out["recomputes more than it needs to fit"] > 0

@@ -1,0 +1,81 @@
+"""Plans of small recipes against what happens on gloo: state, every collective, what forward passes keep."""
+
+import pytest
+from compositions import MODELS, OPTIMIZERS, VOCAB
+from planned import happened, planned
+
+from nanotrain_core.testing import Case
+
+#: Three microbatches on each of two data-parallel ranks, and rows of tokens that experts divide.
+BATCH = {"sequences": 6, "microbatch": 1, "length": 8}
+
+#: Bytes of loss terms, which a step adds up beside its activations.
+LOSSES = 16
+
+#: Of what is kept: gloo lets go of what it sent when it likes, and with experts it sends much.
+TOLERANCE = {"ep": 0.03, "all": 0.03, "selective": 0.03}
+
+DDP = [{"use": "ddp", "bucket_mb": 0.01}]
+TP, SP = [{"use": "tp", "sequence_parallel": False}], [{"use": "tp", "sequence_parallel": True}]
+EP = [{"use": "ep_deepseek"}]
+ZERO = {"use": "zero12", "bucket_mb": 0.01}
+
+CASES = {
+    "ddp": ({"dp": 2}, "transformer", "accumulate", DDP, {}),
+    "sequence_parallel": ({"tp": 2}, "transformer", "accumulate", SP, {}),
+    "zero2": ({"dp": 2}, "transformer", "accumulate", [], {**ZERO, "stage": 2}),
+    "pp": ({"pp": 2}, "transformer", "1f1b", [], {}),
+    "ep": ({"dp": 2, "ep": 2}, "deepseek_v3", "accumulate", EP, {}),
+}
+MORE = {
+    "zero1": ({"dp": 2}, "transformer", "accumulate", [], {**ZERO, "stage": 1}),
+    "tp": ({"tp": 2}, "transformer", "accumulate", TP, {}),
+    "w_passes": ({"pp": 2}, "transformer", "zb_h1", [], {}),
+    "recompute": ({"dp": 2}, "transformer", "accumulate", [{"use": "recompute"}, *DDP], {}),
+    "selective": (
+        {"tp": 2},
+        "transformer",
+        "accumulate",
+        [*SP, {"use": "recompute", "granularity": "selective"}],
+        {},
+    ),
+    "all": ({"pp": 2, "tp": 2, "dp": 2, "ep": 2}, "deepseek_v3", "1f1b", [*SP, *EP], {**ZERO, "stage": 1}),
+    "tied": ({"pp": 2, "dp": 2}, "transformer", "1f1b", DDP, {}),
+}
+
+
+def case(topology, model, schedule, wrappers, optimizer, tied=False, precision="fp32"):
+    overrides = {
+        "batch": {**BATCH, "sequences": 3 * topology.get("dp", 1)},
+        "model": {**MODELS[model], "layers": 4, "tied": tied},
+        "data": {"vocab": VOCAB},
+        "optimizer": optimizer or OPTIMIZERS["adamw"],
+        "schedule": {"use": schedule},
+        "precision": {"use": precision},
+        "parallel": wrappers,
+    }
+    return Case("topology", use="grid", topology=topology, overrides=overrides)
+
+
+def assert_as_planned(case, tolerance):
+    for rank, (plan, real) in enumerate(zip(planned(case), happened(case), strict=True)):
+        assert plan.state == real.state, f"rank {rank}"
+        assert plan.collectives == real.collectives, f"rank {rank}"
+        for action, size in real.kept.items():
+            assert plan.kept[action] == pytest.approx(size, rel=tolerance, abs=LOSSES), (
+                f"rank {rank}: {action}"
+            )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_as_planned(name):
+    assert_as_planned(case(*CASES[name]), TOLERANCE.get(name, 0.01))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+def test_every_step_is_as_planned(name, precision):
+    assert_as_planned(
+        case(*{**CASES, **MORE}[name], tied=name == "tied", precision=precision), TOLERANCE.get(name, 0.01)
+    )

@@ -1,0 +1,62 @@
+"""Ranks are started again at once, then after longer pauses, and not for ever without a checkpoint."""
+
+import json
+import os
+
+import pytest
+
+from nanotrain_core.launch import restarts
+from nanotrain_core.launch.cause import Cause
+from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+from nanotrain_core.launch.restarts import Restarts
+from nanotrain_core.launch.worker import HAS_SAVED
+
+
+@pytest.fixture
+def paused(monkeypatch):
+    """Return a clock that sleeping turns on."""
+    clock = [0.0]
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr(restarts.time, "sleep", sleep)
+    return clock
+
+
+def test_restarts_without_a_checkpoint_pause_longer_and_are_given_up(tmp_path, paused, capsys):
+    deciding = Restarts(tmp_path, 99, lambda: False, lambda cause: cause)
+
+    def again():
+        began = paused[0]
+        return deciding.again({1: -9}, 1, None), round(paused[0] - began)
+
+    assert [again() for _ in range(3)] == [(True, 0), (True, 1), (True, 2)]
+    (tmp_path / HAS_SAVED).touch()
+    assert [again() for _ in range(5)] == [(True, 0), (True, 1), (True, 2), (True, 4), (True, 8)]
+    assert again() == (False, 0)
+    told = capsys.readouterr().err
+    assert "rank 1 was killed by SIGKILL; restarting in 2 s (1 of 99) from where it began" in told
+    assert "5 restarts in a row came to no checkpoint: given up" in told
+    os.utime(tmp_path / HAS_SAVED, ns=(1, 1))  # another one was saved
+    assert again() == (True, 0)
+
+
+class Shared(dict):
+    """A store of two launchers."""
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+def test_a_launcher_whose_ranks_only_noticed_names_the_cause_on_another_host():
+    store = Shared()
+    echo, killed = Cause("rank 0 failed: connection closed", 1, echo=True), Cause("rank 3 was killed", 1)
+    store.set("cause/1", json.dumps([1.0, {"text": "rank 3 was killed", "code": 1}]))
+    store.get = store.__getitem__
+    assert first_of_all(echo, store, 0, 2) == killed
+    assert first_of_all(killed, store, 0, 2) == killed

@@ -1,0 +1,67 @@
+"""What a run leaves for who looks later: declarations of its metrics, samples, its owner."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
+from nanotrain_core.metrics.core import CORE
+from nanotrain_core.metrics.declared import Bins, Metric, Rule, describe, described
+from nanotrain_core.metrics.history import read_metrics
+from nanotrain_core.monitors.jsonl import Jsonl
+from nanotrain_core.monitors.sample import Sample
+from nanotrain_core.run.owner import running
+
+OWN = (
+    Metric(name="wind/{place}", unit="m/s", group="weather", summary="a", rule=Rule(warn_above=3, high="b")),
+    Metric(name="rain", unit="mm", group="weather", summary="c", kind="histogram", bins=Bins(low=0, high=9)),
+)
+
+
+@pytest.mark.parametrize("metric", [*CORE, *OWN], ids=lambda metric: metric.name)
+def test_a_declaration_goes_through_json(metric):
+    assert described(json.loads(json.dumps(describe(metric)))) == metric
+
+
+def test_the_file_has_the_declarations_of_the_newest_attempt(tmp_path):
+    info = {"name": "x", "folder": tmp_path, "steps": 9, "first_step": 0, "rank": 0, "world_size": 1}
+    info |= {"device": "cpu", "parameters": 7, "tokens_per_step": 8, "flops_per_token": 9.0}
+    Jsonl(JsonlConfig()).on_start(SimpleNamespace(**info, declared=(*CORE, OWN[0])))
+    assert [*read_metrics(tmp_path).declared.values()] == [*CORE, OWN[0]]
+    changed = Metric(name="wind/{place}", unit="km/h", group="weather", summary="a")
+    Jsonl(JsonlConfig()).on_start(SimpleNamespace(**info, declared=(changed,)))
+    with open(tmp_path / "metrics.jsonl", "a") as file:  # of a version that knows other fields
+        file.write(json.dumps({"event": "declared", "metrics": [{"name": "x", "colour": "red"}]}) + "\n")
+    found = read_metrics(tmp_path)
+    assert found.declared["wind/{place}"] == changed
+    assert found.torn == 1
+
+
+def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
+    sample = Sample(SampleConfig(prompt="def "))
+    data = SimpleNamespace(encode=lambda text: [1], decode=lambda tokens: "def f():\né")
+    monkeypatch.setattr(Sample, "_tokens", lambda self, seed: [])
+    sample.on_start(SimpleNamespace(rank=0, folder=tmp_path, data=data, steps=9))
+    sample._write(3)
+    (row,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert (row["step"], row["prompt"], row["text"]) == (3, "def ", "def f():\né")
+
+
+def test_a_run_is_running_while_its_owner_is_there(tmp_path):
+    assert not running(tmp_path)
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": "now"}
+    (tmp_path / ".lock").write_text(json.dumps(owner))
+    assert running(tmp_path)
+    (tmp_path / ".lock").write_text(json.dumps({**owner, "host": "elsewhere"}))
+    assert not running(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / ".lock").write_text(json.dumps({**owner, "pid": gone.pid}))
+    assert not running(tmp_path)
+    (tmp_path / ".lock").write_text("torn {")
+    assert not running(tmp_path)

@@ -1,0 +1,71 @@
+"""Which signals are one request, for the launcher and for ranks alike, and which are a second."""
+
+import signal
+
+import pytest
+
+from nanotrain_core.launch.forward import SignalForwarder
+from nanotrain_core.run import stop
+from nanotrain_core.run.stop import ECHO, StopRequest
+
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+#: Signals with the seconds between, and whether the last is a second request.
+CASES = [
+    (TERM, 0.0, HUP, False),
+    (HUP, 0.0, TERM, False),
+    (TERM, ECHO / 2, TERM, False),
+    (TERM, 2 * ECHO, TERM, True),
+    (TERM, 2 * ECHO, HUP, True),
+    (TERM, 0.0, INT, True),
+    (TERM, 2 * ECHO, INT, True),
+    (INT, 0.0, INT, True),
+    (INT, 0.0, TERM, True),
+]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Yield the time that passes for the code, and for it alone."""
+
+    class Clock:
+        now = 1000.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr("nanotrain_core.launch.forward.time", clock)
+    monkeypatch.setattr(stop, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(("first", "seconds", "last", "is_second"), CASES)
+def test_a_launcher_kills_at_a_second_request(clock, tmp_path, first, seconds, last, is_second):
+    launcher = SignalForwarder(tmp_path, grace=100.0)
+    launcher._receive(first, None)
+    assert launcher._deadline == clock.now + 100
+    clock.now += seconds
+    launcher._receive(last, None)
+    assert (launcher._deadline <= clock.now) == is_second
+    assert launcher.received == first  # ranks are told of one
+
+
+@pytest.mark.parametrize(("first", "seconds", "last", "is_second"), CASES)
+def test_a_rank_acts_as_without_us_at_a_second_request(clock, first, seconds, last, is_second):
+    came = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (INT, TERM, HUP)
+    }
+    try:
+        request = StopRequest()
+        with request.on_signals():
+            signal.raise_signal(first)
+            clock.now += seconds
+            signal.raise_signal(last)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert came == ([last] if is_second else [])
+    assert request._requested == {stop.SIGNALS[first]}
