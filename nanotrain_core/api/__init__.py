@@ -24,6 +24,7 @@ from nanotrain_core.cli.common import (
     resolve,
 )
 from nanotrain_core.cli.drawing import draw as draw_timeline
+from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.command import Command
 from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
@@ -205,6 +206,7 @@ __all__ = [
     "path_field",
     "peak_flops",
     "pipeline_of",
+    "plan_recipe",
     "plugin_arguments",
     "read_metrics",
     "read_rope",

@@ -3,10 +3,11 @@
 Torch-free until ranks start. Files of the core may move; these names stay.
 """
 
-from nanotrain_core.launch.environment import Ranks, is_port, loopback, rendezvous_address
+from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.launcher import EXIT_OF, Nodes
 from nanotrain_core.launch.launcher import prepare as prepare_ranks
 from nanotrain_core.launch.launcher import start as start_ranks
+from nanotrain_core.launch.meeting import meet_ranks
 from nanotrain_core.launch.worker import Job, choose_device
 from nanotrain_core.launch.worker import join as join_ranks
 from nanotrain_core.testing.degrees import Degrees
@@ -23,8 +24,8 @@ __all__ = [
     "is_port",
     "join_ranks",
     "loopback",
+    "meet_ranks",
     "prepare_ranks",
-    "rendezvous_address",
     "run_ranks",
     "start_ranks",
 ]

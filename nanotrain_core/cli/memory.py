@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 from typing import Any
 
+from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.registry.registry import Registry
 
@@ -26,10 +24,7 @@ def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIM
     Raises:
         NanotrainError: there is no such hardware, or its file is wrong.
     """
-    name = next((name for name, command in registry.commands().items() if command.tells_memory), None)
-    if name is None:
-        return "not known: no installed command plans it; to get one: pip install nanotrain-plan"
-    words = [name, args.recipe, "--hardware", args.hardware, "--json", "--no-advice"]
+    words = [args.recipe, "--hardware", args.hardware]
     for option, values in (
         ("--set", args.set),
         ("--plugin", args.plugin),
@@ -39,25 +34,21 @@ def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIM
     ):
         for value in values:
             words += [option, str(value)]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "nanotrain_core.cli", *words],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    planned = plan_recipe(registry, words, limit)
+    if planned is None:
+        return "not known: no installed command plans it; to get one: pip install nanotrain-plan"
+    name = planned.command
+    if planned.code is None:
         return f"not known: not planned within {limit:g} s; try `nanotrain {name} {args.recipe}`"
     try:
-        memory: Any = json.loads(done.stdout)["memory"]
+        memory: Any = (planned.plan or {})["memory"]
         peak, usable, fits = memory["peak"] / 1e9, memory["usable"] / 1e9, bool(memory["fits"])
-    except (ValueError, KeyError, TypeError):
-        told = done.stderr.strip().splitlines()
-        mistake = told[-1].removeprefix("nanotrain: ") if told else ""
-        if done.returncode == Exit.USER and mistake.startswith(("--hardware:", f"{args.hardware}:")):
+    except (KeyError, TypeError):
+        last = (planned.errors.splitlines() or [""])[-1]
+        mistake = last.removeprefix("nanotrain: ")
+        if planned.code == Exit.USER and mistake.startswith(("--hardware:", f"{args.hardware}:")):
             raise NanotrainError(mistake) from None
-        return f"not known: {told[-1] if told else f'nanotrain {name} told nothing'}"
+        return f"not known: {last or f'nanotrain {name} printed nothing'}"
     share = f"{peak:.3g} GB at the peak of a rank, of {usable:.3g} usable on {args.hardware}"
     if fits:
         return share

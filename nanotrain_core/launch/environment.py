@@ -82,6 +82,11 @@ def run_name(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> str:
     return "/".join([ranks.launcher, str(ranks.world_size), *(environment.get(key, "") for key in keys)])
 
 
+def agent_serves_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun's agent serves the store where ranks meet, so that no rank does."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def is_port(text: str) -> bool:
     """Return whether ``text`` is the number of a port."""
     return text.isdecimal() and 0 < int(text) < 65536

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.launch.environment import Ranks, agent_serves_store, rendezvous_address, run_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -21,6 +23,34 @@ MORE_PORTS = 15
 _SOON = timedelta(seconds=5)
 #: Seconds until a port that said nothing is asked again.
 LATER = 60.0
+
+
+def meet_ranks(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store:
+    """Return the store in which all ranks of a run meet over TCP.
+
+    Args:
+        ranks: this rank's place.
+        seconds: to wait for the others, and the store's timeout from then on.
+        launched: whether `nanotrain run` started these ranks on each host, which was given the address.
+            Otherwise rank 0 takes a free port where none was named, and the others look for it.
+
+    Raises:
+        LaunchError: nothing says where, no port is free, or rank 0 has not been found in time.
+    """
+    import torch.distributed as dist
+
+    host, port = rendezvous_address(ranks)
+    limit, agents = timedelta(seconds=seconds), agent_serves_store()
+    if agents or launched:
+        serves = ranks.rank == 0 and not agents
+        return dist.TCPStore(host, port, ranks.world_size, is_master=serves, timeout=limit)
+    ports = candidates(port, named="MASTER_PORT" in os.environ)
+    name = run_name(ranks)
+    if ranks.rank:
+        return find(host, ports, name, seconds)
+    store = serve(host, ports, name)
+    store.set_timeout(limit)
+    return store
 
 
 def candidates(port: int, *, named: bool) -> list[int]:

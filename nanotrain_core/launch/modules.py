@@ -43,7 +43,7 @@ def _unknown(asked: list[tuple[str, str]], parameters: list[str]) -> list[Proble
     split = [name.split(".") for name in parameters]
     known = [*dict.fromkeys(".".join(words[:n]) for words in split for n in range(1, len(words) + 1))]
     return [
-        Problem(key, f"the model has no module '{pattern}'{did_you_mean(pattern, [*known])}")
+        Problem(key, f"the model has no module '{pattern}'{did_you_mean(pattern, known)}")
         for key, pattern in asked
         if not any(fnmatchcase(name, pattern) for name in known)
     ]

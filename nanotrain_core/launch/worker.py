@@ -24,8 +24,8 @@ from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
-from nanotrain_core.launch.environment import Ranks, rendezvous_address, run_name
-from nanotrain_core.launch.meeting import candidates, find, serve
+from nanotrain_core.launch.environment import Ranks, agent_serves_store
+from nanotrain_core.launch.meeting import meet_ranks
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
@@ -328,8 +328,8 @@ def join(
         What ranks tell each other by, None on one rank alone without an agent; and on rank 0 what went before
         on any host.
     """
-    past, agents = known_past(job), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if ranks.world_size == 1 and not agents:
+    past = known_past(job)
+    if ranks.world_size == 1 and not agent_serves_store():
         return None, past
     import torch.distributed as dist
 
@@ -340,12 +340,7 @@ def join(
     if job.scratch is not None and job.one_host:
         store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)
     else:
-        host, port = rendezvous_address(ranks)
-        if agents or job.scratch is not None:
-            hosts_it = ranks.rank == 0 and not agents
-            tcp: Store = dist.TCPStore(host, port, ranks.world_size, is_master=hosts_it, timeout=timeout)
-        else:
-            tcp = meet_at(host, port, ranks, recipe.run.timeout)
+        tcp = meet_ranks(ranks, recipe.run.timeout, launched=job.scratch is not None)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
@@ -366,17 +361,6 @@ def join(
     dist.init_process_group("nccl", **world, **nccl.options(timeout))
     dist.barrier(device_ids=[device.index])  # connects all ranks now: see nccl.of_subgroup
     return store, past
-
-
-def meet_at(host: str, port: int, ranks: Ranks, seconds: float) -> Store:
-    """Return the store of ranks that srun has started, or torchrun without its own store."""
-    ports = candidates(port, named="MASTER_PORT" in os.environ)
-    name = run_name(ranks)
-    if ranks.rank:
-        return find(host, ports, name, seconds)
-    store = serve(host, ports, name)
-    store.set_timeout(timedelta(seconds=seconds))
-    return store
 
 
 def share_folder(

@@ -68,7 +68,7 @@ def processes(root: Path = Path("/"), limits: Limits = resource.getrlimit) -> Fi
 
 
 def examine_load(load: float, cores: int) -> Finding:
-    """Say whether others compute here: ``load`` is the load average of the last minute."""
+    """Return whether other programs compute here: ``load`` is the load average of the last minute."""
     values = {"load": load, "cores": cores}
     if load > 0.5 * cores + 0.5:
         remedy = "wait, or read the rates below as a lower bound"

@@ -62,9 +62,9 @@ def host_name(
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
         text = f"{name} is {', '.join(found)}, which every host is to itself{alone}"
         return judged("host name", text, HOSTS_FILE, **values)
-    foreign = [address for address in found if not _can(bind, address)]
-    if foreign:
-        text = f"{name} is {', '.join(found)}, but {', '.join(foreign)} is no address of this host{alone}"
+    elsewhere = [address for address in found if not _can(bind, address)]
+    if elsewhere:
+        text = f"{name} is {', '.join(found)}, but {', '.join(elsewhere)} is no address of this host{alone}"
         return judged("host name", text, HOSTS_FILE, **values)
     return good("host name", f"{name} is {', '.join(found)}", **values)
 

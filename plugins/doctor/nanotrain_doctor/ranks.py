@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.api import write_text_atomically
-from nanotrain_core.api.ranks import Ranks, loopback, rendezvous_address
+from nanotrain_core.api.ranks import Ranks, loopback, meet_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +77,13 @@ def measure_joined(
         The store, and on rank 0 what each rank measured; on others what they did.
 
     Raises:
+        LaunchError: nothing says where ranks meet, or rank 0 has not been found in time.
         Exception: whatever torch raises when ranks do not meet.
     """
     import torch.distributed as dist
 
-    host, port = rendezvous_address(ranks)
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    limit = timedelta(seconds=timeout)
-    tcp = dist.TCPStore(host, port, ranks.world_size, ranks.rank == 0 and not agents, timeout=limit)
-    store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"doctor/{attempt}", meet_ranks(ranks, timeout))
     mine = {"rank": ranks.rank, "local_rank": ranks.local_rank, "host": socket.gethostname(), **act(store)}
     if not quick:
         try:

@@ -53,8 +53,8 @@ def torch_version(found: str | None = None, wanted: Iterable[str] | None = None)
         installed = version("torch") if found is None else found
     except PackageNotFoundError:
         return bad("torch", "not installed", "pip install torch")
-    wishes = requires("nanotrain-core") or [] if wanted is None else wanted
-    ranges = [Requirement(text).specifier for text in wishes if Requirement(text).name == "torch"]
+    required = requires("nanotrain-core") or [] if wanted is None else wanted
+    ranges = [Requirement(text).specifier for text in required if Requirement(text).name == "torch"]
     for each in ranges:
         if not each.contains(installed.partition("+")[0], prereleases=True):
             return bad("torch", f"{installed}; nanotrain-core needs {each}", f"pip install 'torch{each}'")

@@ -28,7 +28,7 @@ class MemorySnapshot:
         internals._cuda_attach_out_of_memory_observer(self._write)
 
     def stop(self) -> None:
-        """Record no more, and let go of what was recorded. torch detaches no observer: it does nothing."""
+        """Record no more, and release what was recorded. torch detaches no observer: it does nothing."""
         if self.recording:
             self.recording = False
             memory: Any = torch.cuda.memory

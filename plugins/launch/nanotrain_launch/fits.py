@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanotrain_core.api import NanotrainError, Registry
+from nanotrain_core.api import NanotrainError, Registry, plan_recipe
 
 GB = 1e9
 
 
 def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, Any] | None:
     """Return the plan of a recipe; None if nothing plans here.
-
-    It is a command of its own, and another process, because plugins do not import each other.
 
     Args:
         registry: says whether the command is there.
@@ -27,18 +22,11 @@ def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, A
     Raises:
         NanotrainError: there is no plan, as of hardware that nobody knows.
     """
-    if "plan" not in registry.commands():
-        return None
-    # Advice is a plan for each change, and takes minutes where one takes seconds.
-    asked = ["plan", *words, "--hardware", hardware, "--json", "--no-advice"]
-    command = [sys.executable, "-m", "nanotrain_core.cli", *asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        told = done.stderr.strip().removeprefix("nanotrain: ").replace("\nnanotrain: ", "\n")
-        raise NanotrainError(f"nanotrain plan: {told or f'ended with code {done.returncode}'}") from None
-    return found
+    planned = plan_recipe(registry, [*words, "--hardware", hardware])
+    if planned is not None and planned.plan is None:
+        errors = planned.errors.removeprefix("nanotrain: ").replace("\nnanotrain: ", "\n")
+        raise NanotrainError(f"nanotrain {planned.command}: {errors or f'ended with code {planned.code}'}")
+    return planned.plan if planned is not None else None
 
 
 def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], hardware: str) -> None:

@@ -95,7 +95,7 @@ class LeavingMessages(EdgeMessages):
     """Messages that have left when the next one is sent: nobody takes them here."""
 
     def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
-        """Send, and let go of all messages before."""
+        """Send, and drop all messages sent before."""
         self._sent.clear()
         super().send(key, tensor)
 
@@ -104,7 +104,7 @@ class BriefEdgeMessages(EdgeMessages):
     """Messages that nobody holds."""
 
     def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
-        """Send, and let go of it."""
+        """Send, and keep no reference to it."""
         super().send(key, tensor)
         self._sent.clear()
 
@@ -113,7 +113,7 @@ class BriefMessages(Messages):
     """Messages that nobody holds, on a CPU."""
 
     def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
-        """Send, and let go of it."""
+        """Send, and keep no reference to it."""
         super().send(key, tensor)
         self._sent.clear()
 
