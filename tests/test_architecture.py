@@ -182,7 +182,7 @@ SMALL = {
     "contracts": 575,
     "data": 575,
     "hf": 860,
-    "launch": 1105,
+    "launch": 1115,
     "layout": 1020,
     "models": 630,
     "moe": 315,
