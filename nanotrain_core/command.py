@@ -39,7 +39,7 @@ class CommandModule(Protocol):
         """Do it and return an exit code of :class:`~nanotrain_core.errors.Exit`.
 
         Raises:
-            NanotrainError: a mistake of the user, told without a traceback; ``exit_code`` is the code.
+            NanotrainError: a mistake of the user, printed without a traceback; ``exit_code`` is the code.
         """
 
 

@@ -126,7 +126,7 @@ class Component:
     ``check``. Must not import torch: ``nanotrain check --explain`` tells it."""
 
     metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
-    """What a monitor publishes: ``nanotrain metrics`` lists it, and sinks are told unit, group and rule."""
+    """What a monitor publishes: ``nanotrain metrics`` lists it, and sinks get unit, group and rule."""
 
     reads_metrics: MetricPatterns | None = None
     """Yields the metrics that a monitor's config names, each as its key in the table, ``rules.0.metric``,

@@ -96,7 +96,7 @@ class RuntimeEngine:
             folder: the run folder; without one nothing is saved.
             resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,
                 or the beginning if there is none.
-            callbacks: monitors beside the recipe's, told after them, on this rank: give all ranks the same.
+            callbacks: monitors beside the recipe's, called after them, on this rank: give all ranks the same.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry.registry import load_plugins

@@ -62,7 +62,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
 
 
 def is_of_a_run(meta: Mapping[str, Any]) -> bool:
-    """Return whether the engine has written ``meta``, as far as can be told where some of it is missing.
+    """Return whether the engine has written ``meta``, as far as can be seen where some of it is missing.
 
     What others save, as weights alone, is their business.
     """

@@ -17,7 +17,7 @@ from nanotrain_core.registry.registry import FIRST_PARTY_COMMANDS, Registry, loa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; mistakes of the user are told without a traceback."""
+    """Run one command and return its exit code; mistakes of the user are printed without a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _call(words)

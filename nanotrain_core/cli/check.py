@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
         for line in explain_compiled(found.recipe, found.registry, found.layout):
             print(f"# {line}")
         return Exit.DONE
-    memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name is told before "ok"
+    memory = (
+        tell_memory(args, found.registry) if args.hardware else ""
+    )  # a wrong name is an error before "ok"
     print(f"{args.recipe}: ok")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")

@@ -87,7 +87,7 @@ def markdown(found: list[tuple[str, Metric]]) -> str:
 
 
 def _rows(found: list[tuple[str, Metric]]) -> list[tuple[str, ...]]:
-    """Return a row for each metric, and one for all that is told of a number of each rank."""
+    """Return a row for each metric, and one for all that is reported of a number of each rank."""
     names = {metric.name for _, metric in found}
     rows = []
     for of, metric in found:

@@ -1,4 +1,4 @@
-"""What of a recipe's run is compiled, what stays eager, and why: told before anything runs. Torch-free.
+"""What of a recipe's run is compiled, what stays eager, and why: known before anything runs. Torch-free.
 
 A component says what cannot be traced on its account, with :attr:`Component.stays_eager`. That weight
 gradients of W passes wait is the core's own to know: a graph holds a whole backward pass, which makes them

@@ -64,7 +64,7 @@ class Checkpoint(Protocol):
     def settle(self) -> None:
         """Return once the state of the save on its way may change. Called before every update of weights.
 
-        What fails here is told by :meth:`advance`. One that has written or copied everything when
+        What fails here is raised by :meth:`advance`. One that has written or copied everything when
         :meth:`save` returns has nothing to do.
         """
         ...

@@ -109,7 +109,7 @@ class Monitor:
     one small all-reduce."""
 
     reads_weights: bool = True
-    """Whether it may look at parameters: before it is told of an event, weights still on their way are waited
+    """Whether it may look at parameters: before it is called for an event, weights still on their way are waited
     for. One that does not lets them travel on; ``RunInfo.weights`` and ``RunInfo.logits`` wait by themselves,
     when they are asked. So only a monitor that looks at parameters in another way needs it."""
 
@@ -145,7 +145,7 @@ class Monitor:
         """Hear the metrics of a logged step: the core's, and all that monitors published since the last one.
 
         Also called with those of an evaluation or a checkpoint. On a device other than a CPU what was
-        published is told one logged step late, at the end of the run at the latest.
+        published is reported one logged step late, at the end of the run at the latest.
         """
 
     def derive(self, report: MetricsReport) -> Mapping[str, float]:

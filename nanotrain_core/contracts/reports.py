@@ -1,4 +1,4 @@
-"""What monitors are told. Every number is global, and equal on every rank but for times by its clock."""
+"""What monitors are given. Every number is global, and equal on every rank but for times by its clock."""
 
 from __future__ import annotations
 

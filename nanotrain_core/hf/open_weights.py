@@ -37,7 +37,7 @@ from nanotrain_core.run.working import working
 #: The ``[model]`` table of a folder of ours: a recipe can extend it.
 TABLE = "model.toml"
 CONFIG = "config.json"
-#: Times as much as the files hold that a config may describe, for what is missing to be told by name.
+#: Times as much as the files hold that a config may describe, for what is missing to be named.
 MUCH = 4
 
 

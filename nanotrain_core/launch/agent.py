@@ -51,7 +51,7 @@ class Agent(LocalElasticAgent):
         """
         try:
             result = self.run()
-            if result.is_failed():  # told while the hosts still have their store
+            if result.is_failed():  # reported while the hosts still have their store
                 self.given_up({rank: failure.exitcode for rank, failure in result.failures.items()})
         finally:
             self._worker_group.spec.rdzv_handler.shutdown()
@@ -68,7 +68,7 @@ class Agent(LocalElasticAgent):
         return first_of_all(mine, self._store, group.group_rank, group.group_world_size)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other hosts, unless a signal comes first: no rank is there to be told of it.
+        """Meet the other hosts, unless a signal comes first: no rank is there to be signalled.
 
         Raises:
             RendezvousClosedError: a signal came, here or on another host, or another host gave up.

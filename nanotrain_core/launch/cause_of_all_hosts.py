@@ -1,4 +1,4 @@
-"""The first cause of a failure on any host, told on all: others only see that a rank went away."""
+"""The first cause of a failure on any host, reported on all: others only see that a rank went away."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SignalForwarder:
             self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:
-        """Tell ranks that have not been told; those that start late are told late."""
+        """Signal ranks that have not been signalled; those that start late are signalled late."""
         if self.received is None:
             return
         pids = {*pids_of(self.scratch)} - {0}

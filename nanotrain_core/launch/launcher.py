@@ -11,7 +11,7 @@ What torch leaves to its caller is done here, once:
 * Cores are divided among the ranks.
 * The agent runs in a thread, where it leaves signals alone: it would kill ranks that wait to hand
   over their result. Signals go to the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
-* The agent's own tracebacks are silenced; the first cause is told instead, with its rank.
+* The agent's own tracebacks are silenced; the first cause is printed instead, with its rank.
 * Ranks are started again only when that can help: not after a mistake of the user's, nor after a signal.
 * Ranks that hang are found, named and killed (:mod:`nanotrain_core.watch.hang`).
 """
@@ -177,7 +177,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def _silence_torch() -> None:
-    """Let torch's launcher log nothing: failures are told here."""
+    """Let torch's launcher log nothing: failures are printed here."""
     for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
         if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
             logger, logging.Logger
@@ -232,6 +232,6 @@ def _end(cause: Cause) -> int:
     """
     if cause.mistake:
         raise cause.error()
-    if cause.code != Exit.HUNG:  # which was told when it was found
+    if cause.code != Exit.HUNG:  # which was printed when it was found
         cause.tell()
     return cause.code

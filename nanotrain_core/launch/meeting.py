@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Ports that are tried after the first, where nobody named one.
 MORE_PORTS = 15
-#: In which a port at which another program listens is told from ours.
+#: Within which rank 0's store answers at its port; another program's does not.
 _SOON = timedelta(seconds=5)
 #: Seconds until a port that said nothing is asked again.
 LATER = 60.0

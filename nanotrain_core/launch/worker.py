@@ -69,7 +69,7 @@ class Job:
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
     saves: ClassVar[bool] = True
-    """Whether ranks save when they are told to stop: whoever presses Ctrl-C is told so."""
+    """Whether ranks save when they are asked to stop, which is printed at Ctrl-C."""
 
     def run(self, ranks: Ranks) -> str:
         """Do it as one rank, and return how it ended. Whoever has ranks do something else derives a job."""

@@ -52,7 +52,7 @@ class Role(Enum):
     """``module(x [B, S, ...]) -> x``. A COLUMN's input enters there too, without this role."""
     ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
     """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. A
-    :class:`~nanotrain_core.moe.routing.CountingRouter` is told after each step how many tokens each expert
+    :class:`~nanotrain_core.moe.routing.CountingRouter` is given after each step how many tokens each expert
     got: see :func:`nanotrain_core.moe.routing.balance`."""
     EXPERTS = (
         "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"

@@ -1,1 +1,1 @@
-"""Metrics: numbers under declared names, reduced over ranks once a logged step, told to every sink."""
+"""Metrics: numbers under declared names, reduced over ranks once a logged step, handed to every sink."""

@@ -112,7 +112,7 @@ class Board:
         return found
 
     def _check_values(self, spec: Spec) -> None:
-        """Refuse a value that another name has, too: `x/{statistic}` may be told as `x/rms`."""
+        """Refuse a value that another name has, too: `x/{statistic}` may be published as `x/rms`."""
         for name in spec.names:
             other = self._told_as.setdefault(name, spec.name)
             if other != spec.name:
@@ -261,7 +261,7 @@ class Board:
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:
         """Return whether no rank is missing that has published this number of each rank before: what some
-        ranks say is not told as if it were of all."""
+        ranks say is not reported as if it were of all."""
         if not spec.ranks:
             return True
         present = {rank for rank, count in enumerate(sums[spec.ranks :]) if count}

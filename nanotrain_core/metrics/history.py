@@ -93,12 +93,12 @@ class Seam:
 
 @attrs.define(eq=False)
 class History:
-    """What a run has told of itself so far. Curves hold the last attempt of every step."""
+    """What a run has logged so far. Curves hold the last attempt of every step."""
 
     curves: dict[str, Curve] = attrs.field(factory=dict)
     """By the name of the metric: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones."""
     times: Curve = attrs.field(factory=Curve)
-    """Seconds since 1970 when each logged step was told."""
+    """Seconds since 1970 when each logged step was written."""
     histograms: dict[str, list[tuple[int, Histogram]]] = attrs.field(factory=dict)
     """By name: step and histogram, ascending."""
     texts: dict[str, list[tuple[int, str]]] = attrs.field(factory=dict)
@@ -213,7 +213,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut(told: list[Any], step: int) -> None:
-    """Take away the pairs of a step and what it told that are after ``step``."""
+    """Remove the pairs of a step and its value that are after ``step``."""
     del told[bisect_right(told, step, key=lambda each: int(each[0])) :]
 
 

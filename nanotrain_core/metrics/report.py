@@ -1,4 +1,4 @@
-"""What sinks are told of metrics: values that are global and equal on every rank, with their declarations."""
+"""What sinks receive of metrics: values that are global and equal on every rank, with their declarations."""
 
 from __future__ import annotations
 

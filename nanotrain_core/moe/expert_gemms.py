@@ -96,7 +96,7 @@ class _Experts(torch.autograd.Function):
         ctx.backends, ctx.passes, ctx.counts = backends, passes, counts
         ctx.cuts = (len(forms), len(g), len(u), len(x_gate), len(x_up))
         ctx.save_for_backward(*weights, *forms, *g, *u, *x_gate, *x_up)
-        # Activation checkpointing saves detached copies: who is told of a gradient is the parameter itself,
+        # Activation checkpointing saves detached copies: gradient hooks are on the parameter itself,
         # and a backend that makes something of a weight once knows it by that.
         ctx.parameters = None if torch.compiler.is_compiling() else weights
         return y_ND

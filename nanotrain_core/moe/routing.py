@@ -79,7 +79,7 @@ def run_locally(
 
 
 class CountingRouter(nn.Module):
-    """A base class of routers that are told, after each step, how many tokens each of their experts got.
+    """A base class of routers that are given, after each step, how many tokens each of their experts got.
 
     Its ``forward`` returns the count of a pass as ``Routing.load``; the model's part calls :meth:`add_load`
     with it, outside of modules of role BLOCK, which may run twice.
@@ -138,7 +138,7 @@ def balance(
 ) -> dict[str, torch.Tensor]:
     """Tell every router how many tokens each of its experts got in this step, over the whole batch.
 
-    After a ``skipped`` step routers are not told: it moves nothing. If only the device knows, they are told,
+    After a ``skipped`` step routers are not called: it moves nothing. If only the device knows, they are called,
     and their buffers, and parameters that no gradient moves, are put back there if the step was skipped.
 
     All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own

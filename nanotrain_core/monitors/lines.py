@@ -17,7 +17,7 @@ class SinceLine:
     """Seconds and tokens of the steps since the last line: a report has those since the last report."""
 
     def __init__(self, step: int) -> None:
-        """``step``: the last one of which a line told."""
+        """``step``: the last one that a line showed."""
         self.begun = self.step = step
         self.seconds = self.tokens = 0.0
 

@@ -18,7 +18,7 @@ from nanotrain_core.monitors.sparkline import Points, sparkline
 LABEL, SPARK = 12, 40
 #: Lines of what monitors say of the run's health, at most.
 HEALTH_LINES = 3
-#: Reports that the time left is told by.
+#: Reports that the time left is estimated from.
 RECENT = 50
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 #: What the engine's phases are called here; others pass too quickly to be shown.

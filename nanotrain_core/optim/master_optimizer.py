@@ -151,7 +151,7 @@ class MasterOptimizer(Optimizer):
         """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
 
         If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay what they are, bit by
-        bit. It is None unless :attr:`skips_on_device`. By default ``inner`` is told, as torch's fused
+        bit. It is None unless :attr:`skips_on_device`. By default it is handed to ``inner``, as torch's fused
         optimizers are by its gradient scaler.
         """
         for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):

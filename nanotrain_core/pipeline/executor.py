@@ -48,7 +48,7 @@ class Executor:
 
         Args:
             stages: of this rank, by number.
-            gradients: told of every microbatch.
+            gradients: notified of every microbatch.
             mesh: of the run.
             owners: the pipeline rank of every stage of the model.
             passes: what layers were given to ask; this executor keeps it up to date.

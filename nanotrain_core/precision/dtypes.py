@@ -22,7 +22,7 @@ def keep_dtype(module: M, *names: str) -> M:
 
 
 def kept_dtypes(part: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter below ``part`` that :func:`keep_dtype` was told of, by name."""
+    """Return the dtype of every parameter below ``part`` that :func:`keep_dtype` was called for, by name."""
     return {
         name: parameter.dtype
         for prefix, module in part.named_modules()

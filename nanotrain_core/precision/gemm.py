@@ -199,7 +199,7 @@ class _Linear(torch.autograd.Function):
         (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), as_prepared(weight_NK, forms))
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
-        # Activation checkpointing saves a detached copy: who is told of a gradient is the parameter itself,
+        # Activation checkpointing saves a detached copy: gradient hooks are on the parameter itself,
         # and a backend that makes something of a weight once knows it by that.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)

@@ -61,7 +61,7 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
 def misspelt_methods(contract: type, built: Any) -> Iterator[tuple[str, str]]:
     """Yield public methods of ``built`` that look like ones of a base class of which it overrides none.
 
-    Defaults of a base class hide a misspelt override: it would never run, and nobody would be told.
+    Defaults of a base class hide a misspelt override: it would never run, without an error.
     """
     kind = type(built)
     if getattr(contract, "_is_protocol", False) or contract not in kind.__mro__:

@@ -26,7 +26,7 @@ _known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 
 
 class Calls:
-    """What calls of one function of a run are told to."""
+    """Who is notified of calls of one function of a run."""
 
     def __init__(self, tell: Callable[..., None], device: torch.device) -> None:
         """``tell`` is called with each call's arguments, in every pass of every step."""
@@ -37,7 +37,7 @@ class Calls:
         _known[self.number] = self
 
     def observe(self, name: str, modules: Iterable[nn.Module]) -> None:
-        """Have calls of the function ``name`` by any of ``modules`` told."""
+        """Observe calls of the function ``name`` by any of ``modules``."""
         tables: dict[int, Ops] = {}
         for module in modules:
             ops = vars(module).get("ops")

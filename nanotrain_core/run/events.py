@@ -249,13 +249,13 @@ class Events:
                 self.log.exception(text, monitor=what)
 
     def _again(self, what: str, problem: str = "") -> bool:
-        """Return whether that was told before, and count it. Numbers in ``problem`` may differ."""
+        """Return whether that was logged before, and count it. Numbers in ``problem`` may differ."""
         key = what, re.sub(r"\d+", "0", problem)
         self._told[key] += 1
         return self._told[key] > 1
 
     def _tell_how_often(self) -> None:
-        """Log what was told once and happened again, now that the run is over."""
+        """Log what was logged once and happened again, now that the run is over."""
         for (what, _), times in self._told.items():
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)

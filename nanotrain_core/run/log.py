@@ -119,7 +119,7 @@ def begin(**fields: Any) -> None:
 
 
 def record(level: str, event: str, **fields: Any) -> None:
-    """Add an entry to the file alone: people are told otherwise."""
+    """Add an entry to the file alone: the terminal gets it another way."""
     if _file is not None:
         _file.write(level, event, fields)
 

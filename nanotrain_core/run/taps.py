@@ -131,7 +131,7 @@ class Taps:
 
         Returns:
             The names that were found, of the whole model, in its order. A model whose modules have no table
-            is never told of.
+            never sees.
 
         Raises:
             PluginError: there is no such function; or as :meth:`add`.

@@ -24,7 +24,7 @@ _shown = threading.Lock()
 
 @contextlib.contextmanager
 def working(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
-    """Show ``what`` until the block ends. Yields a function that is told how much more is done::
+    """Show ``what`` until the block ends. Yields a function to call with how much more is done::
 
         with working("tokenising", total=size, unit="B") as advance:
             for document in documents:
@@ -34,7 +34,7 @@ def working(what: str, total: float | None = None, unit: str = "") -> Iterator[A
     Args:
         what: as ``"tokenising"``.
         total: in all; None where nobody knows, or nothing is counted.
-        unit: of ``total``: ``"B"`` are told as kB, MB and GB.
+        unit: of ``total``: ``"B"`` are shown as kB, MB and GB.
     """
     import structlog  # brings rich, which `nanotrain --help` does without
 

@@ -116,7 +116,7 @@ class LoaderFeed:
         if not self._tokens:
             try:
                 self._ahead = self._take()
-            except EmptyLoader:  # told when a step needs a batch
+            except EmptyLoader:  # raised when a step needs a batch
                 self._batches = self._from(self.into)
             self._tokens = self._size(self._ahead)
         return self._tokens

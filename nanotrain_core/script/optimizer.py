@@ -226,7 +226,7 @@ def described(what: str, value: Any) -> Any:
 
 
 def allocated(parameter: nn.Parameter, told: Mapping[str, Any]) -> Any:
-    """Return an empty tensor of the form told, where the optimizer had it, or the plain value."""
+    """Return an empty tensor of the recorded shape, where the optimizer had it, or the plain value."""
     if "value" in told:
         return told["value"]
     device = torch.device("cpu") if told["host"] else parameter.device

@@ -49,7 +49,7 @@ class Alert:
         return json.dumps(fields, allow_nan=False)
 
     def as_environment(self) -> dict[str, str]:
-        """Return the variables of a program that is told."""
+        """Return the variables of a program that gets the alert."""
         fields = {"text": self.text, "run": self.run, "step": self.step, "level": self.level}
         fields |= {"metric": self.metric or self.event, "value": "" if self.value is None else self.value}
         # The system takes no NUL in a variable.
@@ -86,7 +86,7 @@ def _run(alert: Alert, command: tuple[str, ...]) -> None:
         text=True,
         capture_output=True,
         timeout=COMMAND_TIMEOUT,
-        start_new_session=True,  # Ctrl-C is for the run: who is told that it was interrupted lives on
+        start_new_session=True,  # Ctrl-C is for the run: a program that reports the interrupt lives on
         check=False,
     )
     if done.returncode:

@@ -28,7 +28,7 @@ MEMORY = Path("/dev/shm")
 
 log = structlog.get_logger("nanotrain.memory")
 _told: list[str] = []
-"""Ranks that had too little, once that was told: a run asks for memory many times."""
+"""Ranks that had too little, once that was logged: a run asks for memory many times."""
 
 
 class SharedBuffers:
@@ -155,7 +155,7 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
     """Return ``size`` bytes of every rank of the group, by rank, that all of them can read and write.
 
     None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
-    memory to share, are told apart by trying. Of too little the group's first rank warns, once. Collective.
+    memory to share, are found by trying. Of too little the group's first rank warns, once. Collective.
     The files have no name any more when this returns, so nothing outlives the ranks.
     """
     path = _create(size)

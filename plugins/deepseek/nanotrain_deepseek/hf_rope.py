@@ -88,7 +88,7 @@ def rope_options(c: DeepSeekConfig, *, mistral: bool) -> dict[str, Any]:
 
 
 def _yarn_parameters(yarn: YarnConfig) -> dict[str, Any]:
-    """Transformers reads no ``mscale`` unless both are above 0: then it is told their magnitude, too."""
+    """Transformers reads no ``mscale`` unless both are above 0: then their magnitude is written, too."""
     found = {
         "factor": yarn.factor,
         _ORIGINAL: yarn.original_length,

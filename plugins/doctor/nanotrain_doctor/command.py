@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         NanotrainError: there is no such hardware.
     """
     asked = plugin_arguments(args)
-    peaks_of("", args.hardware)  # a mistake is told before anything is measured
+    peaks_of("", args.hardware)  # a mistake is an error before anything is measured
     stale: list[Finding] = []
     try:
         joined = Ranks.detect()

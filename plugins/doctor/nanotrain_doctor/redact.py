@@ -11,7 +11,7 @@ from typing import Any
 from nanotrain_core.api import is_secret
 
 HIDDEN = "(hidden)"
-#: Variables that say how ranks start, find one another and compute; no others are told.
+#: Variables that say how ranks start, find one another and compute; no others are printed.
 TOLD = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|KMP|GOMP|OPENBLAS|TRITON|NVIDIA|UCX|FI|NANOTRAIN|SLURM_(JOB_ID|JOB_NUM_NODES|NNODES|NTASKS|"
     r"PROCID|LOCALID|STEP_NUM_TASKS|STEP_TASKS_PER_NODE|JOB_NODELIST|STEP_NODELIST|RESTART_COUNT|CPUS_ON_NODE))(_|$)"

@@ -7,8 +7,8 @@ be what was rounded any more.
 - On CUDA products are made in float64, where none of these applies. There is no way to ask one call for
   float32. Each term is exact then, so that the sum is the definition's but for its last bits. On data-center
   GPUs (A100, H100, H200) it takes as long as float32, elsewhere up to 64 times as long.
-- On a CPU, where float64 takes twice as long, they are in float32, and oneDNN is told for the time of the
-  product to keep it so, where somebody has told it otherwise.
+- On a CPU, where float64 takes twice as long, they are in float32, and oneDNN is set for the time of the
+  product to keep it so, where somebody has set it otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-#: What oneDNN does with float32 operands unless told otherwise: nothing to them.
+#: What oneDNN does with float32 operands unless set otherwise: nothing to them.
 EXACT = ("none", "ieee")
 
 

@@ -18,12 +18,12 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 Tensor = torch.Tensor
 
-#: What an operator is told of a backend that rounds nothing.
+#: What an operator is given for a backend that rounds nothing.
 FLOAT32 = "float32"
 
 
 def key_of(recipe: Recipe) -> str:
-    """Return ``recipe`` as an operator is told of it, without what does not concern products."""
+    """Return ``recipe`` as an operator is given it, without what does not concern products."""
     gradients = "e5m2" if recipe.gradients is E5M2 else "e4m3"
     return f"{recipe.tile} {gradients} {int(recipe.input_power_of_two)} {int(recipe.gradient_power_of_two)}"
 

@@ -1,7 +1,7 @@
 """Tells what eight bits do to the operands of each module: sizes, and what is lost to zero.
 
 On a watched step every rank rounds its operands once more, to count them, and publishes the counts, which are
-told with the next logged step; other steps cost nothing. Numbers of the run are never touched.
+published with the next logged step; other steps cost nothing. Numbers of the run are never touched.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         environment=environment,
         made_by=shlex.join(["nanotrain", *args.words]),
     )
-    script = target.script(job, options)  # its mistakes are told before the plan's seconds
+    script = target.script(job, options)  # its mistakes are errors before the plan's seconds
     if not args.no_plan and (plan := _planned(args, recipe, found.registry)):
         script = target.script(attrs.evolve(job, plan=plan), options)
     return _deliver(script, args.out)

@@ -1,4 +1,4 @@
-"""``--option KEY=VALUE``: what a cluster wants to be told, checked before it is written into a script."""
+"""``--option KEY=VALUE``: what a cluster needs to know, checked before it is written into a script."""
 
 from __future__ import annotations
 
