@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
         for line in explain_compiled(found.recipe, found.registry, found.layout):
             print(f"# {line}")
         return Exit.DONE
-    memory = (
-        tell_memory(args, found.registry) if args.hardware else ""
-    )  # a wrong name is an error before "ok"
+    memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name fails before "ok"
     print(f"{args.recipe}: ok")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")

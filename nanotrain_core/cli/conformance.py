@@ -86,7 +86,7 @@ def _untried(case: Case) -> str:
 
 
 def _reason(error: Exception | None, told: set[str]) -> list[str]:
-    """Return the lines to print under a check; what failed others for the same reason was printed with them."""
+    """Return the lines to print under a check; what failed others for the same reason stands there."""
     text = "" if error is None else str(error)
     if text in told:
         return ["for the same reason"]

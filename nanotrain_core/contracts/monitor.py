@@ -109,7 +109,7 @@ class Monitor:
     one small all-reduce."""
 
     reads_weights: bool = True
-    """Whether it may look at parameters: before it is called for an event, weights still on their way are waited
+    """Whether it may look at parameters: before each event, weights still on their way are waited
     for. One that does not lets them travel on; ``RunInfo.weights`` and ``RunInfo.logits`` wait by themselves,
     when they are asked. So only a monitor that looks at parameters in another way needs it."""
 

@@ -44,7 +44,7 @@ class UpdateReport:
     loss_scale: float
     """What gradients are multiplied by in the run's memory; it is divided out of all that is offered here."""
     logged: bool
-    """Whether this step's metrics are reported right after it. What costs more than a number that the host has
+    """Whether this step's metrics are reported next. What costs more than a number that the host has
     anyway is worth it in these steps alone. (One in which a stop is requested is reported, too: nobody knows
     yet.)"""
     _sync: GradientSync

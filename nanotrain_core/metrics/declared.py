@@ -32,7 +32,7 @@ COSTS: Mapping[Cost, str] = {
     "weights": "a pass over all weights, gradients or optimizer state, in logged steps",
 }
 
-#: What is reported of a number of each rank: the largest, the mean, the lower median, and who has the largest.
+#: Reported of a number of each rank: the largest, the mean, the lower median, and who has the largest.
 OVER = ("max", "mean", "median", "rank")
 
 _NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)*")

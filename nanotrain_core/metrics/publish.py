@@ -21,7 +21,7 @@ from nanotrain_core.metrics.measure import COUNT, NONFINITE, SUM, count_into, no
 class Metrics:
     """Publishes under names that the monitor declares, at any time and on any rank.
 
-    What is published between two logged steps is reduced over all ranks with the second of them, and reported to
+    What is published between two logged steps is reduced over all ranks with the second, and handed to
     every monitor in ``on_metrics``: on a CPU right after that step's ``on_step``, elsewhere one logged step
     later. A number of the device is taken as it is: nothing here waits for it or calls a collective.
     """
@@ -62,7 +62,7 @@ class Metrics:
 
         Reported are the largest of all ranks, the mean, the lower median, and which rank has the largest.
         What a rank publishes between two logged steps is averaged. Publish it in every logged step, or on all
-        ranks in the same ones: nothing is reported for a step in which a rank is missing that has published it
+        ranks in the same ones: nothing is reported of a step in which a rank is missing that has published it
         before. Each rank's number has a place of its own
         in the sums: with a thousand ranks it is as long as a histogram of a thousand bins.
 
@@ -101,7 +101,7 @@ class Metrics:
         self._board.take(spec).add(0, counts if weight == 1.0 else counts * weight)
 
     def text(self, name: str, text: str) -> None:
-        """Publish a text. Of several ranks, that of the lowest is reported, and costs a gather in that step."""
+        """Publish a text. Of several ranks, that of the lowest is kept, and costs a gather in that step."""
         self._board.texts[name] = (str(text), self._spec(name, "text").metric)
 
     def statistics(

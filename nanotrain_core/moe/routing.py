@@ -138,7 +138,7 @@ def balance(
 ) -> dict[str, torch.Tensor]:
     """Tell every router how many tokens each of its experts got in this step, over the whole batch.
 
-    After a ``skipped`` step routers are not called: it moves nothing. If only the device knows, they are called,
+    After a ``skipped`` step routers are not called: it moves nothing. If only the device knows, they are,
     and their buffers, and parameters that no gradient moves, are put back there if the step was skipped.
 
     All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own

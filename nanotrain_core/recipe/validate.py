@@ -74,9 +74,7 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
         problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]
         near = _nearest(topology, recipe.run.ranks)
-        if (
-            near is not None
-        ):  # what the degrees cannot do on any number of ranks is reported together with that
+        if near is not None:  # what the degrees cannot do on any number of ranks is reported with that
             mismatches = list(_dimensions(members, near, recipe, registry))
             unready = mismatches or any(_batch(recipe, near))  # of which only so many ranks would be told
             problems += mismatches if unready else _stages(recipe, near, registry)
