@@ -142,7 +142,10 @@ WRONG = {
         "model.width = 64",
         "phase.0.model.width: 'model.width' cannot change in a run; what can",
     ),
-    "length": ("batch.length = 32", "cannot change in a run: the data is cut into sequences of one length"),
+    "schedule": (
+        "optimizer.lr_schedule = 'cosine'",
+        "phase.0.optimizer.lr_schedule: .* cannot change in a run: it counts steps of the whole run",
+    ),
     "near": ("optimizer.lrr = 1.0", r"\(did you mean 'optimizer.lr'\?\)"),
     "section": ("lr = 1.0", r"phase.0.lr: no table of what changes \(did you mean 'optimizer.lr'\?\)"),
     "type": ("batch.sequences = 2.5", "phase.0.batch.sequences: expected an integer, got the float 2.5"),
