@@ -12,6 +12,8 @@ from nanotrain_core.errors import CheckpointError, RecipeError
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.tree import BatchConfig
+from nanotrain_core.registry.discovery import PluginArguments, discover
+from nanotrain_core.registry.registry import Registry
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -141,12 +143,60 @@ def test_a_checkpoint_has_the_model_of_its_phase(tmp_path, straight):
     for step, yarn in ((len(SHAPES), YARN), (3, None)):
         assert engine.load(str(step))
         engine.run = engine.run.phases.advance(engine.run, again=True)
+        assert engine.run.feed.length == (24 if yarn else 8)  # of the last step: an evaluation may be owed
         saved = engine._state().meta["model"]
         assert (saved["yarn"] or {}).items() >= (yarn or {}).items()
         assert (saved["yarn"] is None) == (yarn is None)
         scales = {m.scale for m in part.modules() if hasattr(m, "kv_a")}
         assert len(scales) == 1
         assert (scales.pop() > part.config.qk_size**-0.5 * 1.01) == (yarn is not None)
+
+
+@pytest.mark.full
+def test_compiled_layers_take_the_new_length_and_scale(straight):
+    changes = {
+        "run": {**BASE["run"], "compile": True, "compile_backend": "aot_eager"},
+        "kernels": {"use": "torch"},
+    }
+    assert_equal(run(ALONE, changes), straight[1], atol=1e-9)
+
+
+LONGER = """
+[[phase]]
+until_tokens = 256
+
+[[phase]]
+batch.length = 32
+model.rope_scaling = { type = "yarn", factor = 2.0, original_length = 16 }
+"""
+
+
+COUNTING = """
+import attrs
+from nanotrain_core.api import Component, hookimpl
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    pass
+
+
+@hookimpl
+def nanotrain_register_data(register):
+    register(Component(name="counting", config=Config, factory="json:Counting"))
+"""
+
+
+def test_data_of_one_length_are_refused_by_name_before_ranks_start(tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    registry = Registry(discover(PluginArguments(local=[str(tmp_path / "counting.py")])))
+    recipe = SMALL + '[data]\nuse = "counting"\n' + LONGER
+    message = (
+        r"phase\.1\.batch\.length: data 'counting' of .*counting.* cannot change the length of its "
+        r"sequences in a run; expected 16, or data 'synthetic' or 'text'"
+    )
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(write(tmp_path, recipe), registry=registry)
 
 
 def test_validation_keeps_its_batch_until_the_length_changes():
@@ -173,16 +223,6 @@ def test_the_largest_phase_has_most_tokens_in_a_microbatch_of_those_that_are_rea
         (4, 16, 2),
         (2, 24, 2),
     ]
-
-
-LONGER = """
-[[phase]]
-until_tokens = 256
-
-[[phase]]
-batch.length = 32
-model.rope_scaling = { type = "yarn", factor = 2.0, original_length = 16 }
-"""
 
 
 def test_the_resolved_recipe_loads_back(tmp_path):

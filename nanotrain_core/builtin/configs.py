@@ -401,6 +401,9 @@ class TextConfig:
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
     validation_fraction: float = attrs.field(default=0.05, validator=Range(0.0, 1.0, below=True))
     """Share of the sequences held out, spread evenly over the text."""
+    piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
+    """Tokens of the pieces of text that are held out as a whole. 0: the longest sequence of the recipe and
+    its phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
 
 
 @attrs.define(frozen=True, kw_only=True)

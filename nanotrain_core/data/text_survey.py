@@ -19,7 +19,7 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
         length: of a sequence.
         longest: of the run's sequences; 0: all have the same length.
     """
-    longest = max(longest, length)
+    longest = max(longest, length, config.piece_length)
     problems = []
     found = sources(config.paths, config.suffixes)
     sizes = []
