@@ -152,8 +152,9 @@ class Component:
 
     survey: str | None = None
     """``"module:attribute"`` of a callable that says of a data component what a run will find: it takes the
-    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. For
-    ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
+    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. One of a
+    component that provides ``changes_length`` also takes ``longest``, tokens of the run's longest sequence.
+    For ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place a component's code loads.

@@ -41,6 +41,7 @@ from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.phases.in_run import RunPhases
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
@@ -54,6 +55,7 @@ from nanotrain_core.run.returned import (
     check_meta,
     check_vocabulary,
     check_wrapped,
+    expect_lengths,
     placed_by,
 )
 
@@ -134,8 +136,7 @@ def compose(
     data: Data = build(recipe.data)
     monitors = [_monitor(selection, registry) for selection in recipe.monitor]
 
-    data.open(length=recipe.batch.length, seed=recipe.run.seed)
-    check_vocabulary(data, model, recipe)
+    _open(data, model, recipe)
 
     layout = topology.layout(recipe.run.ranks)
     kernels_used, kernels = kernels_for(recipe.kernels, registry, device)
@@ -152,7 +153,7 @@ def compose(
     check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
-    costs = model.flops(recipe.batch.length)
+    costs = model.flops(Timeline(recipe).largest().batch.length)  # stages are cut once
     check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
@@ -228,6 +229,13 @@ def compose(
             *compiled,
         ),
     )
+
+
+def _open(data: Data, model: Model, recipe: Recipe) -> None:
+    """Open the data, for sequences of all lengths that the run takes."""
+    expect_lengths(data, recipe)
+    data.open(length=recipe.batch.length, seed=recipe.run.seed)
+    check_vocabulary(data, model, recipe)
 
 
 def _monitor(selection: Selection, registry: Registry) -> Monitor:

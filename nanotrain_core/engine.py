@@ -163,7 +163,7 @@ class RuntimeEngine:
         self.skipped = SkippedSteps(self.saves)
         self.watching = Watching(self.run, self.events)
         self._restore()
-        self._first, self.run = self.step, begin_step(self.run)
+        self._first, self.run = self.step, begin_step(self.run, again=self.owes_evaluation)
         info = run_info(self)
         self.pace.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)

@@ -179,7 +179,7 @@ SMALL = {
     "checkpoint": 870,
     "cli": 1210,
     "compile": 350,
-    "contracts": 575,
+    "contracts": 600,
     "data": 575,
     "hf": 860,
     "launch": 1115,

@@ -13,6 +13,7 @@ from nanotrain_core.optim.lr_schedule import lr_scheduler
 from nanotrain_core.phases.tables import PhaseTables
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe import load_recipe, resolve_recipe, write_resolved
+from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.phase import CHANGES, Ramp
 from nanotrain_core.recipe.tree import OptimizerConfig, ScheduleConfig
 
@@ -142,7 +143,10 @@ WRONG = {
         "model.width = 64",
         "phase.0.model.width: 'model.width' cannot change in a run; what can",
     ),
-    "length": ("batch.length = 32", "cannot change in a run: the data is cut into sequences of one length"),
+    "schedule": (
+        "optimizer.lr_schedule = 'cosine'",
+        "phase.0.optimizer.lr_schedule: .* cannot change in a run: it counts steps of the whole run",
+    ),
     "near": ("optimizer.lrr = 1.0", r"\(did you mean 'optimizer.lr'\?\)"),
     "section": ("lr = 1.0", r"phase.0.lr: no table of what changes \(did you mean 'optimizer.lr'\?\)"),
     "type": ("batch.sequences = 2.5", "phase.0.batch.sequences: expected an integer, got the float 2.5"),
@@ -187,6 +191,22 @@ def test_phases_follow_one_another(tmp_path, phases, message):
 def test_without_steps_the_last_phase_needs_an_end(tmp_path):
     with pytest.raises(RecipeError, match=r"run\.steps: missing, and the last phase has no until_tokens"):
         recipe(tmp_path, "[[phase]]\nbatch.sequences = 4\n", SMALL.replace("steps = 3\n", ""))
+
+
+def test_deepseek_v3_is_extended_as_the_paper_says():
+    """arXiv 2412.19437, section 4.3: two phases of 1000 steps, at the last rate of pre-training."""
+    found = load_recipe("deepseek_v3_128k")
+    stretches = [*Timeline(found).stretches()]
+    shapes = [(each.steps, each.sequences, each.length) for each in stretches]
+    assert shapes == [(1000, 1920, 32768), (1000, 480, 131072)]
+    assert found.run.steps == 2000
+    for _, now in Timeline(found).corners():
+        yarn, config = now.model.config.yarn, now.model.config
+        assert (yarn.factor, yarn.beta_slow, yarn.beta_fast, yarn.original_length) == (40.0, 1.0, 32.0, 4096)
+        assert (config.mtp_weight, config.bias_update_rate, now.optimizer.config.lr) == (0.1, 0.0, 7.3e-6)
+    assert yarn.magnitude == 1.0
+    trained = load_recipe("deepseek_v3_671b").model
+    refuse_other_model(model_table(trained), found.model)  # its weights can be started from
 
 
 def test_deepseek_v3_changes_as_the_paper_says():

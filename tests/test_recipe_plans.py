@@ -22,6 +22,7 @@ MACHINES = [
     ("long_context", 16, "h100"),
     ("deepseek_v2_lite", 8, "h100"),
     ("deepseek_v3_671b", 2048, "h800"),
+    ("deepseek_v3_128k", 2048, "h800"),
 ]
 #: A plan of a small pipeline takes a second, of a large one many.
 FIRST_TIER = [("llama_1b", 1, "h100")]

@@ -46,6 +46,14 @@ SMALL = {
         {"topology": "{pp=2,ep=2}", "batch.sequences": 16, "phase.0.until_tokens": 200},
         {"phase.0.batch.sequences": "{start=8,end=16,by=4}"},
     ),
+    # The second step is one of the second phase, with longer sequences.
+    "deepseek_v3_128k": (
+        8,
+        DEEPSEEK,
+        V3,
+        {"topology": "{tp=2,pp=2,ep=2}", "batch.sequences": 8, "phase.0.until_tokens": 100},
+        {"phase.1.batch": "{sequences=4,length=32}"},
+    ),
 }
 ONE_PROCESS = {
     "run": "{ranks=1}",

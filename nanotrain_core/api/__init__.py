@@ -51,7 +51,7 @@ from nanotrain_core.hf.mapping import (
 )
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 from nanotrain_core.hookspecs import Register, RegisterCommand
-from nanotrain_core.launch.inputs import survey_of
+from nanotrain_core.launch.inputs import survey_of, surveys
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import (
     Role,
@@ -222,6 +222,7 @@ __all__ = [
     "strange_kinds",
     "streams_problem",
     "survey_of",
+    "surveys",
     "tag",
     "tagged",
     "take_over",

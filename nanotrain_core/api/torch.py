@@ -8,6 +8,7 @@ from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
     ChangesInRun,
+    ChangesLength,
     Checkpoint,
     CheckpointReport,
     Data,
@@ -154,6 +155,7 @@ __all__ = [
     "Buffer",
     "Cache",
     "ChangesInRun",
+    "ChangesLength",
     "Checkpoint",
     "CheckpointReport",
     "Chunks",

@@ -215,6 +215,7 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.TextConfig,
             factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
+            provides={"changes_length"},
             survey="nanotrain_core.data.text_survey:survey",
         )
     )
@@ -224,6 +225,7 @@ def nanotrain_register_data(register: Register) -> None:
             config=configs.SyntheticConfig,
             factory="nanotrain_core.data.synthetic:Synthetic",
             summary="a seeded Markov chain whose entropy is known",
+            provides={"changes_length"},
             survey="nanotrain_core.builtin.configs:survey_synthetic",
         )
     )

@@ -13,6 +13,7 @@ from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.cached_token import CachedToken
 from nanotrain_core.recipe.divisibility import Divisible
+from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.tree import FOUR_MONTHS, TRAINING, OptimizerConfig, path_field
 
@@ -133,9 +134,9 @@ class TransformerConfig:
     """Rows of the table of learned positions, which needs it. 0 with RoPE: any length."""
     positions: Literal["rope", "learned"] = "rope"
     """How a token knows where it stands."""
-    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12))
+    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
     """Base of the RoPE frequencies."""
-    rope_scaling: RopeScalingConfig | None = None
+    rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGES: True})
     """Of those frequencies; without the table none."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward layer and before the head."""
@@ -400,6 +401,9 @@ class TextConfig:
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
     validation_fraction: float = attrs.field(default=0.05, validator=Range(0.0, 1.0, below=True))
     """Share of the sequences held out, spread evenly over the text."""
+    piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
+    """Tokens of the pieces of text that are held out as a whole. 0: the longest sequence of the recipe and
+    its phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -421,6 +425,6 @@ class SyntheticConfig:
             raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")
 
 
-def survey_synthetic(config: SyntheticConfig, length: int) -> Survey:
+def survey_synthetic(config: SyntheticConfig, length: int, longest: int = 0) -> Survey:
     """Return what there will be, of any length."""
     return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

@@ -7,7 +7,14 @@ classes, of which a plugin writes only what it has something for. So are :class:
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
-from nanotrain_core.contracts.data import Data, HasTokenizer, MixesSources, SkipsAhead, TextCodec
+from nanotrain_core.contracts.data import (
+    ChangesLength,
+    Data,
+    HasTokenizer,
+    MixesSources,
+    SkipsAhead,
+    TextCodec,
+)
 from nanotrain_core.contracts.kernels import Kernels
 from nanotrain_core.contracts.model import (
     CachesContext,
@@ -39,6 +46,7 @@ __all__ = [
     "Block",
     "CachesContext",
     "ChangesInRun",
+    "ChangesLength",
     "Checkpoint",
     "CheckpointReport",
     "Data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from nanotrain_core.batch import Batch, Shard
@@ -80,6 +80,28 @@ class SkipsAhead(Protocol):
 
     def skip(self, sequences: int) -> None:
         """Advance as :meth:`Data.train_batch` does, by so many sequences."""
+        ...
+
+
+@runtime_checkable
+class ChangesLength(Protocol):
+    """What a data component offers that provides ``changes_length``: phases change ``batch.length``."""
+
+    def expect_lengths(self, lengths: Collection[int]) -> None:
+        """Prepare for sequences of all these lengths. Called before :meth:`Data.open`, if there are several.
+
+        What is held out is apart from what is trained on at each of them, whatever was trained on before.
+        """
+        ...
+
+    def set_length(self, length: int) -> None:
+        """Return batches of sequences of ``length`` tokens from now on, to train on and to validate.
+
+        The position stays: set to another length and back, the next batch is the one that would have come.
+        Which batch follows depends on the position, the length that it was reached with, and ``length``
+        alone. :meth:`Data.meta` has what that takes, so that a position is found again by
+        :meth:`Data.load_meta` whichever length is set on either side.
+        """
         ...
 
 

@@ -45,7 +45,11 @@ class RunInfo:
     """Of the whole model."""
     tokens_per_step: int
     """Of the first step; phases of a recipe may change it."""
+    length: int | None
+    """Tokens of each sequence in the first step, which phases may change: ``StepReport.length`` has that of
+    every step. None of a script."""
     flops_per_token: float
+    """Of the model in the first step: ``StepReport.flops_per_token`` has that of every step."""
     recipe: Any
     """The frozen recipe, or the config of a script."""
     optimizer_bytes: int

@@ -36,6 +36,10 @@ class StepReport:
     waits: without a pipeline, and on CUDA."""
     phase: int | None = None
     """Which phase of the recipe the step was taken in, from 0; None of a recipe without phases."""
+    length: int | None = None
+    """Tokens of each sequence; None of a script."""
+    flops_per_token: float = 0.0
+    """Of the model, forward and backward, for sequences of that length."""
 
 
 @attrs.define(frozen=True)

@@ -7,7 +7,7 @@ never decides which sequences a step sees, and one integer is the whole state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,19 @@ class ShuffledOrder:
 class SequenceData:
     """Batches of sequences of ``length`` + 1 tokens, which overlap by one to make inputs and targets.
 
-    A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`sequences`.
-    See :class:`~nanotrain_core.contracts.Data`.
+    A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`read_sequences`.
+    See :class:`~nanotrain_core.contracts.Data`. One that provides ``changes_length`` implements
+    ``set_length`` with :meth:`prepare_length`: see :class:`~nanotrain_core.contracts.ChangesLength`.
     """
+
+    position_in_tokens = True
+    """Whether a position is carried over to sequences of another length by its tokens, rounded up to a whole
+    sequence. False: by sequences, where the n-th one of each length has tokens of its own."""
+    _expected = 0
+
+    def expect_lengths(self, lengths: Collection[int]) -> None:
+        """Note the longest of the lengths that the run will set."""
+        self._expected = max(lengths)
 
     def prepare(self, *, length: int, seed: int, train: int, validation: int, fingerprint: str) -> None:
         """Start at position 0 of ``train`` sequences.
@@ -59,12 +69,24 @@ class SequenceData:
             validation: sequences held out.
             fingerprint: readable, and different for any data whose positions mean something else.
         """
+        self.longest, self._seed = max(self._expected, length), seed
+        cut = f", sequences of {self.longest}" if self.position_in_tokens else ""
+        self.fingerprint = f"{fingerprint}{cut}, seed {seed}"
+        self.position, self._position_length = 0, length
+        self.prepare_length(length, train=train, validation=validation)
+
+    def prepare_length(self, length: int, *, train: int, validation: int) -> None:
+        """Have so many sequences of ``length`` tokens; each length has an order of its own."""
         self.length, self.train, self.validation = length, train, validation
-        self.fingerprint = f"{fingerprint}, sequences of {length}, seed {seed}"
-        self.position = 0
-        self._train_order = ShuffledOrder(train, stream_seed(seed, "data/train"))
+        self._train_order = ShuffledOrder(train, stream_seed(self._seed, "data/train"))
         # Shuffled once, so that the first few validation batches already represent the whole split.
-        self._validation_order = ShuffledOrder(validation, stream_seed(seed, "data/validation"))
+        self._validation_order = ShuffledOrder(validation, stream_seed(self._seed, "data/validation"))
+
+    def _carry_position_over(self) -> None:
+        """Count the position in sequences of the length in force. Only what advances does so."""
+        if self.position_in_tokens:
+            self.position = -(-self.position * self._position_length // self.length)
+        self._position_length = self.length
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return tokens [len(numbers), length + 1] of the sequences of those numbers in a split."""
@@ -81,6 +103,7 @@ class SequenceData:
                 f"one batch takes {sequences} sequences of {self.length} tokens, but the training data has "
                 f"{self.train}: lower batch.sequences or batch.length, or add data"
             )
+        self._carry_position_over()
         rows = shard.rows(sequences)
         numbers = self._train_order.at(self.position + row for row in rows)
         self.position += sequences
@@ -88,6 +111,7 @@ class SequenceData:
 
     def skip(self, sequences: int) -> None:
         """Advance without a look at what is there. Who keeps more than the position overrides this too."""
+        self._carry_position_over()
         self.position += sequences
 
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
@@ -100,8 +124,9 @@ class SequenceData:
         return _padded(_batch(self.read_sequences(numbers, validation=True)), len(rows))
 
     def meta(self) -> dict[str, Any]:
-        """Return sequences consumed so far, and of what data."""
-        return {"position": self.position, "fingerprint": self.fingerprint}
+        """Return sequences consumed so far, the tokens of each, and of what data."""
+        length = self._position_length
+        return {"position": self.position, "length": length, "fingerprint": self.fingerprint}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position.
@@ -115,6 +140,7 @@ class SequenceData:
                 f"  checkpoint: {meta['fingerprint']}\n  this run:   {self.fingerprint}"
             )
         self.position = int(meta["position"])
+        self._position_length = int(meta.get("length", self.longest))
 
 
 def _batch(sequences: Integers) -> Batch:

@@ -70,6 +70,7 @@ class Synthetic(SequenceData):
     """Walks of a Markov chain, each drawn from (seed, split, number). The chain depends on the seed alone."""
 
     bytes_per_token = None
+    position_in_tokens = False
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
@@ -88,6 +89,11 @@ class Synthetic(SequenceData):
             fingerprint=f"Markov chain, {config.vocab} tokens, {config.branching} successors, "
             f"{config.sequences} + {config.validation_sequences} sequences",
         )
+
+    def set_length(self, length: int) -> None:
+        """Walk ``length`` tokens: the n-th walk goes on where the shorter one of that number ends."""
+        config = self.config
+        self.prepare_length(length, train=config.sequences, validation=config.validation_sequences)
 
     @property
     def entropy(self) -> float:

@@ -20,6 +20,9 @@ class Text(SequenceData):
 
     Sequence i reads tokens i * length up to (i + 1) * length and predicts each one's successor, so every
     token of the corpus but the first is predicted once, and the few after the last whole sequence never.
+
+    Where phases change the length, the text is cut into pieces of the longest one. These are held out, or
+    trained on, as a whole; each is cut into as many whole sequences of the length in force as it has.
     """
 
     #: Validation sequences on which bytes per token are measured, at most.
@@ -45,27 +48,37 @@ class Text(SequenceData):
         self.vocab_size = self.tokenizer.vocab_size
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
-        count = (len(self.tokens) - 1) // length
+        piece = self.longest = max(self._expected, length, self.config.piece_length)
+        count = (len(self.tokens) - 1) // piece
         if count < 1:
             raise DataError(
                 f"the text has {len(self.tokens)} tokens in {self.files} files, but one sequence of "
-                f"{length} needs {length + 1}: add text or lower batch.length"
+                f"{piece} needs {piece + 1}: add text or lower batch.length"
             )
-        self._train_numbers, self._validation_numbers = split(count, self.config.validation_fraction)
+        self._train_pieces, self._validation_pieces = split(count, self.config.validation_fraction)
         self.prepare(
             length=length,
             seed=seed,
-            train=len(self._train_numbers),
-            validation=len(self._validation_numbers),
+            **self._counts(length),
             fingerprint=f"text {digest[:16]}, {self.tokenizer.name}, "
-            f"{len(self._validation_numbers)} of {count} sequences held out",
+            f"{len(self._validation_pieces)} of {count} sequences held out",
         )
         self.bytes_per_token = self._bytes_per_token()
 
+    def set_length(self, length: int) -> None:
+        """Cut each piece into sequences of ``length`` tokens."""
+        self.prepare_length(length, **self._counts(length))
+
+    def _counts(self, length: int) -> dict[str, int]:
+        each = self.longest // length
+        return {"train": each * len(self._train_pieces), "validation": each * len(self._validation_pieces)}
+
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the tokens of those sequences of a split."""
-        chosen = (self._validation_numbers if validation else self._train_numbers)[numbers]
-        places = chosen[:, None] * self.length + np.arange(self.length + 1)
+        pieces = self._validation_pieces if validation else self._train_pieces
+        each = self.longest // self.length
+        begins = pieces[numbers // each] * self.longest + numbers % each * self.length
+        places = begins[:, None] + np.arange(self.length + 1)
         return np.asarray(self.tokens[places], np.int64)
 
     def _bytes_per_token(self) -> float:

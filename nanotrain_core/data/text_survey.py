@@ -11,8 +11,15 @@ from nanotrain_core.errors import DataError, Problem
 SMALL = 2**21
 
 
-def survey(config: TextConfig, length: int) -> Survey:
-    """Return the vocabulary and the sequences of ``length`` tokens, as far as known: see Component.survey."""
+def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
+    """Return the vocabulary and the sequences of ``length`` tokens, as far as known: see Component.survey.
+
+    Args:
+        config: of the component.
+        length: of a sequence.
+        longest: of the run's sequences; 0: all have the same length.
+    """
+    longest = max(longest, length, config.piece_length)
     problems = []
     found = sources(config.paths, config.suffixes)
     sizes = []
@@ -30,14 +37,15 @@ def survey(config: TextConfig, length: int) -> Survey:
             return Survey(problems=(*problems, Problem("data.tokenizer", str(error))))
     if problems or tokens is None:
         return Survey(vocab=vocab, problems=problems)
-    count = max(0, (tokens - 1) // length)
+    count = max(0, (tokens - 1) // longest)
     held = held_out(count, config.validation_fraction)
     if not count:
         text = (
-            f"a sequence takes {length + 1} tokens, but the text has {tokens}: add text or lower the length"
+            f"a sequence takes {longest + 1} tokens, but the text has {tokens}: add text or lower the length"
         )
         return Survey(vocab=vocab, problems=(Problem("batch.length", text),))
-    return Survey(vocab=vocab, train=count - held, validation=held)
+    each = longest // length
+    return Survey(vocab=vocab, train=each * (count - held), validation=each * held)
 
 
 def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int | None]:

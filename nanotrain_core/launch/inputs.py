@@ -6,13 +6,14 @@ to list checkpoints, to draw a schedule, to resume with a checkpoint's weights. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
+from nanotrain_core.phases.tables import key_in_force
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
@@ -34,7 +35,7 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
     """
     recipe = found.recipe
     survey = survey_of(recipe, found.registry)
-    problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(recipe, survey)]
+    problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(found)]
     if weights and recipe.run.weights and not Path(recipe.run.weights).exists():
         path = Path(recipe.run.weights)
         problems.append(
@@ -44,14 +45,28 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
 
 
 def survey_of(recipe: Recipe, registry: Registry) -> Survey:
-    """Return what the data component says; nothing is known if it offers no survey."""
+    """Return what the data component says of sequences of ``batch.length`` tokens.
+
+    Nothing is known if it offers no survey. Of a recipe whose phases change the length, see :func:`surveys`.
+    """
+    return _survey(recipe, registry, recipe.batch.length)
+
+
+def surveys(recipe: Recipe, registry: Registry) -> Mapping[int, Survey]:
+    """Return the same for each length that sequences of the run have."""
+    return {length: _survey(recipe, registry, length) for length in Timeline(recipe).lengths()}
+
+
+def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
     use, config = recipe.data.use, recipe.data.config
     label = f"data '{use}' of {registry.owner('data', use)}: its survey"
-    tell = registry.get("data", use).load_optional("survey")
+    component = registry.get("data", use)
+    tell = component.load_optional("survey")
+    longest = {"longest": max(Timeline(recipe).lengths())} if "changes_length" in component.provides else {}
     if tell is None:
         return Survey()
     try:
-        found: Any = tell(config, recipe.batch.length)
+        found: Any = tell(config, length, **longest)
     except DataError as error:
         return Survey(problems=(Problem("data", str(error)),))
     except NanotrainError:
@@ -74,14 +89,21 @@ def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
             )
 
 
-def _sequences(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
-    """Check that there are enough for a batch, and any for evaluations that the recipe asks for."""
-    batch, evaluation = Timeline(recipe).largest().batch, recipe.evaluation
-    if survey.train is not None and survey.train < batch.sequences:
+def _sequences(found: Resolution) -> Iterator[Problem]:
+    """Check that there are enough for each batch, and any for evaluations that the recipe asks for."""
+    recipe, evaluation = found.recipe, found.recipe.evaluation
+    known, too_few = surveys(recipe, found.registry), set[str]()
+    survey = known[recipe.batch.length]
+    batches = [(number, now.batch) for number, now in Timeline(recipe).corners()] or [(-1, recipe.batch)]
+    for number, batch in batches:
+        train, key = known[batch.length].train, key_in_force(recipe, number, "batch.sequences")
+        if train is None or train >= batch.sequences or key in too_few:
+            continue
+        too_few.add(key)
         yield Problem(
-            "batch.sequences",
+            key,
             f"one batch takes {batch.sequences} sequences of {batch.length} tokens, but the training data "
-            f"has {survey.train}: lower batch.sequences or batch.length, or add data",
+            f"has {train}: lower batch.sequences or batch.length, or add data",
         )
     if survey.validation == 0 and evaluation.every and evaluation.sequences:
         yield Problem(

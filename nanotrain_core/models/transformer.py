@@ -10,7 +10,7 @@ arXiv 2305.13245 (grouped-query attention).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +38,24 @@ class Transformer:
         self.vocab_size = config.vocab
         self.max_length = config.max_length or None
         self.loss_weights: Mapping[str, float] = {"lm": 1.0}
-        scaling = self.config.rope_scaling
-        self.caches = scaling is None or scaling.type != "dynamic"
+
+    @property
+    def caches(self) -> bool:
         """Each token turns all keys anew with ``dynamic``: none that is kept holds."""
+        scaling = self.config.rope_scaling
+        return scaling is None or scaling.type != "dynamic"
 
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
             return TransformerPart(self.config, part, ops)
+
+    def change(self, config: TransformerConfig, parts: Iterable[nn.Module]) -> None:
+        """Take RoPE's base and scaling of ``config``: angles are computed in every forward pass."""
+        self.config = config.resolved()
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, TransformerPart):
+                module.config = self.config
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of target tokens."""

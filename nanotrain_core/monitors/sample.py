@@ -22,11 +22,12 @@ class Sample(Monitor):
 
     def on_start(self, run: RunInfo) -> None:
         """Encode the prompt."""
-        self.run = run
+        self.run, self.length = run, run.length or run.recipe.batch.length
         self.prompt = run.data.encode(self.config.prompt) or [0]
 
     def on_step(self, report: StepReport) -> None:
         """Write a sample every so many steps."""
+        self.length = report.length or self.length
         if self.config.every and report.step % self.config.every == 0 and report.step != self.run.steps:
             self._write(report.step)
 
@@ -51,7 +52,7 @@ class Sample(Monitor):
     @torch.no_grad()
     def _tokens(self, seed: int) -> list[int]:
         """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
-        device, window = self.run.device, self.run.recipe.batch.length
+        device, window = self.run.device, self.length
         generator = torch.Generator().manual_seed(seed)
         tokens = list(self.prompt)
         for _ in range(self.config.tokens):

@@ -10,20 +10,26 @@ import structlog
 
 from nanotrain_core.contracts import ChangesInRun, Model, Schedule
 from nanotrain_core.errors import PluginError
-from nanotrain_core.phases.timeline import Moment, Number, Timeline
+from nanotrain_core.phases.timeline import Moment, Timeline, Value
 from nanotrain_core.pipeline.actions import Action
-from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.recipe.tree import BatchConfig, Recipe
 
 if TYPE_CHECKING:
     from nanotrain_core.compose import Run
     from nanotrain_core.optim.lr_schedule import Scheduler
 
 
-def begin_step(run: Run, scheduler: Scheduler | None = None) -> Run:
-    """Return the run as its next step is taken, and give the scheduler its rate."""
+def begin_step(run: Run, scheduler: Scheduler | None = None, *, again: bool = False) -> Run:
+    """Return the run as its next step is taken, and give the scheduler its rate.
+
+    Args:
+        run: as its last step was taken.
+        scheduler: of the learning rate.
+        again: return the run as its last step was taken, for an evaluation that was owed after it.
+    """
     if run.phases is None:
         return run
-    run = run.phases.advance(run)
+    run = run.phases.advance(run, again=again)
     assert run.phases is not None
     if scheduler is not None and run.phases.lr is not None:
         scheduler.set_peak(run.phases.lr, of=run.optimizer_config.lr)
@@ -55,38 +61,45 @@ class RunPhases:
 
     def split_backward(self, actions: Sequence[Sequence[Action]]) -> bool:
         """Return whether there are W passes: in ``actions``, or at a corner of a phase."""
-        corners = (self._actions(recipe.batch.sequences) for _, recipe in self.timeline.corners())
+        corners = (self._actions(recipe.batch) for _, recipe in self.timeline.corners())
         return any(action.kind == "W" for each in (actions, *corners) for rank in each for action in rank)
 
-    def _actions(self, sequences: int) -> Sequence[Sequence[Action]]:
-        batch = attrs.evolve(self.recipe.batch, sequences=sequences)
+    def _actions(self, batch: BatchConfig) -> Sequence[Sequence[Action]]:
         return self._schedule.actions(self._pp, batch.microbatches(self._dp))
 
-    def advance(self, run: Run) -> Run:
-        """Return the run as its next step is taken."""
+    def advance(self, run: Run, *, again: bool = False) -> Run:
+        """Return the run as its next step is taken; ``again``: as its last one was."""
         if not self.recipe.phase:
             return run
-        moment, before = self.timeline.at(run.feed.tokens), self._now
+        tokens = run.feed.tokens_before if again else run.feed.tokens
+        moment, before = self.timeline.at(tokens), self._now
         if moment == before:
             return run
         self._now = moment
         if before is None or before.number != moment.number:
             self._tell(run, moment)
         changed = _changed(before, moment)
-        if "batch.sequences" in changed:
-            run = self._resize(run, int(changed["batch.sequences"]))
+        now = self.timeline.recipe_with(moment.values)
+        if any(key.startswith("batch.") for key in changed):
+            run.feed.resize(now.batch, self.timeline.validated_at(moment.number))
+            run = self._with_batch(run, now.batch)
         if any(key.startswith("model.") for key in changed):
             assert isinstance(self._model, ChangesInRun)
-            config = self.timeline.recipe_with(moment.values).model.config
-            self._model.change(config, tuple(run.stages.values()))
-            run = attrs.evolve(run, loss_weights=self._model.loss_weights)
+            self._model.change(now.model.config, tuple(run.stages.values()))
+            run = attrs.evolve(run, model=now.model, loss_weights=self._model.loss_weights)
         return run
 
-    def _resize(self, run: Run, sequences: int) -> Run:
-        run.feed.resize(sequences)
-        actions = self._actions(sequences)
+    def _with_batch(self, run: Run, batch: BatchConfig) -> Run:
+        """Return the run with the schedule and the FLOPs of ``batch``; stages stay as the model was cut."""
+        actions, costs = self._actions(batch), self._model.flops(batch.length)
         mine = actions[run.mesh.coordinate("pp") if self._pp > 1 else 0]
-        return attrs.evolve(run, actions=mine, schedule=actions)
+        return attrs.evolve(run, actions=mine, schedule=actions, flops_per_token=costs.total)
+
+    @property
+    def model_keys(self) -> frozenset[str]:
+        """Keys of ``[model]`` that any phase changes: checkpoints of other phases differ in them."""
+        keys = (key for phase in self.recipe.phase for key in phase.changes)
+        return frozenset(key.partition(".")[2] for key in keys if key.startswith("model."))
 
     @property
     def number(self) -> int | None:
@@ -108,7 +121,7 @@ class RunPhases:
         log.info("in phase", phase=moment.number, **named, since_tokens=since, tokens=run.feed.tokens)
 
 
-def _changed(before: Moment | None, moment: Moment) -> Mapping[str, Number]:
+def _changed(before: Moment | None, moment: Moment) -> Mapping[str, Value]:
     """Return the values that are others than before; all of them at the beginning."""
     old = before.values if before else {}
     return {key: value for key, value in moment.values.items() if key not in old or old[key] != value}

@@ -10,17 +10,14 @@ import attrs
 from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.locate import join
-from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable
+from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.recipe.types import field_types, found
+from nanotrain_core.recipe.types import expected, field_types, found
 from nanotrain_core.recipe.write import plain
 
 #: Keys that somebody may want to change, and why they stay.
 FIXED = {
-    "batch.length": "the data is cut into sequences of one length, which its position counts; start another "
-    "run with run.weights for longer ones",
-    "batch.microbatch": "how a batch is cut changes no result; lower it for the phase with most sequences",
     "optimizer.lr_schedule": "it counts steps of the whole run; let optimizer.lr move over the tokens of a "
     'phase: lr = { end = 1e-5, shape = "cosine" }',
 }
@@ -78,34 +75,48 @@ class PhaseTables:
         return attrs.evolve(head, changes=changes) if head is not None else Phase()
 
     def _value(self, name: str, value: Any, phase: str) -> Any:
-        """Return a number, or a :class:`Ramp` of numbers, as the config of its section has it."""
+        """Return what the config of its section has there, or a :class:`Ramp` of numbers."""
         key = join(phase, name)
         if name not in self._keys:
-            reason = f": {FIXED[name]}" if name in FIXED else did_you_mean(name, self._keys)
+            reason = f": {FIXED[name]}" if name in FIXED else self._near(name)
             text = f"'{name}' cannot change in a run{reason}; what can: {', '.join(self._keys)}"
             self.problems.append(Problem(key, text))
             return None
-        if not isinstance(value, dict):
-            return self._number(name, value, key)
+        section, _, field = name.partition(".")
+        config = type(self._configs[section])
+        number = field_types(config)[field] in (int, float)
+        if not isinstance(value, dict) or not number:
+            return self._checked(name, value, key)
+        if not takes_ramp(config, field):
+            text = f"expected {expected(field_types(config)[field])}: it does not move along a ramp"
+            self.problems.append(Problem(key, text))
+            return None
         ramp, problems = structure(value, Ramp, key)
         self.problems += problems
         if ramp is None or problems:
             return None
         for end in ("start", "end"):
             if end in value:
-                self._number(name, value[end], join(key, end))
-        section, _, field = name.partition(".")
-        whole = field_types(type(self._configs[section]))[field] is int
-        if whole and ramp.by is not None and ramp.by != int(ramp.by):
+                self._checked(name, value[end], join(key, end))
+        if field_types(config)[field] is int and ramp.by is not None and ramp.by != int(ramp.by):
             self.problems.append(Problem(join(key, "by"), f"expected an integer, got {ramp.by:g}"))
         return ramp
 
-    def _number(self, name: str, value: Any, key: str) -> Any:
+    def _near(self, name: str) -> str:
+        """Return the nearest key of the same section, as half a sentence."""
+        section, _, field = name.partition(".")
+        own = [key for key in self._keys if key.startswith(f"{section}.")]
+        return did_you_mean(name, own) if did_you_mean(field, [key.partition(".")[2] for key in own]) else ""
+
+    def _checked(self, name: str, value: Any, key: str) -> Any:
         """Return ``value`` as its config takes it; what is wrong with it stands under ``key``."""
         section, _, field = name.partition(".")
         config = self._configs[section]
         changed, problems = structure({**plain(config), field: value}, type(config), "")
-        self.problems += [attrs.evolve(problem, key=key) for problem in problems]
+        at = {problem: problem.key.removeprefix(field).removeprefix(".") for problem in problems}
+        self.problems += [
+            attrs.evolve(problem, key=join(key, below) if below else key) for problem, below in at.items()
+        ]
         return None if changed is None else getattr(changed, field)
 
 

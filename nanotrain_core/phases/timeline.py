@@ -10,9 +10,11 @@ import attrs
 from nanotrain_core.recipe.phase import Ramp
 
 if TYPE_CHECKING:
-    from nanotrain_core.recipe.tree import Recipe
+    from nanotrain_core.recipe.tree import BatchConfig, Recipe
 
 Number = int | float
+#: Of a key that a phase changes: a number, or the config of a table.
+Value = Any
 
 
 @attrs.define(frozen=True)
@@ -21,7 +23,7 @@ class Moment:
 
     number: int
     """Of the phase, from 0."""
-    values: Mapping[str, Number]
+    values: Mapping[str, Value]
     """Each key that any phase changes, with its value now."""
 
 
@@ -32,9 +34,16 @@ class Stretch:
     phase: int
     sequences: int
     """Of each batch."""
+    length: int
+    """Tokens of each sequence."""
     steps: int
     begins: int
     """Tokens before its first step."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all its steps."""
+        return self.steps * self.sequences * self.length
 
 
 @attrs.define(frozen=True)
@@ -43,11 +52,11 @@ class Span:
 
     begins: int
     ends: int | None
-    values: Mapping[str, Number]
+    values: Mapping[str, Value]
     """At its first token."""
     ramps: Mapping[str, Ramp]
 
-    def at(self, tokens: int) -> dict[str, Number]:
+    def at(self, tokens: int) -> dict[str, Value]:
         """Return the values after so many tokens of the run."""
         if not self.ramps:
             return dict(self.values)
@@ -78,8 +87,10 @@ class Timeline:
             ends = phase.until_tokens
             first = dict(values)
             for key, value in phase.changes.items():
-                start = value.start if isinstance(value, Ramp) else value
-                first[key] = first[key] if start is None else type(first[key])(start)
+                if not isinstance(value, Ramp):
+                    first[key] = value
+                elif value.start is not None:
+                    first[key] = type(first[key])(value.start)
             self.spans.append(Span(begins, ends, first, ramps))
             values = first | {key: type(first[key])(ramp.end) for key, ramp in ramps.items()}
             begins = ends or begins
@@ -92,9 +103,9 @@ class Timeline:
                 return Moment(number, span.at(tokens))
         return Moment(max(0, len(self.spans) - 1), self._after)
 
-    def recipe_with(self, values: Mapping[str, Number]) -> Recipe:
+    def recipe_with(self, values: Mapping[str, Value]) -> Recipe:
         """Return the recipe without phases that has ``values`` of these keys."""
-        changed: dict[str, dict[str, Number]] = {}
+        changed: dict[str, dict[str, Value]] = {}
         for key, value in values.items():
             section, _, name = key.partition(".")
             changed.setdefault(section, {})[name] = value
@@ -128,9 +139,37 @@ class Timeline:
         return self.recipe_with({**self.spans[number].values, "batch.sequences": sequences})
 
     def largest(self) -> Recipe:
-        """Return the recipe of the largest batch: no other needs more memory."""
-        found = [self.recipe, *(recipe for _, recipe in self.corners())][1 if self.spans else 0 :]
-        return max(found, key=lambda recipe: recipe.batch.sequences)
+        """Return the recipe of the phase that needs most memory, of those that the run's steps reach.
+
+        That is the one with most tokens in a microbatch and, of these, with most of them in a step.
+        """
+        reached = self.reached(self.recipe.run.steps) if self.spans else 0
+        found = [recipe for number, recipe in self.corners() if number < reached] or [self.recipe]
+        return max(
+            found, key=lambda recipe: (recipe.batch.microbatch * recipe.batch.length, recipe.batch.tokens)
+        )
+
+    def batch_at(self, values: Mapping[str, Value]) -> BatchConfig:
+        """Return ``[batch]`` with these values of its keys."""
+        return self.recipe_with(values).batch
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of sequences that any phase has, the first one first."""
+        found = (recipe.batch.length for recipe in (self.recipe, *(now for _, now in self.corners())))
+        return tuple(dict.fromkeys(found))
+
+    def validated_at(self, number: int) -> BatchConfig:
+        """Return the batches in which a run validates during a phase.
+
+        That is ``[batch]``, so that all evaluations see the same sequences; from a phase on that changes
+        their length it is the first batch of that phase.
+        """
+        batches = [self.recipe.batch, *(self.batch_at(span.values) for span in self.spans[: number + 1])]
+        found = batches[0]
+        for batch in batches[1:]:
+            same = batch.length == found.length
+            found = attrs.evolve(found, microbatch=batch.microbatch) if same else batch
+        return found
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -145,11 +184,10 @@ class Timeline:
         last = self.ends
         while (left is None and last is not None and tokens < last) or (left is not None and left > 0):
             moment = self.at(tokens)
-            sequences = moment.values.get("batch.sequences", self.recipe.batch.sequences)
-            each = int(sequences) * self.recipe.batch.length
-            count = self._steps_alike(moment.number, tokens, each, left)
-            yield Stretch(moment.number, int(sequences), count, tokens)
-            tokens += count * each
+            batch = self.batch_at(moment.values)
+            count = self._steps_alike(moment.number, tokens, batch, left)
+            yield Stretch(moment.number, batch.sequences, batch.length, count, tokens)
+            tokens += count * batch.tokens
             left = None if left is None else left - count
 
     def reached(self, steps: int) -> int:
@@ -163,17 +201,16 @@ class Timeline:
         )
         return sum(inside)
 
-    def _steps_alike(self, number: int, tokens: int, each: int, most: int | None) -> int:
-        """Return how many steps of ``each`` tokens follow until the phase ends or its batch changes."""
+    def _steps_alike(self, number: int, tokens: int, batch: BatchConfig, most: int | None) -> int:
+        """Return how many steps of ``batch`` follow until the phase ends or its batch changes."""
         last_of_all = number == len(self.spans) - 1 and (self.ends is None or tokens >= self.ends)
         if not self.spans or last_of_all:
             assert most is not None
             return most
-        ends = self.spans[number].ends
+        ends, each, size = self.spans[number].ends, batch.tokens, batch.sequences
         assert ends is not None
         least, end = 1, -(-(ends - tokens) // each)
         if "batch.sequences" in self.spans[number].ramps:
-            size = each // self.recipe.batch.length
             jump = 1
             while least + jump < end and self._size(tokens + (least + jump - 1) * each) == size:
                 least, jump = least + jump, 2 * jump
@@ -185,13 +222,12 @@ class Timeline:
             end = least
         return end if most is None else min(end, most)
 
-    def _size(self, tokens: int) -> Number:
-        return self.at(tokens).values["batch.sequences"]
+    def _size(self, tokens: int) -> int:
+        return self.batch_at(self.at(tokens).values).sequences
 
 
-def value_of(recipe: Recipe, key: str) -> Number:
-    """Return a number of the recipe by its dotted key, ``optimizer.lr``."""
+def value_of(recipe: Recipe, key: str) -> Value:
+    """Return what the recipe has under a dotted key, ``optimizer.lr``."""
     section, _, name = key.partition(".")
     table: Any = getattr(recipe, section)
-    value: Number = getattr(table if section == "batch" else table.config, name)
-    return value
+    return getattr(table if section == "batch" else table.config, name)

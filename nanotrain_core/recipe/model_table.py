@@ -41,7 +41,11 @@ def without_none(value: Any) -> Any:
 
 
 def refuse_other_model(
-    saved: Mapping[str, Any], ours: Selection | None, *, what: str = "the checkpoint is"
+    saved: Mapping[str, Any],
+    ours: Selection | None,
+    *,
+    what: str = "the checkpoint is",
+    changing: Collection[str] = (),
 ) -> None:
     """Compare the model of what was saved with that of a run: equal shapes can still be another function.
 
@@ -51,6 +55,7 @@ def refuse_other_model(
         saved: of :func:`model_table`, perhaps read from JSON.
         ours: of the run; None: it has none in its recipe.
         what: subject of the error's text.
+        changing: fields that phases of the run change, which may differ too.
 
     Raises:
         CheckpointError: naming the first key that differs.
@@ -63,7 +68,7 @@ def refuse_other_model(
             text = f"{problems[0].key}: {problems[0].message}"
             raise CheckpointError(f"{what} of another model: its table does not fit this one: {text}")
         there = _plain(canonical_table(Selection("model", ours.use, config)))
-    free = training_keys(ours.config) if ours else frozenset()
+    free = {*changing, *(training_keys(ours.config) if ours else ())}
     for difference in _differences(there, here, free):
         raise CheckpointError(f"{what} of another model: {difference}")
 

@@ -10,11 +10,14 @@ import attrs
 
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.ranges import Range
+from nanotrain_core.recipe.types import field_types
 
-#: Marks a number of a config that a phase may change: ``attrs.field(metadata={CHANGES: True})``. It must do
-#: nothing to the shapes of tensors. The core applies those of ``[batch]`` and ``optimizer.lr``; a model does
-#: its own: :class:`~nanotrain_core.contracts.ChangesInRun`.
+#: Marks a number or table of a config that a phase may change: ``attrs.field(metadata={CHANGES: True})``.
+#: It must do nothing to the shapes of parameters. The core applies those of ``[batch]`` and
+#: ``optimizer.lr``; a model does its own: :class:`~nanotrain_core.contracts.ChangesInRun`.
 CHANGES = "nanotrain_changes"
+#: Marks one that a phase may change, but only from one constant to another: a ramp of it is refused.
+CONSTANT = "nanotrain_constant"
 #: Sections whose keys a phase can change, where they are marked.
 SECTIONS = ("batch", "model", "optimizer")
 #: The most tokens of a run: more than anybody has.
@@ -24,6 +27,12 @@ MOST_TOKENS = 10**18
 def changeable(config: type) -> tuple[str, ...]:
     """Return the fields of a config that a phase may change."""
     return tuple(field.name for field in attrs.fields(config) if field.metadata.get(CHANGES))
+
+
+def takes_ramp(config: type, name: str) -> bool:
+    """Return whether a field is a number that a phase may move from one value to another."""
+    constant = attrs.fields_dict(config)[name].metadata.get(CONSTANT)
+    return field_types(config)[name] in (int, float) and not constant
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class Ramp:
         return start + math.copysign(moved, self.end - start)
 
 
-def _frozen(changes: Mapping[str, int | float | Ramp]) -> Mapping[str, int | float | Ramp]:
+def _frozen(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     return FrozenMapping(changes)
 
 
@@ -62,8 +71,9 @@ class Phase:
     """What the log calls it."""
     until_tokens: int | None = attrs.field(default=None, validator=Range(1, MOST_TOKENS))
     """Tokens of the whole run at which the next phase begins. The last phase may do without."""
-    changes: Mapping[str, int | float | Ramp] = attrs.field(factory=FrozenMapping, converter=_frozen)
-    """Key of the recipe -> its value from this phase on: ``optimizer.lr``, ``batch.sequences``."""
+    changes: Mapping[str, Any] = attrs.field(factory=FrozenMapping, converter=_frozen)
+    """Key of the recipe -> its value from this phase on: ``optimizer.lr``, ``batch.length``, ``model.yarn``.
+    That is a number, a :class:`Ramp` of numbers, or the config of a table."""
 
     def table(self) -> dict[str, Any]:
         """Return it as it stands in a recipe: keys of a section below that section.
@@ -76,7 +86,7 @@ class Phase:
             found["until_tokens"] = self.until_tokens
         for key, value in self.changes.items():
             section, _, name = key.partition(".")
-            plain = attrs.asdict(value, filter=_is_set) if isinstance(value, Ramp) else value
+            plain = attrs.asdict(value, filter=_is_set) if attrs.has(type(value)) else value
             found.setdefault(section, {})[name] = plain
         return found
 

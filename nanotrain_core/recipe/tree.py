@@ -11,7 +11,7 @@ import attrs
 
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
-from nanotrain_core.recipe.phase import CHANGES, Phase
+from nanotrain_core.recipe.phase import CHANGES, CONSTANT, Phase
 from nanotrain_core.recipe.ranges import Range
 
 
@@ -134,11 +134,16 @@ class BatchConfig:
 
     sequences: int = attrs.field(validator=Range(1), metadata={CHANGES: True})
     """Sequences per optimizer step over the whole run."""
-    microbatch: int = attrs.field(validator=Range(1))
+    microbatch: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
     """Sequences one rank passes through the model at once, at most: the last microbatch of a step may be
     smaller."""
-    length: int = attrs.field(validator=Range(1))
+    length: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
     """Tokens per sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Of one optimizer step over the whole run."""
+        return self.sequences * self.length
 
     def microbatches(self, shards: int) -> int:
         """Return how many microbatches each of so many data-parallel ranks takes in a step.

@@ -108,6 +108,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         )
         yield Problem(f"phase.{changing[0]}.optimizer.lr", text)
     timeline, told = Timeline(recipe), set[str]()
+    yield from _lengths(recipe, timeline, registry)
     found, counts = list[tuple[int, Problem]](), {microbatches_of(recipe, layout)}
     for number, now in timeline.corners():
         wrong, count = list(_batch(now, layout)), microbatches_of(now, layout)
@@ -129,6 +130,24 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         told.add(key)
 
 
+def _lengths(recipe: Recipe, timeline: Timeline, registry: Registry) -> Iterator[Problem]:
+    """Check that the data can change the length of its sequences, if phases do."""
+    use, lengths = recipe.data.use, timeline.lengths()
+    if len(lengths) < 2 or _changes_length(use, registry):
+        return
+    number = next(n for n, now in timeline.corners() if now.batch.length != recipe.batch.length)
+    able = " or ".join(f"'{each}'" for each in registry.names("data") if _changes_length(each, registry))
+    yield Problem(
+        key_in_force(recipe, number, "batch.length"),
+        f"data '{use}' of {registry.owner('data', use)} cannot change the length of its sequences in a run; "
+        f"expected {recipe.batch.length}, or data {able}",
+    )
+
+
+def _changes_length(use: str, registry: Registry) -> bool:
+    return "changes_length" in registry.get("data", use).provides
+
+
 def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
     """Ask the schedule for the smallest number of microbatches of each remainder by twice pp.
 
@@ -136,10 +155,9 @@ def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> It
     """
     around = 2 * pipeline_of(layout)
     dp = layout.size("dp") if "dp" in layout.dims else 1
-    batch = timeline.recipe.batch
-    period = around * dp * batch.microbatch  # in which remainders repeat
     for number, sizes in timeline.ramps():
-        seen = set[int]()
+        batch, seen = timeline.with_batch(number, 1).batch, set[int]()
+        period = around * dp * batch.microbatch  # in which remainders repeat
         for size in sizes[:period] if sizes.step > 0 else sizes[::-1][:period]:
             count = attrs.evolve(batch, sequences=size).microbatches(dp)
             if count % around in seen:

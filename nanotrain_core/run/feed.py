@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
-import attrs
 import torch
 
 from nanotrain_core.batch import Batch, Shard
-from nanotrain_core.contracts import Data, Model, SkipsAhead
+from nanotrain_core.contracts import ChangesLength, Data, Model, SkipsAhead
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.upload import Upload
 
 #: What the core remembers of the data, beside what the component's own ``meta`` returns.
-OWN_KEYS = frozenset({"taken", "tokens", "skipped", "batch_sizes"})
+OWN_KEYS = frozenset({"taken", "tokens", "tokens_before", "skipped", "batch_sizes"})
 
 
 class Feed(Protocol):
@@ -26,8 +25,15 @@ class Feed(Protocol):
         """Of the whole run."""
         ...
 
+    @property
+    def length(self) -> int | None:
+        """Tokens of a sequence in the next step; None of a script's loader."""
+        ...
+
     tokens: int
     """Of the whole run, trained on since its beginning."""
+    tokens_before: int
+    """The same before the last step."""
     bytes_per_token: float | None
     data: Any
     """The data component or loader behind it, for monitors."""
@@ -55,8 +61,13 @@ class Feed(Protocol):
         """Return what each loss term of ``batch`` is averaged over."""
         ...
 
-    def resize(self, sequences: int) -> None:
-        """Take batches of so many sequences from now on, as a phase says; a script's loader has no phases."""
+    def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
+        """Take batches of that shape from now on, as a phase says; a script's loader has no phases.
+
+        Args:
+            batch: to train on.
+            validated: to validate.
+        """
         ...
 
     def of_last(self, steps: int) -> tuple[int, int]:
@@ -83,27 +94,34 @@ class DataFeed:
         self.data, self.counts = data, model.loss_counts
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
         self._validated = batch
-        """In batches of the recipe's own size, so that all evaluations of a run see the same sequences."""
+        """Their batches: see :meth:`~nanotrain_core.phases.timeline.Timeline.validated_at`."""
+        self._set_length = batch.length
+        """Of the sequences that the data returns."""
         self._upload = Upload(device)
         self.bytes_per_token = data.bytes_per_token
         self.taken = 0
         """Sequences taken from the data since the beginning of the run, those skipped included."""
         self.skipped: list[tuple[int, int]] = []
         """Ranges of these that are not trained on."""
-        self.tokens = 0
-        self._open: tuple[int, int] | None = None
-        """Place and tokens of the batch whose step is not done."""
+        self.tokens = self.tokens_before = 0
+        self._open: int | None = None
+        """Place of the batch whose step is not done."""
         self._sizes = [(0, batch.sequences)]
         """From which sequence on a batch has how many: a resumed run may change it, and phases do."""
 
     @property
     def tokens_per_step(self) -> int:
         """Of the whole run, in the next step."""
-        return self.batch.sequences * self.batch.length
+        return self.batch.tokens
 
-    def resize(self, sequences: int) -> None:
-        """Take batches of so many sequences from now on."""
-        self.batch = attrs.evolve(self.batch, sequences=sequences)
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence in the next step."""
+        return self.batch.length
+
+    def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
+        """Take batches of that shape from now on."""
+        self.batch, self._validated, sequences = batch, validated, batch.sequences
         if self._sizes[-1][0] == self.taken:
             self._sizes.pop()
         if (
@@ -120,16 +138,16 @@ class DataFeed:
         if train is not None or validation is not None:
             raise TypeError("this engine was built from a recipe, which names its data: call fit() alone")
         if self._open is not None:
-            (begin, tokens), self._open = self._open, None
+            begin, self._open = self._open, None
             self.skipped.append((begin, self.taken))
-            self.tokens -= tokens
+            self.tokens = self.tokens_before
 
     def microbatches(self) -> list[Batch]:
         """Return this rank's share of the next global batch."""
         while self._is_skipped(self.taken, self.batch.sequences):
             self._leave_out()
-        self.tokens += self.tokens_per_step
-        self._open = self.taken, self.tokens_per_step
+        self.tokens_before, self.tokens = self.tokens, self.tokens + self.tokens_per_step
+        self._open = self.taken
         return list(self._split(self._take(), self.batch))
 
     def step_done(self) -> None:
@@ -144,6 +162,7 @@ class DataFeed:
     def _take(self) -> Batch:
         """Return this rank's rows of the next global batch: the data read no others."""
         self.taken += self.batch.sequences
+        self._have_length(self.batch.length)
         batch = self.data.train_batch(self.batch.sequences, self.shard)
         return self._checked("train_batch", batch, self.batch)
 
@@ -153,10 +172,18 @@ class DataFeed:
         end = max(end for first, end in self.skipped if first < here + size and here < end)
         if _skips_ahead(self.data):
             left_out = -(-(end - here) // size) * size
+            self._have_length(self.batch.length)
             self.data.skip(left_out)
             self.taken += left_out
         else:
             self._take()
+
+    def _have_length(self, length: int) -> None:
+        """Have the data return sequences of that length: only a batch that is taken asks for it."""
+        if length != self._set_length:
+            assert isinstance(self.data, ChangesLength)
+            self.data.set_length(length)
+            self._set_length = length
 
     def _checked(self, what: str, batch: Batch, shape: BatchConfig) -> Batch:
         """Refuse what is not all of this rank's rows, and nothing else: it would train on other tokens."""
@@ -187,7 +214,8 @@ class DataFeed:
         """Return the position in the data and what is skipped, as JSON."""
         pairs = {"skipped": self.skipped, "batch_sizes": self._sizes}
         known = {name: [list(pair) for pair in found] for name, found in pairs.items()}
-        return {**self.data.meta(), "taken": self.taken, "tokens": self.tokens, **known}
+        tokens = {"tokens": self.tokens, "tokens_before": self.tokens_before}
+        return {**self.data.meta(), "taken": self.taken, **tokens, **known}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position."""
@@ -196,6 +224,7 @@ class DataFeed:
         self.taken = int(meta.get("taken", 0))
         self.skipped = [(int(first), int(end)) for first, end in meta.get("skipped", ())]
         self.tokens = int(meta.get("tokens", self.taken * self.batch.length))
+        self.tokens_before = int(meta.get("tokens_before", self.tokens))
         sizes = meta.get("batch_sizes", [(0, self.batch.sequences)])
         self._sizes = [(int(begin), int(size)) for begin, size in sizes]
         if self._sizes[-1][1] != self.batch.sequences:
@@ -207,6 +236,7 @@ class DataFeed:
         A global batch is the unit so that every layout evaluates the same sequences.
         """
         shape = self._validated
+        self._have_length(shape.length)
         for index in range(-(-self.evaluation.sequences // shape.sequences)):
             batch = self.data.validation_batch(index, shape.sequences, self.shard)
             if batch is None:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from nanotrain_core.contracts import Data, Model
+from nanotrain_core.contracts import ChangesLength, Data, Model
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.run.feed import OWN_KEYS
@@ -26,6 +27,19 @@ def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
             f"data '{recipe.data.use}' has {data.vocab_size} tokens but the model's vocabulary is "
             f"{model.vocab_size}: set the model's vocabulary to at least {data.vocab_size}"
         )
+
+
+def expect_lengths(data: Data, recipe: Recipe) -> None:
+    """Tell the data, before it is opened, which lengths its sequences will have, if phases change that."""
+    lengths = Timeline(recipe).lengths()
+    if len(lengths) == 1:
+        return
+    if not isinstance(data, ChangesLength):
+        raise PluginError(
+            f"data '{recipe.data.use}' provides changes_length, and has no expect_lengths(lengths) and "
+            "set_length(length): see nanotrain_core.api.torch.ChangesLength"
+        )
+    data.expect_lengths(lengths)
 
 
 def check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:

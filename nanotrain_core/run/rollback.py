@@ -31,7 +31,8 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     if problems := state_problems(meta):
         raise CheckpointError(f"the checkpoint has not the state of a run: {'; '.join(problems)}")
     try:
-        refuse_other_model(meta["model"], run.model)
+        changing = run.phases.model_keys if run.phases else ()
+        refuse_other_model(meta["model"], run.model, changing=changing)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))

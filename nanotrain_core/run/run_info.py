@@ -32,6 +32,7 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         device=run.mesh.device,
         parameters=count_parameters(run.placed, run.mesh),
         tokens_per_step=run.feed.tokens_per_step,
+        length=run.feed.length,
         flops_per_token=run.flops_per_token,
         recipe=run.recipe,
         optimizer_bytes=sum(b.tensor.nbytes for b in run.optimizer.blocks()),

@@ -49,6 +49,8 @@ def step_report(
         expert_load=expert_load(engine.loads.values(), run.mesh) if run.has_routers else None,
         bubble=bubble(engine.executor.idle, run.owners, run.mesh),
         phase=run.phases.number if run.phases else None,
+        length=run.feed.length,
+        flops_per_token=run.flops_per_token,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from nanotrain_core.batch import Batch
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.recipe.tree import BatchConfig
 from nanotrain_core.run import random_state
 from nanotrain_core.run.upload import Upload
 
@@ -51,7 +52,7 @@ class LoaderFeed:
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
         """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
-        self.tokens = self.taken = self.into = 0
+        self.tokens = self.tokens_before = self.taken = self.into = 0
         self.begun: Mapping[str, torch.Tensor] = {}
         """Of the pass over the loader that :attr:`into` counts in: see :class:`Taken`."""
         self._tokens = 0
@@ -124,7 +125,10 @@ class LoaderFeed:
     def _size(self, taken: list[Taken]) -> int:
         return sum(each.batch.tokens.numel() for each in taken) * self.mesh.world_size
 
-    def resize(self, sequences: int) -> None:
+    length: int | None = None
+    """Not known: sequences of a batch are as long as the loader has them."""
+
+    def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
         """Refuse: the loader says how large batches are."""
         raise NotImplementedError("a script's loader has batches of its own")
 
@@ -139,7 +143,7 @@ class LoaderFeed:
         self.taken += self.accumulate
         self.into, self.begun = taken[-1].into, taken[-1].begun
         self._tokens = self._size(taken)
-        self.tokens += self._tokens
+        self.tokens_before, self.tokens = self.tokens, self.tokens + self._tokens
         return [each.batch for each in taken]
 
     def _take(self) -> list[Taken]:

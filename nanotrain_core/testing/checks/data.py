@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
-from nanotrain_core.contracts import Data
+from nanotrain_core.contracts import ChangesLength, Data
 from nanotrain_core.errors import DataError
 from nanotrain_core.launch.inputs import survey_of
 from nanotrain_core.run.feed import OWN_KEYS
@@ -185,6 +186,93 @@ def last_validation_batch_is_padded(case: Case) -> None:
         assert sizes == {size}, f"asked for batches of {size}, got {sizes}"
         counts[size] = sum(int(batch.target_tokens()) for batch in found)
     assert len(set(counts.values())) == 1, f"predicted tokens by size of batch: {counts}"
+
+
+def _changes_length(case: Case) -> bool:
+    return "changes_length" in case.component().provides
+
+
+def opened_for(case: Case, lengths: Sequence[int]) -> Any:
+    """Return the data at its beginning, ready for sequences of all these lengths, the first one set."""
+    data: Any = case.build()
+    assert isinstance(data, ChangesLength), "it provides changes_length, but lacks a method of ChangesLength"
+    data.expect_lengths(lengths)
+    data.open(length=lengths[0], seed=7)  # type: ignore[attr-defined]
+    return data
+
+
+def cut(tokens: torch.Tensor, length: int) -> list[tuple[int, ...]]:
+    """Return the rows of ``tokens`` in stretches of that length."""
+    return [tuple(row) for row in tokens.reshape(-1, length).tolist()]
+
+
+def lengths_of(case: Case) -> tuple[int, int]:
+    """Return the recipe's length and twice that."""
+    length = case.recipe().batch.length
+    return length, 2 * length
+
+
+@check("data", since="0.2", applies=_changes_length)
+def length_can_change(case: Case) -> None:
+    """After ``set_length`` sequences of both splits have that length; targets follow their tokens."""
+    first, second = lengths_of(case)
+    data = opened_for(case, (first, second))
+    batches(data, 2)
+    data.set_length(second)
+    tokens, targets = batches(data, 1)[0]
+    assert tokens.shape == (SEQUENCES, second), f"tokens {tuple(tokens.shape)} after set_length({second})"
+    predicted = targets[:, :-1] != IGNORE
+    assert_equal(targets[:, :-1][predicted], tokens[:, 1:][predicted], "targets against the tokens after")
+    shapes = {tuple(batch.tokens.shape) for batch in validation(data, 4)}
+    assert shapes == {(4, second)}, f"validation batches are {shapes} after set_length({second})"
+
+
+@check("data", since="0.2", applies=_changes_length)
+def to_set_a_length_does_not_advance(case: Case) -> None:
+    """After another length, validation and the first one again, the batch comes that would have come."""
+    first, second = lengths_of(case)
+    data, other = opened_for(case, (first, second)), opened_for(case, (first, second))
+    assert_equal(batches(data, 3), batches(other, 3), "batches before")
+    data.set_length(second)
+    validation(data, 4)
+    data.set_length(first)
+    assert_equal(batches(data, 2), batches(other, 2), "batches after set_length there and back")
+
+
+@check("data", since="0.2", applies=_changes_length, variants=("before", "after"))
+def position_holds_at_any_length(case: Case, when: str) -> None:
+    """A position, saved ``before`` or ``after`` the length changes, goes on as a run that did not stop."""
+    first, second = lengths_of(case)
+    old = opened_for(case, (first, second))
+    batches(old, 3)
+    if when == "after":
+        old.set_length(second)
+        batches(old, 1)
+    meta: dict[str, Any] = json.loads(json.dumps(old.meta()))
+    old.set_length(second)
+    expected = batches(old, 2)
+    for length in (first, second):
+        new = opened_for(case, (first, second))
+        new.set_length(length)
+        new.load_meta(meta)
+        new.set_length(second)
+        assert_equal(batches(new, 2), expected, f"batches after going back with length {length} set")
+
+
+@check("data", since="0.2", applies=_changes_length)
+def what_is_held_out_at_one_length_is_trained_on_at_none(case: Case) -> None:
+    """Cut into the shorter length, nothing that is held out at one length is trained on at the other."""
+    first, second = lengths_of(case)
+    data = opened_for(case, (first, second))
+    held, trained = {}, {}
+    for length in (first, second):
+        data.set_length(length)
+        held[length] = {row for batch in validation(data, 4) for row in cut(batch.tokens, first) if any(row)}
+        trained[length] = {row for tokens, _ in batches(data, 32) for row in cut(tokens, first)}
+    for one, other in ((first, second), (second, first)):
+        shared = held[one] & trained[other]
+        text = f"{len(shared)} of {len(held[one])} stretches of {first} tokens"
+        assert not shared, f"{text} are held out at length {one} and trained on at {other}: {min(shared)}"
 
 
 @check("data", since="0.2", applies=lambda case: case.component().survey is not None)

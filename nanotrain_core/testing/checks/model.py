@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import ChangesInRun, Initializer, Model, PartOutput
+from nanotrain_core.errors import RecipeError
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
@@ -21,6 +24,8 @@ from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import parts_between
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.phase import changeable
+from nanotrain_core.recipe.types import field_types, members
+from nanotrain_core.recipe.write import plain
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
@@ -301,16 +306,31 @@ def flops_are_counted(case: Case) -> None:
     assert min(pieces) >= 0, f"a piece of the model has a negative number of FLOPs: {pieces}"
 
 
+def _changed(case: Case) -> Iterator[tuple[str, Any]]:
+    """Yield other values of what a phase may change, where the recipe allows them.
+
+    That is half of a number, and a table with its defaults.
+    """
+    config = case.settings()
+    types = field_types(type(config))
+    for name in changeable(type(config)):
+        old = getattr(config, name)
+        new = type(old)(old / 2) if isinstance(old, int | float) else members(types[name])[0]()
+        with contextlib.suppress(RecipeError):
+            attrs.evolve(case, config={**case.config, name: plain(new)}).recipe()
+            yield name, new
+
+
 @check("model", since="0.2", applies=lambda case: bool(changeable(type(case.settings()))))
 def changes_in_a_run_are_those_of_a_model_built_so(case: Case) -> None:
     """After ``change`` weights of losses, losses and what routers do are those of a model of that config."""
     config = case.settings()
-    now = {name: type(old := getattr(config, name))(old / 2) for name in changeable(type(config))}
+    now = dict(_changed(case))
     config = attrs.evolve(config, **now)
     changed, parts = model_of(case), parts_of(case)
     assert isinstance(changed, ChangesInRun), "fields are marked with CHANGES, but it has no change()"
     changed.change(config, parts)
-    case = attrs.evolve(case, config={**case.config, **now})
+    case = attrs.evolve(case, config={**case.config, **{name: plain(value) for name, value in now.items()}})
     fresh, others = model_of(case), parts_of(case)
     weights, wanted = dict(changed.loss_weights), dict(fresh.loss_weights)
     assert weights == wanted, f"loss_weights {weights} after {now}; expected {wanted}"

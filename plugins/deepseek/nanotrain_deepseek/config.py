@@ -93,9 +93,9 @@ class DeepSeekConfig:
     """Numbers with position; those of the key are shared by all heads."""
     value_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Numbers of a value head."""
-    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12))
+    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
     """Base of the RoPE frequencies."""
-    yarn: YarnConfig | None = None
+    yarn: YarnConfig | None = attrs.field(default=None, metadata={CHANGES: True})
     """Stretches RoPE to longer sequences."""
 
     ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))

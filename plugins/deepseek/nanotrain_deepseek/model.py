@@ -13,9 +13,11 @@ from torch import nn
 from nanotrain_core.api import Costs, Part
 from nanotrain_core.api.torch import IGNORE, TORCH, Batch, Ops, counting_routers
 from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.mla import LatentAttention
 from nanotrain_deepseek.mtp import later_targets
 from nanotrain_deepseek.part import DeepSeekPart
 from nanotrain_deepseek.router import Router
+from nanotrain_deepseek.yarn import softmax_scale
 
 #: Balance losses by the config's key of their weight, which is also their name.
 BALANCE = ("seq_balance", "expert_balance", "device_balance", "comm_balance")
@@ -49,8 +51,14 @@ class DeepSeek:
             return DeepSeekPart(self.config, part, ops)
 
     def change(self, config: DeepSeekConfig, parts: Iterable[nn.Module]) -> None:
-        """Take the weight of the loss of further tokens and the rate of routers' biases of ``config``."""
+        """Take the MTP loss's weight, the rate of routers' biases, and RoPE's base and YaRN of ``config``."""
         self.config, self.loss_weights = config, self._loss_weights(config)
+        parts = tuple(parts)
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, DeepSeekPart):
+                module.config = config
+            elif isinstance(module, LatentAttention):
+                module.scale = softmax_scale(config)
         for router in counting_routers(parts).values():
             if isinstance(router, Router):
                 router.bias_update_rate = config.bias_update_rate

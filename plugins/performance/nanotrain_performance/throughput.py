@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from nanotrain_core.api import Recipe, peak_flops
+from nanotrain_core.api import peak_flops
 from nanotrain_core.api.torch import Monitor, RollbackReport, RunInfo, Spent, StepReport, UpdateReport
 from nanotrain_performance import ThroughputConfig
 from nanotrain_performance.windows import percentile
@@ -82,13 +82,13 @@ class Throughput(Monitor):
         run, put = self.run, self.run.metrics.scalar
         put("speed/tokens_per_second_per_device", report.tokens_per_second / run.world_size)
         put("speed/steps_per_second", 1 / report.seconds)
-        if isinstance(run.recipe, Recipe):
-            put("speed/samples_per_second", report.tokens_per_second / run.recipe.batch.length)
+        if report.length:
+            put("speed/samples_per_second", report.tokens_per_second / report.length)
         if isinstance(self.effective, torch.Tensor):
             put("speed/effective_tokens_per_second", self.effective / (steps * report.seconds))
         self.effective = 0.0
-        if run.flops_per_token:
-            achieved = run.flops_per_token * report.tokens_per_second / run.world_size
+        if report.flops_per_token:
+            achieved = report.flops_per_token * report.tokens_per_second / run.world_size
             put("speed/tflops", achieved / 1e12)
             if self.peak:
                 put("speed/mfu", achieved / self.peak)

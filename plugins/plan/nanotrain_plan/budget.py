@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from nanotrain_core.api import PhaseTimeline, Recipe, Registry, survey_of
+from nanotrain_core.api import PhaseTimeline, Recipe, Registry, surveys
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 
@@ -93,13 +93,14 @@ def _evaluated_lags(recipe: Recipe, keep: int) -> bool:
 def data_use(recipe: Recipe, registry: Registry) -> DataUse:
     """Return how much of the data the run takes."""
     timeline = PhaseTimeline(recipe)
-    sequences = survey_of(recipe, registry).train
-    taken = sum(each.steps * each.sequences for each in timeline.stretches(recipe.run.steps))
+    known = {length: survey.train for length, survey in surveys(recipe, registry).items()}
+    stretches = [*timeline.stretches(recipe.run.steps)]
+    parts = [(each.steps * each.sequences, known[each.length]) for each in stretches]
     return DataUse(
-        tokens_per_step=timeline.largest().batch.sequences * recipe.batch.length,
-        tokens=taken * recipe.batch.length,
-        sequences=sequences,
-        epochs=taken / sequences if sequences else None,
+        tokens_per_step=timeline.largest().batch.tokens,
+        tokens=sum(each.tokens for each in stretches),
+        sequences=known[recipe.batch.length],
+        epochs=sum(taken / there for taken, there in parts if there) if all(n for _, n in parts) else None,
     )
 
 

@@ -25,7 +25,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "2.0"
+VERSION = "2.1"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class Plan:
     memory: Sequence[RankMemory]
     """Of every pipeline rank."""
     time: StepTime
-    """Of a step with the largest batch of the run."""
+    """Of a step of the phase that needs most memory."""
     phases: Sequence[RunPhase]
     """Empty of a recipe without."""
     traffic: Sequence[AxisTraffic]
@@ -112,13 +112,14 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> Plan:
-    """Take a dry step of a checked recipe, with the largest batch of its phases, and add everything up.
+    """Take a dry step of a checked recipe, of its phase that needs most memory, and add everything up.
 
     Raises:
         NanotrainError: a component does something that cannot be followed without numbers.
     """
     try:
-        stages = dry_stages(PhaseTimeline(recipe).largest(), registry, layout, host=hardware.gloo)
+        now = PhaseTimeline(recipe).largest()
+        stages = dry_stages(now, registry, layout, host=hardware.gloo)
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
@@ -132,7 +133,7 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         hardware=hardware,
         stages=stages,
         parameters=count_parameters(recipe, registry),
-        flops=count_flops(recipe, registry),
+        flops=count_flops(now, registry),
         memory=memory,
         time=step_time(stages, hardware),
         phases=run_phases(recipe, registry, stages, hardware),

@@ -1,4 +1,4 @@
-"""What each phase of a run takes: the step of the largest batch, simulated with fewer microbatches."""
+"""What each phase of a run takes: steps of its first and last batch, simulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from nanotrain_core.api import PhaseStretch, PhaseTimeline, Recipe, Registry
 from nanotrain_core.api.torch import Schedule
 from nanotrain_plan.dry.rank import sorts_of
 from nanotrain_plan.hardware import Hardware
-from nanotrain_plan.stages import Stages
+from nanotrain_plan.model import count_flops
+from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import step_time
 
 
@@ -21,6 +22,10 @@ class RunPhase:
     name: str
     steps: int
     tokens: int
+    length: int
+    """Tokens of a sequence."""
+    flops_per_token: float
+    """Of the model, for sequences of that length."""
     sequences: tuple[int, int]
     """Of its first and of its last step."""
     step: tuple[float, float]
@@ -35,7 +40,8 @@ def run_phases(
     """Return what the phases of a run take, those that it does not reach left out.
 
     A step is simulated at the first and the last batch size of a phase; between them its time grows by as
-    much for each sequence, since every microbatch takes as long as another.
+    much for each sequence, since every microbatch takes as long as another. Microbatches of another shape
+    than those of ``stages`` are measured by a dry step of their own.
 
     Args:
         recipe: with its phases.
@@ -44,37 +50,47 @@ def run_phases(
         hardware: to run on.
     """
     schedule: Schedule = registry.build(recipe.schedule)
-    known: dict[int, float] = {}
+    timeline = PhaseTimeline(recipe)
+    measured = {_microbatch(stages.recipe): stages}
+    known: dict[tuple[tuple[int, int], int], float] = {}
 
-    def seconds(sequences: int) -> float:
-        batch = attrs.evolve(recipe.batch, sequences=sequences)
-        count = batch.microbatches(stages.layout.size("dp"))
-        if count not in known:
+    def seconds(now: Recipe) -> float:
+        shape, count = _microbatch(now), now.batch.microbatches(stages.layout.size("dp"))
+        if shape not in measured:
+            measured[shape] = dry_stages(now, registry, stages.layout, host=hardware.gloo)
+        if (shape, count) not in known:
             actions = tuple(map(tuple, schedule.actions(stages.pp, count)))
             sorts = [sorts_of(own, count) for own in actions]
-            shorter = attrs.evolve(stages, actions=actions, sorts=sorts, microbatches=count)
-            known[count] = step_time(shorter, hardware).seconds
-        return known[count]
+            shorter = attrs.evolve(measured[shape], actions=actions, sorts=sorts, microbatches=count)
+            known[shape, count] = step_time(shorter, hardware).seconds
+        return known[shape, count]
 
     found: dict[int, list[PhaseStretch]] = {}
-    for stretch in PhaseTimeline(recipe).stretches(recipe.run.steps):
+    for stretch in timeline.stretches(recipe.run.steps) if recipe.phase else ():
         found.setdefault(stretch.phase, []).append(stretch)
-    return tuple(
-        _phase(recipe.phase[number].name or f"phase {number}", own, recipe.batch.length, seconds)
-        for number, own in (found.items() if recipe.phase else ())
-    )
+    return tuple(_phase(timeline, own, registry, seconds) for own in found.values())
+
+
+def _microbatch(recipe: Recipe) -> tuple[int, int]:
+    return recipe.batch.microbatch, recipe.batch.length
 
 
 def _phase(
-    name: str, stretches: Sequence[PhaseStretch], length: int, seconds: Callable[[int], float]
+    timeline: PhaseTimeline,
+    stretches: Sequence[PhaseStretch],
+    registry: Registry,
+    seconds: Callable[[Recipe], float],
 ) -> RunPhase:
-    first, last = stretches[0].sequences, stretches[-1].sequences
-    one, other = seconds(first), seconds(last)
+    number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
+    begin, end = (timeline.with_batch(number, size) for size in (first, last))
+    one, other = seconds(begin), seconds(end)
     growth = (other - one) / (last - first) if last != first else 0.0
     return RunPhase(
-        name=name,
+        name=timeline.recipe.phase[number].name or f"phase {number}",
         steps=sum(each.steps for each in stretches),
-        tokens=sum(each.steps * each.sequences for each in stretches) * length,
+        tokens=sum(each.tokens for each in stretches),
+        length=begin.batch.length,
+        flops_per_token=count_flops(begin, registry).model,
         sequences=(first, last),
         step=(one, other),
         seconds=sum(each.steps * (one + growth * (each.sequences - first)) for each in stretches),

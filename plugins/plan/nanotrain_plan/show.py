@@ -142,18 +142,18 @@ def _model(plan: Plan) -> RenderableType:
 
 def _phases(plan: Plan) -> RenderableType:
     """Tell each phase; of one whose batch grows the first and the last step."""
-    table = _table("phase", "tokens", "steps", "batch", "step", "tokens/s", "MFU", "time")
+    lengths = len({phase.length for phase in plan.phases}) > 1
+    columns = ("phase", "tokens", "steps", "batch", *(["length"] if lengths else []))
+    table = _table(*columns, "step", "tokens/s", "MFU", "time")
     for phase in plan.phases:
-        rates = [
-            n * plan.recipe.batch.length / seconds
-            for n, seconds in zip(phase.sequences, phase.step, strict=True)
-        ]
-        shares = [rate * plan.flops.model / plan.ranks / 1e12 / plan.peak_tflops for rate in rates]
+        rates = [n * phase.length / seconds for n, seconds in zip(phase.sequences, phase.step, strict=True)]
+        shares = [rate * phase.flops_per_token / plan.ranks / 1e12 / plan.peak_tflops for rate in rates]
         table.add_row(
             phase.name,
             count(phase.tokens),
             f"{phase.steps:,}",
             _range(f"{n:,}" for n in phase.sequences),
+            *([f"{phase.length:,}"] if lengths else []),
             _range(map(duration, phase.step)),
             _range(map(count, rates)),
             _range(f"{share:.1%}" for share in shares),

@@ -36,8 +36,9 @@ def timeline_of(each: Shown, *, alone: bool) -> list[Block]:
     try:
         found = resolve_recipe(path, overrides=["monitor=[]"])  # theirs may not be installed here
         steps = max(1, each.run.step)
-        *_, now = PhaseTimeline(found.recipe).stretches(steps)
-        batch = attrs.evolve(found.recipe.batch, sequences=now.sequences)
+        phases = PhaseTimeline(found.recipe)
+        *_, now = phases.stretches(steps)
+        batch = phases.with_batch(now.phase, now.sequences).batch
         recipe = attrs.evolve(found.recipe, batch=batch)
         pp, microbatches = pipeline_of(found.layout), microbatches_of(recipe, found.layout)
         timeline = simulate(found.registry.build(found.recipe.schedule).actions(pp, microbatches))

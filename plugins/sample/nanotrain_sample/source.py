@@ -52,7 +52,17 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
             f"{saved.path} was saved by a script with a model of its own, which no recipe describes: "
             "build the model there and call it"
         )
-    return Source(saved.path, tomli.loads(meta["recipe"]), tokenizer)
+    return Source(saved.path, _of_phase(tomli.loads(meta["recipe"]), meta), tokenizer)
+
+
+def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe without phases, with the model and the length of the one that it was saved in."""
+    if "phase" not in tables:
+        return tables
+    length = meta["data"].get("length", tables["batch"]["length"])
+    batch, rest = {**tables["batch"], "length": length}, {**tables}
+    del rest["phase"]
+    return {**rest, "model": _plain(meta["model"]), "batch": batch}
 
 
 def _weights_alone(folder: Path, step: int | None, tokenizer: str | None, registry: Registry) -> Source:
