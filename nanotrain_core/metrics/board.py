@@ -250,13 +250,14 @@ class Board:
     ) -> dict[str, float | Histogram]:
         """Return the values of all names of ``table`` that any rank published, but of monitors that
         ``failed``."""
-        first, most = 0, numbers[sum(spec.width for spec in table) :]
+        first, most = 0, sum(spec.width for spec in table)
         found: dict[str, float | Histogram] = {}
         for number, spec in enumerate(table):
-            sums = numbers[first : first + spec.width]
-            if spec.owner not in failed and self._is_complete(spec, sums):
-                found.update(spec.read(sums, most[number]))
-            first += spec.width
+            end = first + spec.width
+            # Most names of a run are published in few of its steps.
+            if any(sums := numbers[first:end]) and spec.owner not in failed and self._is_complete(spec, sums):
+                found.update(spec.read(sums, numbers[most + number]))
+            first = end
         return found
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:

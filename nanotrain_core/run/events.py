@@ -81,9 +81,7 @@ class Events:
 
     def after_update(self, update: UpdateReport) -> None:
         """The optimizer has made its step."""
-        plain = Monitor.on_after_update
-        hears = [m for m in self.monitors if getattr(m.on_after_update, "__func__", None) is not plain]
-        self._tell("on_after_update", update, to=hears)
+        self._tell("on_after_update", update)
 
     def fail_later(self, monitor: int, problem: Exception) -> None:
         """Have the next event of a monitor fail: it did in the middle of a pass, where nobody can leave."""
@@ -114,8 +112,10 @@ class Events:
                         record("warning", text, monitor=name, on_rank=rank)
                     else:
                         self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
-        for number, (name, monitor) in enumerate(self._named()):
-            with self._bearing(f"{name}.derive"):
+        for number, monitor in enumerate(self.monitors):
+            if not _hears(monitor, "derive"):
+                continue
+            with self._bearing(f"{type(monitor).__name__}.derive"):
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
         self._tell("on_metrics", report)
@@ -191,40 +191,44 @@ class Events:
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
+        """Call ``event`` of the monitors that have it; one that failed in a pass hears of its failure."""
         for number, monitor in enumerate(self.monitors):
-            if to is not None and monitor not in to:
+            heard = _hears(monitor, event) and (to is None or monitor in to)
+            if not heard and number not in self._failed:
                 continue
             if monitor.reads_weights:
                 self.weights_ready()
             name = f"{type(monitor).__name__}.{event}"
-            within = self._within(number, event, arguments[0])
-            with self._bearing(name), self.progress.within("monitors"), within:
-                if number in self._failed:
-                    raise self._failed.pop(number)
-                request = getattr(monitor, event)(*arguments)
-                if request == "stop":
-                    self.stop.request("stopped")
-                elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
-                    self.stop.request_rollback(request)
-                elif request is not None:
-                    raise TypeError(
-                        f'{event} returned {request!r}; expected None, "stop", an earlier Rollback'
-                    )
+            with self._bearing(name), self.progress.within("monitors"):
+                self._call(number, event, arguments)
 
-    @contextmanager
-    def _within(self, number: int, event: str, report: Any) -> Iterator[None]:
-        """Have other ranks learn of a failure: before a collective of the monitor, and with its metrics."""
+    def _call(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+        """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
+        its metrics."""
         if self.board is None or self.together is None:
-            yield
+            self._heed(number, event, arguments)
             return
-        step = getattr(report, "step", report if isinstance(report, int) else 0)
-        told = next(iter(getattr(report, "values", ())), "")
+        about = arguments[0]
+        step = getattr(about, "step", about if isinstance(about, int) else 0)
+        told = next(iter(getattr(about, "values", ())), "")
         try:
-            with self.together.event(number, f"{self._rollbacks} {event} {step} {told}"):
-                yield
+            with self.together.event(number, (self._rollbacks, event, step, told)):
+                self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)
             raise
+
+    def _heed(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+        """Call a monitor, and note what it asks for."""
+        if number in self._failed:
+            raise self._failed.pop(number)
+        request = getattr(self.monitors[number], event)(*arguments)
+        if request == "stop":
+            self.stop.request("stopped")
+        elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
+            self.stop.request_rollback(request)
+        elif request is not None:
+            raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:
@@ -260,6 +264,11 @@ class Events:
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
         self._told.clear()
+
+
+def _hears(monitor: Monitor, event: str) -> bool:
+    """Return whether a monitor does anything in ``event``."""
+    return getattr(getattr(monitor, event), "__func__", None) is not getattr(Monitor, event)
 
 
 def with_derived(
