@@ -7,8 +7,9 @@ Both sides take turns, the order of a pair changing with each, so that what else
 Of each pair there are two ratios: of the processor time of all ranks, and of the seconds by the clock of
 rank 0. Both are noisy on a shared machine. So the bar is on the column ``own``: the processor time that ranks
 spend in monitors, in their taps and in the reduction of what they publish, over that of their steps, less
-what a run without monitors spends there. It has not what threads of gloo do for these reductions, and what they push
-out of caches: the ratios have. They must not contradict it: their lower quartile is under the same bar.
+what a run without monitors spends there. It has not what threads of gloo do for these reductions, and what
+they push out of caches: the ratios have. They must not contradict it: their lower quartile is under the same
+bar. The first steps of a turn, in which ranks agree on the names of all metrics, count in none of them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ MONITORS = {
 }
 
 
+#: Steps of a turn in which metrics may be published for the first time.
+FIRST = 12
 #: Where a step works for monitors.
 WORK = (
     *((Events, name) for name in ("before_update", "after_update", "step", "metrics")),
@@ -88,21 +91,6 @@ class Meter:
         return timed
 
 
-class Clock(Monitor):
-    """Reads both clocks once a step."""
-
-    reads_weights = False
-
-    def __init__(self) -> None:
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
-
-    def on_before_update(self, update: UpdateReport) -> None:
-        """Read them."""
-        self.cpu.append(time.process_time())
-        self.wall.append(time.perf_counter())
-
-
 @attrs.define(frozen=True)
 class Turn:
     """Milliseconds of a step of one rank, the mean of a turn's steps."""
@@ -111,6 +99,25 @@ class Turn:
     wall: float
     own: float
     """Of ``cpu``, those in which the rank works for monitors."""
+
+
+class Clock(Monitor):
+    """Reads clocks once a step."""
+
+    reads_weights = False
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.read: list[tuple[float, float, float]] = []
+
+    def on_before_update(self, update: UpdateReport) -> None:
+        """Read them."""
+        self.read.append((time.process_time(), time.perf_counter(), self.meter.seconds))
+
+    def turn(self, steps: int) -> Turn:
+        """Return what the last ``steps`` took."""
+        pairs = zip(self.read[-1 - steps], self.read[-1], strict=True)
+        return Turn(*(1e3 * (after - before) / steps for before, after in pairs))
 
 
 @attrs.define(frozen=True)
@@ -211,12 +218,12 @@ def turns(kind: str, ranks: int, rounds: int, steps: int) -> list[tuple[Turn, Tu
     for number in range(rounds + 1):
         pair = {}
         for watched in (True, False) if number % 2 else (False, True):
-            clock, meter = Clock(), Meter()
+            meter = Meter()
+            clock = Clock(meter)
             engine.events.monitors = [clock, *(monitors_of(kind) if watched else [])]
             with meter.running():
-                engine.fit(steps=engine.step + steps + 1)
-            cpu, wall = (1e3 * (each[-1] - each[0]) / steps for each in (clock.cpu, clock.wall))
-            pair[watched] = Turn(cpu, wall, 1e3 * meter.seconds / (steps + 1))
+                engine.fit(steps=engine.step + FIRST + steps + 1)
+            pair[watched] = clock.turn(steps)
         if number:
             pairs.append((pair[True], pair[False]))
     return pairs

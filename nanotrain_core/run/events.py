@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -115,9 +114,11 @@ class Events:
         for number, monitor in enumerate(self.monitors):
             if not _hears(monitor, "derive"):
                 continue
-            with self._bearing(f"{type(monitor).__name__}.derive"):
+            try:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
+            except Exception as problem:
+                self._bear(monitor, "derive", problem)
         self._tell("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -171,16 +172,20 @@ class Events:
         """Return the state of every monitor that has any, by its name."""
         found = {}
         for name, monitor in self._named():
-            with self._bearing(f"{name}.meta"):
+            try:
                 found[name] = as_json(monitor.meta())
+            except Exception as problem:
+                self._bear(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Give every monitor its state back."""
         for name, monitor in self._named():
-            with self._bearing(f"{name}.load_meta"):
+            try:
                 if name in meta:
                     monitor.load_meta(meta[name])
+            except Exception as problem:
+                self._bear(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor after its class, the second of a class with its number."""
@@ -198,9 +203,11 @@ class Events:
                 continue
             if monitor.reads_weights:
                 self.weights_ready()
-            name = f"{type(monitor).__name__}.{event}"
-            with self._bearing(name), self.progress.within("monitors"):
-                self._call(number, event, arguments)
+            try:
+                with self.progress.within("monitors"):
+                    self._call(number, event, arguments)
+            except Exception as problem:
+                self._bear(monitor, event, problem)
 
     def _call(self, number: int, event: str, arguments: Sequence[Any]) -> None:
         """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
@@ -230,12 +237,11 @@ class Events:
         elif request is not None:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
-    @contextmanager
-    def _bearing(self, what: str) -> Iterator[None]:
-        """Log what a monitor raises, unless it was said on purpose: it found the run not worth going on."""
-        try:
-            yield
-        except FailedElsewhere as problem:
+    def _bear(self, monitor: Monitor, event: str, problem: Exception) -> None:
+        """Log what a monitor has raised; raise it again if it was said on purpose: it found the run not worth
+        going on."""
+        what = f"{type(monitor).__name__}.{event}"
+        if isinstance(problem, FailedElsewhere):
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
             text = "a monitor leaves an event that it failed in elsewhere"
@@ -243,14 +249,14 @@ class Events:
                 record("warning", text, monitor=what, why=str(problem))
             else:
                 self.log.warning(text, monitor=what, why=str(problem))
-        except Exception as problem:
-            if self.strict or isinstance(problem, NanotrainError):
-                raise
-            text = "a monitor failed and the run goes on"
-            if self._again(what, describe(problem)):
-                record("error", text, monitor=what, error=describe(problem))
-            else:
-                self.log.exception(text, monitor=what)
+            return
+        if self.strict or isinstance(problem, NanotrainError):
+            raise problem
+        text = "a monitor failed and the run goes on"
+        if self._again(what, describe(problem)):
+            record("error", text, monitor=what, error=describe(problem))
+        else:
+            self.log.exception(text, monitor=what)
 
     def _again(self, what: str, problem: str = "") -> bool:
         """Return whether that was told before, and count it. Numbers in ``problem`` may differ."""
