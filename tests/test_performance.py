@@ -1,9 +1,14 @@
-"""On every layout, what the performance monitors tell equals definitions that are written here apart."""
+"""What the performance monitors tell of DeepSeek-V3 over pp, tp, ep and dp equals definitions written apart.
+
+As in one process is what does not depend on the layout: the FLOPs of a token, and the tokens of a step.
+"""
 
 import statistics
+import time
 
 import attrs
 import pytest
+from compositions import MODELS, VOCAB
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.testing import Case, run_ranks
@@ -20,10 +25,12 @@ USED = [
 CASE = Case(
     "schedule",
     use="1f1b",
-    topology={"pp": 2, "tp": 2, "dp": 2},
+    topology={"pp": 2, "tp": 2, "dp": 2, "ep": 2},
     overrides={
-        "parallel": [{"use": "tp"}, {"use": "ddp"}],
-        "model": {"layers": 4},
+        "parallel": [{"use": "tp", "sequence_parallel": True}, {"use": "ep_deepseek"}, {"use": "ddp"}],
+        "model": {**MODELS["deepseek_v3"], "layers": 4},
+        "data": {"vocab": VOCAB},
+        "evaluation": {"every": 3, "sequences": 8},
         "batch": {"sequences": 8, "microbatch": 1},
         "optimizer": {"use": "adamw"},
     },
@@ -43,6 +50,10 @@ class Seen:
     stage: int
     ranks: list
     """Of each report that has every rank's memory: it, and the other values."""
+    told: list
+    """Of each logged step, its values."""
+    evaluations: list
+    """Seconds of each, by a clock around it."""
 
 
 class Keeps(Monitor):
@@ -51,7 +62,7 @@ class Keeps(Monitor):
     reads_weights = False
 
     def __init__(self):
-        self.reports, self.values, self.ranks = [], {}, []
+        self.reports, self.values, self.ranks, self.told = [], {}, [], []
 
     def on_start(self, run):
         self.run = run
@@ -59,9 +70,10 @@ class Keeps(Monitor):
     def on_before_update(self, update):
         gradients = {each.name: each.tensor.numel() * each.tensor.itemsize for each in update.gradients()}
         weights = [placed.parameter for placed in self.run.placed]
+        buffers = [each for part in self.run.parts for each in part.buffers()]
         self.bytes = {
             "gradients": sum(gradients.values()),
-            "weights": sum(weight.numel() * weight.itemsize for weight in weights),
+            "weights": sum(each.numel() * each.itemsize for each in (*weights, *buffers)),
             "optimizer": sum(2 * weight.numel() * weight.itemsize for weight in weights),
         }
 
@@ -70,17 +82,27 @@ class Keeps(Monitor):
 
     def on_metrics(self, report):
         self.values.update(report.values)
+        self.told += [report.values] if "loss" in report.values else []
         if "memory/ranks" in report.histograms:
             self.ranks.append((report.step, report.histograms["memory/ranks"].counts, report.values))
 
 
-def seen(monitors):
+def seen(monitors, case=CASE, steps=STEPS):
     keeps = Keeps()
-    engine = make_engine(CASE, {"run": {"steps": STEPS}, "monitor": monitors}, callbacks=[keeps])
+    engine = make_engine(case, {"run": {"steps": steps}, "monitor": monitors}, callbacks=[keeps])
+    evaluate, evaluations = engine._evaluate, []
+
+    def timed():
+        began = time.perf_counter()
+        evaluate()
+        evaluations.append(time.perf_counter() - began)
+
+    engine._evaluate = timed
     engine.fit()
     info = keeps.run
     stage = info.mesh.coordinate("pp")
-    return Seen(keeps.values, keeps.reports, keeps.bytes, info.flops_per_token, stage, keeps.ranks)
+    found = keeps.values, keeps.reports, keeps.bytes, info.flops_per_token, stage, keeps.ranks
+    return Seen(*found, keeps.told, evaluations)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +162,13 @@ def test_speed_follows_from_the_steps_time(ranks):
     assert {name: values[name] for name in expected} == pytest.approx(expected)
 
 
+def test_a_token_has_the_flops_and_a_step_the_tokens_that_they_have_in_one_process(ranks):
+    (alone,) = run_ranks(seen, 1, USED, CASE.alone(), 1)
+    for rank in ranks:
+        assert rank.flops_per_token == alone.flops_per_token > 0
+        assert rank.reports[0].tokens == alone.reports[0].tokens == 8 * 16
+
+
 def test_the_parts_of_a_step_add_up_to_its_time(ranks):
     values = ranks[0].values
     parts = ("forward_backward", "optimizer", "exposed_communication", "pipeline_wait", "monitors")
@@ -159,4 +188,22 @@ def test_the_ideal_bubble_is_that_of_the_paper_and_the_measured_one_the_executor
         assert values[f"pipeline/bubble/ideal/rank-{stage}"] == pytest.approx(1 / 5)
         assert 0 < measured[stage] < 1
     assert statistics.fmean(measured) == pytest.approx(values["bubble"], rel=0.3)
-    assert values["pipeline/skew"] >= 1
+
+
+def test_the_skew_is_the_slowest_ranks_work_over_the_medians(ranks):
+    """Told with the logged step after the one whose work it is of: it is derived from what all ranks said."""
+    told = [values for values in ranks[0].told if "pipeline/skew" in values]
+    before = [values for values in ranks[0].told if "pipeline/work/max" in values]
+    assert told
+    for values, earlier in zip(told, before, strict=False):
+        assert values["pipeline/skew"] == earlier["pipeline/work/max"] / earlier["pipeline/work/median"] >= 1
+        assert earlier["pipeline/work/rank"] in range(8)
+
+
+def test_an_evaluation_takes_what_its_slowest_rank_takes(ranks):
+    """Of the start and of steps 3, 6 and 9: step 7 tells of the third."""
+    slowest = max(rank.evaluations[2] for rank in ranks)
+    found = {n: values["time/evaluation"] for n, values in enumerate(ranks[0].told, start=1)}
+    assert found.pop(7) == pytest.approx(slowest, rel=0.5)
+    assert {step for step, seconds in found.items() if seconds} == {1, 4}
+    assert {values["time/checkpoint"] for values in ranks[0].told} == {0.0}

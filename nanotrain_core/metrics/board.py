@@ -105,10 +105,11 @@ class Board:
         if known is not spec and known != spec:
             raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
         if found is None:
-            self._check_values(spec)
-            found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
-            if spec.name in self.table:
+            if spec.name not in self.table:
+                self._check_values(spec)
+            elif known is not spec:
                 self.table[spec.name] = spec  # from now on equal at a glance
+            found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
         return found
 
     def _check_values(self, spec: Spec) -> None:
@@ -191,7 +192,9 @@ class Board:
             added, texts = self._agree(sent)
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
             found |= self._decode(added, rest[1 + count :], failed)
-        metrics = self._metrics | {name: metric for name, (_, metric) in texts.items()}
+        metrics = self._metrics
+        if texts:
+            metrics = metrics | {name: metric for name, (_, metric) in texts.items()}
         published = frozenset([*found, *texts])
         return MetricsReport(
             step=sent.step,
@@ -250,13 +253,14 @@ class Board:
     ) -> dict[str, float | Histogram]:
         """Return the values of all names of ``table`` that any rank published, but of monitors that
         ``failed``."""
-        first, most = 0, numbers[sum(spec.width for spec in table) :]
+        first, most = 0, sum(spec.width for spec in table)
         found: dict[str, float | Histogram] = {}
         for number, spec in enumerate(table):
-            sums = numbers[first : first + spec.width]
-            if spec.owner not in failed and self._is_complete(spec, sums):
-                found.update(spec.read(sums, most[number]))
-            first += spec.width
+            end = first + spec.width
+            # Most names of a run are published in few of its steps.
+            if any(sums := numbers[first:end]) and spec.owner not in failed and self._is_complete(spec, sums):
+                found.update(spec.read(sums, numbers[most + number]))
+            first = end
         return found
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:

@@ -65,13 +65,13 @@ class Rule:
         >>> [Rule(warn_times=2).judge(x, usual=10) for x in (19, 21)]
         ['good', 'warn']
         """
-        bad, warn = (
-            (times * usual if times is not None and usual is not None else None)
-            for times in (self.bad_times, self.warn_times)
-        )
-        if math.isnan(value) or _outside(value, self.bad_below, self.bad_above) or _outside(value, None, bad):
+        if math.isnan(value) or _outside(value, self.bad_below, self.bad_above):
             return "bad"
-        if _outside(value, self.warn_below, self.warn_above) or _outside(value, None, warn):
+        if usual is not None and _outside(value, None, self.bad_times, usual):
+            return "bad"
+        if _outside(value, self.warn_below, self.warn_above):
+            return "warn"
+        if usual is not None and _outside(value, None, self.warn_times, usual):
             return "warn"
         return "good"
 
@@ -113,8 +113,9 @@ class Rule:
         return ", ".join([*(text for text, _ in limits), *times])
 
 
-def _outside(value: float, below: float | None, above: float | None) -> bool:
-    return (below is not None and value < below) or (above is not None and value > above)
+def _outside(value: float, below: float | None, above: float | None, unit: float = 1.0) -> bool:
+    """Return whether a value is outside of limits, which count in ``unit``."""
+    return (below is not None and value < below * unit) or (above is not None and value > above * unit)
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -40,14 +40,22 @@ class Spec:
             return [self.name.replace("{over}", each) for each in OVER]
         return [self.name.replace("{statistic}", each) for each in self.statistics] or [self.name]
 
-    @property
-    def width(self) -> int:
-        """How many sums it takes; each name also takes one maximum."""
+    width: int = attrs.field(init=False, eq=False, repr=False)
+    """How many sums it takes; each name also takes one maximum."""
+    is_number: bool = attrs.field(init=False, eq=False, repr=False)
+    """Whether it is one number of the run: no histogram, and neither a tensor's nor each rank's."""
+
+    @width.default
+    def _width(self) -> int:
         if self.metric.bins is not None:
             return self.metric.bins.count + 3
         if self.ranks:
             return 2 * self.ranks  # of each rank a sum and a count
         return 5 if self.statistics else 2
+
+    @is_number.default
+    def _is_number(self) -> bool:
+        return self.metric.kind == "scalar" and not self.statistics and not self.ranks
 
     @property
     def broken(self) -> int:
@@ -105,6 +113,17 @@ class Gathered:
 
     A number in the host's memory is read at once: a few kernels less for each in the step.
     """
+
+    __slots__ = (
+        "device",
+        "device_ends",
+        "device_most",
+        "device_norms",
+        "device_sums",
+        "most",
+        "spec",
+        "sums",
+    )
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec, self.device = spec, device

@@ -26,17 +26,18 @@ def pack(
 
     A name that this rank did not publish adds nothing.
     """
-    sums, most = [*header], []
+    sums, most = [*header], [-math.inf] * len(table)
     values: list[tuple[range, torch.Tensor]] = []
     norms: list[tuple[range, torch.Tensor]] = []
     tops: list[tuple[tuple[int, int], torch.Tensor]] = []
     ends: list[tuple[tuple[int, int], torch.Tensor]] = []
     for number, spec in enumerate(table):
         mine, first = gathered.get(spec.name), len(sums)
-        sums += mine.sums if mine else [0.0] * spec.width
-        most.append(mine.most if mine else -math.inf)
         if mine is None:
+            sums += [0.0] * spec.width
             continue
+        sums += mine.sums
+        most[number] = mine.most
         for place, vectors in mine.device_sums.items():
             values += [(range(first + place, first + place + x.numel()), x) for x in vectors]
         norms += [(range(first + SQUARES, first + SQUARES + 1), x) for x in mine.device_norms]

@@ -55,7 +55,10 @@ class Metrics:
         """
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise PluginError(f"the metric '{name}' has {value.numel()} values; expected one number")
-        self._board.take(self._spec(name, "scalar", unit=unit, reduce=reduce)).scalar(value, weight)
+        spec = self._specs.get(name)
+        if spec is None or not spec.is_number or unit is not None or reduce is not None:
+            spec = self._spec(name, "scalar", unit=unit, reduce=reduce)
+        self._board.take(spec).scalar(value, weight)
 
     def of_rank(self, name: str, value: float) -> None:
         """Publish a number of this rank's host, to learn how ranks differ.
@@ -71,9 +74,12 @@ class Metrics:
                 ``rank``: all four names are declared.
             value: a Python number.
         """
-        gathered = self._board.take(self._spec(name, "scalar", ranks=self._board.mesh.world_size))
+        ranks, spec = self._board.mesh.world_size, self._specs.get(name)
+        if spec is None or not spec.ranks:
+            spec = self._spec(name, "scalar", ranks=ranks)
+        gathered = self._board.take(spec)
         gathered.add(self._board.mesh.rank, value)
-        gathered.add(self._board.mesh.world_size + self._board.mesh.rank, 1.0)
+        gathered.add(ranks + self._board.mesh.rank, 1.0)
 
     def histogram(
         self, name: str, values: torch.Tensor, *, bins: Bins | None = None, weight: Number = 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,9 +80,7 @@ class Events:
 
     def after_update(self, update: UpdateReport) -> None:
         """The optimizer has made its step."""
-        plain = Monitor.on_after_update
-        hears = [m for m in self.monitors if getattr(m.on_after_update, "__func__", None) is not plain]
-        self._tell("on_after_update", update, to=hears)
+        self._tell("on_after_update", update)
 
     def fail_later(self, monitor: int, problem: Exception) -> None:
         """Have the next event of a monitor fail: it did in the middle of a pass, where nobody can leave."""
@@ -114,10 +111,14 @@ class Events:
                         record("warning", text, monitor=name, on_rank=rank)
                     else:
                         self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
-        for number, (name, monitor) in enumerate(self._named()):
-            with self._bearing(f"{name}.derive"):
+        for number, monitor in enumerate(self.monitors):
+            if not _hears(monitor, "derive"):
+                continue
+            try:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
+            except Exception as problem:
+                self._bear(monitor, "derive", problem)
         self._tell("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -171,16 +172,20 @@ class Events:
         """Return the state of every monitor that has any, by its name."""
         found = {}
         for name, monitor in self._named():
-            with self._bearing(f"{name}.meta"):
+            try:
                 found[name] = as_json(monitor.meta())
+            except Exception as problem:
+                self._bear(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Give every monitor its state back."""
         for name, monitor in self._named():
-            with self._bearing(f"{name}.load_meta"):
+            try:
                 if name in meta:
                     monitor.load_meta(meta[name])
+            except Exception as problem:
+                self._bear(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor after its class, the second of a class with its number."""
@@ -191,47 +196,52 @@ class Events:
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
+        """Call ``event`` of the monitors that have it; one that failed in a pass hears of its failure."""
         for number, monitor in enumerate(self.monitors):
-            if to is not None and monitor not in to:
+            heard = _hears(monitor, event) and (to is None or monitor in to)
+            if not heard and number not in self._failed:
                 continue
             if monitor.reads_weights:
                 self.weights_ready()
-            name = f"{type(monitor).__name__}.{event}"
-            within = self._within(number, event, arguments[0])
-            with self._bearing(name), self.progress.within("monitors"), within:
-                if number in self._failed:
-                    raise self._failed.pop(number)
-                request = getattr(monitor, event)(*arguments)
-                if request == "stop":
-                    self.stop.request("stopped")
-                elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
-                    self.stop.request_rollback(request)
-                elif request is not None:
-                    raise TypeError(
-                        f'{event} returned {request!r}; expected None, "stop", an earlier Rollback'
-                    )
+            try:
+                with self.progress.within("monitors"):
+                    self._call(number, event, arguments)
+            except Exception as problem:
+                self._bear(monitor, event, problem)
 
-    @contextmanager
-    def _within(self, number: int, event: str, report: Any) -> Iterator[None]:
-        """Have other ranks learn of a failure: before a collective of the monitor, and with its metrics."""
+    def _call(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+        """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
+        its metrics."""
         if self.board is None or self.together is None:
-            yield
+            self._heed(number, event, arguments)
             return
-        step = getattr(report, "step", report if isinstance(report, int) else 0)
-        told = next(iter(getattr(report, "values", ())), "")
+        about = arguments[0]
+        step = getattr(about, "step", about if isinstance(about, int) else 0)
+        told = next(iter(getattr(about, "values", ())), "")
         try:
-            with self.together.event(number, f"{self._rollbacks} {event} {step} {told}"):
-                yield
+            with self.together.event(number, (self._rollbacks, event, step, told)):
+                self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)
             raise
 
-    @contextmanager
-    def _bearing(self, what: str) -> Iterator[None]:
-        """Log what a monitor raises, unless it was said on purpose: it found the run not worth going on."""
-        try:
-            yield
-        except FailedElsewhere as problem:
+    def _heed(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+        """Call a monitor, and note what it asks for."""
+        if number in self._failed:
+            raise self._failed.pop(number)
+        request = getattr(self.monitors[number], event)(*arguments)
+        if request == "stop":
+            self.stop.request("stopped")
+        elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
+            self.stop.request_rollback(request)
+        elif request is not None:
+            raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
+
+    def _bear(self, monitor: Monitor, event: str, problem: Exception) -> None:
+        """Log what a monitor has raised; raise it again if it was said on purpose: it found the run not worth
+        going on."""
+        what = f"{type(monitor).__name__}.{event}"
+        if isinstance(problem, FailedElsewhere):
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
             text = "a monitor leaves an event that it failed in elsewhere"
@@ -239,14 +249,14 @@ class Events:
                 record("warning", text, monitor=what, why=str(problem))
             else:
                 self.log.warning(text, monitor=what, why=str(problem))
-        except Exception as problem:
-            if self.strict or isinstance(problem, NanotrainError):
-                raise
-            text = "a monitor failed and the run goes on"
-            if self._again(what, describe(problem)):
-                record("error", text, monitor=what, error=describe(problem))
-            else:
-                self.log.exception(text, monitor=what)
+            return
+        if self.strict or isinstance(problem, NanotrainError):
+            raise problem
+        text = "a monitor failed and the run goes on"
+        if self._again(what, describe(problem)):
+            record("error", text, monitor=what, error=describe(problem))
+        else:
+            self.log.exception(text, monitor=what)
 
     def _again(self, what: str, problem: str = "") -> bool:
         """Return whether that was logged before, and count it. Numbers in ``problem`` may differ."""
@@ -260,6 +270,11 @@ class Events:
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
         self._told.clear()
+
+
+def _hears(monitor: Monitor, event: str) -> bool:
+    """Return whether a monitor does anything in ``event``."""
+    return getattr(getattr(monitor, event), "__func__", None) is not getattr(Monitor, event)
 
 
 def with_derived(

@@ -43,8 +43,8 @@ class Together:
         self.rank, self.monitors = mesh.rank, monitors
         self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
         self._waits = mesh.waits
-        self._at: tuple[int, int] | None = None
-        """The monitor that is called now, and what its event is known by."""
+        self._at: tuple[int, object] | None = None
+        """The monitor that is called now, and its event's name."""
         self._told: list[tuple[dist.Work, torch.Tensor]] = []
         """Rounds of which nobody needs to know here, with their memory."""
         self.forbidden = ""
@@ -62,9 +62,9 @@ class Together:
         self._group = None
 
     @contextmanager
-    def event(self, monitor: int, name: str) -> Iterator[None]:
-        """Have a monitor hear of an event, whose ``name`` no other event of the run has."""
-        self._at = (monitor, zlib.crc32(name.encode()) + 1)
+    def event(self, monitor: int, name: object) -> Iterator[None]:
+        """Have a monitor hear of an event; no other one of the run has a ``name`` that reads the same."""
+        self._at = (monitor, name)
         try:
             yield
         except FailedElsewhere:
@@ -85,7 +85,7 @@ class Together:
         self._check_allowed()
         if self._group is None or self._at is None:
             return
-        monitor, event = self._at
+        monitor, event = self._at[0], _number(self._at[1])
         for failed, ranks in self._rounds(monitor, event):
             if failed[monitor] == event:
                 raise FailedElsewhere(f"it failed on rank {ranks[monitor]}")
@@ -121,7 +121,8 @@ class Together:
     def _tell_failure(self) -> None:
         """Say in the next round that the monitor called now has failed, and do not wait for it."""
         if self._group is not None and self._at is not None:
-            self._told.append(self._round(failed=self._at))
+            monitor, name = self._at
+            self._told.append(self._round(failed=(monitor, _number(name))))
 
     def _round(
         self, *, here: tuple[int, int] | None = None, failed: tuple[int, int] | None = None
@@ -168,6 +169,11 @@ class MonitorMesh(Mesh):
 
     def _members(self, value: Any = None, *dims: str, **options: Any) -> int:
         return self.size(*dims) if dims else self.world_size
+
+
+def _number(event: object) -> int:
+    """Return what ranks know an event by; few events need it."""
+    return zlib.crc32(str(event).encode()) + 1
 
 
 def _group(mesh: Mesh) -> Any:

@@ -33,9 +33,12 @@ class Spent:
 
     def since(self, before: Spent | None) -> Spent:
         """Return what was added after ``before``."""
-        old = before or Spent()
+        if before is None:
+            return Spent(self.seconds, self.collectives, self.messages)
         return Spent(
-            self.seconds - old.seconds, self.collectives - old.collectives, self.messages - old.messages
+            self.seconds - before.seconds,
+            self.collectives - before.collectives,
+            self.messages - before.messages,
         )
 
 
@@ -118,7 +121,7 @@ class Progress:
         """
         clock = self.waits.device
         if clock is None:
-            return {part: attrs.evolve(spent) for part, spent in self.spent.items()}
+            return {part: spent.since(None) for part, spent in self.spent.items()}
         clock.read()
         found: dict[str, Spent] = {}
         for (part, kind), seconds in clock.seconds.items():

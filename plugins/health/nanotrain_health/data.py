@@ -15,11 +15,11 @@ PER_UPDATE = "data/effective_tokens_per_update"
 
 
 class DataWatcher(Watcher):
-    """Counts on the device: nothing waits."""
+    """Counts where the run computes: nothing waits."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
-        self.effective = torch.zeros((), dtype=torch.float64, device=scene.run.device)
+        self.effective: float | torch.Tensor = 0.0
         self.usual = Average(scene.config.ema)
         self.tokens: dict[int, int] = {}
         """Of the batches of logged steps whose metrics are not yet known, by step: phases change them."""
@@ -30,7 +30,8 @@ class DataWatcher(Watcher):
     def before_update(self, update: UpdateReport) -> None:
         """Count the tokens of every step, and publish in logged ones."""
         metrics = self.scene.metrics
-        effective = update.counts.get("lm")
+        counted = update.counts.get("lm")
+        effective = counted.item() if counted is not None and counted.is_cpu else counted
         if effective is not None:
             self.effective = self.effective + effective
         if not update.logged:
@@ -71,9 +72,9 @@ class DataWatcher(Watcher):
 
     def meta(self) -> dict[str, Any]:
         """Return the count, for which the host waits, and the average."""
-        return {"effective": self.effective.item(), "usual": self.usual.meta()}
+        return {"effective": float(self.effective), "usual": self.usual.meta()}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on counting."""
-        self.effective = torch.full_like(self.effective, meta["effective"])
+        self.effective = float(meta["effective"])
         self.usual.load_meta(meta["usual"])

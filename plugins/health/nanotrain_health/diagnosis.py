@@ -68,9 +68,10 @@ class Diagnosis:
         """Take a report; return sentences on what begins and what ends with it."""
         judged = [
             (name, metric, metric.rule, value)
-            for name, metric in sorted(report.metrics.items(), key=itemgetter(0))  # alike on every rank
+            for name, metric in report.metrics.items()
             if metric.rule is not None and (value := report.values.get(name)) is not None
         ]
+        judged.sort(key=itemgetter(0))  # alike on every rank
         if not math.isfinite(report.values.get("loss", 0.0)):  # then no other number means anything
             judged = [each for each in judged if each[0] == "loss"]
         if report.values.get("skipped") and report.values.get("loss_scale", 1.0) != 1.0:

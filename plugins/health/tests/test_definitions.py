@@ -74,6 +74,9 @@ def test_norms_of_layers_and_parameters(seen):
             assert values[f"{what}/norm/{block}"] == pytest.approx(of(tensors, block).norm().item(), rel=1e-9)
         for name, x in tensors.items():
             assert values[f"{what}/parameters/norm/{name}"] == pytest.approx(x.norm().item(), rel=1e-9)
+    for name, x in change.items():
+        ratio = (x.norm() / sees.before[name].norm()).item()
+        assert values[f"updates/parameters/ratio/{name}"] == pytest.approx(ratio, rel=1e-9)
     for name, x in sees.gradients.items():
         assert values[f"gradients/parameters/mean/{name}"] == pytest.approx(x.mean().item(), abs=1e-12)
         std = x.std(correction=0).item()

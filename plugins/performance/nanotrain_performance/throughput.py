@@ -45,7 +45,8 @@ class Throughput(Monitor):
         """Whether the first logged step is over: until then data is opened, and layers compile."""
         self.last: tuple[float, float] | None = None
         self.paced: tuple[float, int] | None = None
-        self.effective: torch.Tensor | float = 0.0
+        self.effective: torch.Tensor | float | None = None
+        """Tokens that the loss does not ignore, since the last logged step; None where nobody counts them."""
 
     def _peak(self) -> float | None:
         """Return the FLOP/s that MFU is a share of, None where they are not known."""
@@ -62,8 +63,10 @@ class Throughput(Monitor):
             self.window.append(now - self.last[0] - (beside - self.last[1]))
         self.last = now, beside
         self.steps += 1
-        if "lm" in update.counts:
-            self.effective = self.effective + update.counts["lm"]
+        if (counted := update.counts.get("lm")) is not None:
+            self.effective = (0.0 if self.effective is None else self.effective) + (
+                counted.item() if counted.is_cpu else counted
+            )
 
     def on_step(self, report: StepReport) -> None:
         """Publish."""
@@ -75,7 +78,7 @@ class Throughput(Monitor):
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Begin anew: of steps that are given up nothing is told."""
-        self.before, self.steps, self.effective = self.run.progress.measured(), 0, 0.0
+        self.before, self.steps, self.effective = self.run.progress.measured(), 0, None
         self.last = self.paced = None
 
     def _speed(self, report: StepReport, steps: int) -> None:
@@ -84,9 +87,9 @@ class Throughput(Monitor):
         put("speed/steps_per_second", 1 / report.seconds)
         if report.length:
             put("speed/samples_per_second", report.tokens_per_second / report.length)
-        if isinstance(self.effective, torch.Tensor):
+        if self.effective is not None:
             put("speed/effective_tokens_per_second", self.effective / (steps * report.seconds))
-        self.effective = 0.0
+        self.effective = None
         if report.flops_per_token:
             achieved = report.flops_per_token * report.tokens_per_second / run.world_size
             put("speed/tflops", achieved / 1e12)

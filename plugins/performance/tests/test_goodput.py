@@ -113,9 +113,28 @@ def test_steps_that_a_restart_makes_anew_are_lost(tmp_path):
 
 def test_a_rollback_is_entered(tmp_path):
     monitor = Goodput(GoodputConfig())
+    told = {}
     run = SimpleNamespace(
-        folder=tmp_path, rank=0, first_step=0, progress=Progress(), device=torch.device("cpu")
+        folder=tmp_path,
+        rank=0,
+        first_step=0,
+        progress=Progress(),
+        device=torch.device("cpu"),
+        metrics=SimpleNamespace(scalar=told.__setitem__),
     )
     monitor.on_start(run)
     monitor.on_rollback(SimpleNamespace(step=7, restored=4))
     assert (read(tmp_path).rollbacks, read(tmp_path).lost_steps, read(tmp_path).step) == (1, 3, 4)
+    monitor.on_step(SimpleNamespace(step=5))
+    assert (told["reliability/rollbacks"], told["reliability/lost_steps"]) == (1, 3)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path):
+    monitor = Goodput(GoodputConfig())
+    (tmp_path / "step-3" / "rank-0").mkdir(parents=True)
+    (tmp_path / "step-3" / "meta.json").write_bytes(bytes(2**19))
+    (tmp_path / "step-3" / "rank-0" / "weights").write_bytes(bytes(2**20))
+    monitor._measure(tmp_path / "step-3")
+    assert monitor.saved["checkpoint/size"] == 1.5
+    monitor._measure(tmp_path / "step-3" / "meta.json")  # of one file
+    assert monitor.saved["checkpoint/size"] == 0.5

@@ -1,12 +1,10 @@
 """Planted troubles break a declared rule within 20 steps; a run without any breaks none."""
 
-import mmap
-import time
 from types import SimpleNamespace
 
 import numpy
 import pytest
-import torch
+from machine_troubles import growing_memory, nothing, slow_data, slow_rank
 from nanotrain_performance import ThroughputConfig, declared
 from nanotrain_performance.throughput import Throughput
 
@@ -33,53 +31,25 @@ class Verdicts(Monitor):
                 self.broken.setdefault(name, report.step)
 
 
-def slow_data(engine):
-    take = engine.run.feed.data.train_batch
-    engine.run.feed.data.train_batch = lambda *args: (time.sleep(0.15), take(*args))[1]
-
-
-def slow_rank(engine):
-    if engine.run.mesh.rank == 1:
-        for part in engine.run.stages.values():
-            part.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-
-
-def fresh(size):
-    """Return a tensor of memory that no allocator had before: each page of it is new to the process."""
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-
-
-def keeps_tensors(engine):
-    kept = []
-    if engine.run.mesh.rank == 1:
-        for part in engine.run.stages.values():
-            part.register_forward_hook(lambda *_: kept.append(fresh(2**21)))  # twice a step
-
-
-def nothing(engine):
-    pass
-
-
-def broken_rules(plant):
+def broken_rules(plant, amount):
     verdicts = Verdicts()
     engine = make_engine(DP, {"run": {"steps": 20}, "monitor": USED}, callbacks=[verdicts])
-    plant(engine)
+    plant(engine, amount)
     engine.fit()
     return verdicts.broken
 
 
 @pytest.mark.parametrize(
-    ("plant", "metric", "says"),
+    ("plant", "amount", "metric", "says"),
     [
-        (slow_data, "time/data_fraction", "input-bound"),
-        (slow_rank, "pipeline/skew", "one rank computes for over twice as long"),
-        (keeps_tensors, "memory/host_growth/max", "something keeps tensors"),
+        (slow_data, 0.15, "time/data_fraction", "input-bound"),
+        (slow_rank, 0.03, "pipeline/skew", "one rank computes for over twice as long"),
+        (growing_memory, 2**21, "memory/host_growth/max", "something keeps tensors"),
     ],
     ids=["slow-data", "slow-rank", "growing-memory"],
 )
-def test_a_planted_trouble_is_named_within_20_steps(plant, metric, says):
-    for broken in run_ranks(broken_rules, 2, plant):
+def test_a_planted_trouble_is_named_within_20_steps(plant, amount, metric, says):
+    for broken in run_ranks(broken_rules, 2, plant, amount):
         assert broken.keys() - OF_THE_MACHINE == {metric} - OF_THE_MACHINE
         assert metric in broken
     rule = next(
@@ -89,7 +59,7 @@ def test_a_planted_trouble_is_named_within_20_steps(plant, metric, says):
 
 
 def test_a_healthy_run_breaks_no_rule():
-    for broken in run_ranks(broken_rules, 2, nothing):
+    for broken in run_ranks(broken_rules, 2, nothing, 0):
         assert broken.keys() <= OF_THE_MACHINE
 
 

@@ -1,4 +1,4 @@
-"""After a rollback, seconds are of the steps that are kept."""
+"""Seconds are those since the last logged step; after a rollback, of steps that are kept."""
 
 from types import SimpleNamespace
 
@@ -21,17 +21,17 @@ class Works:
         pass
 
     def step(self):
-        before = self.measured()
-        for part, seconds in (("forward and backward", 2.0), ("data", 1.0)):
-            self.spent[part] = Spent(before.get(part, Spent()).seconds + seconds)
+        self.pass_time("forward and backward", 2.0)
+        self.pass_time("data", 1.0)
+
+    def pass_time(self, part, seconds):
+        self.spent[part] = Spent(self.spent.get(part, Spent()).seconds + seconds)
 
     def measured(self):
         return dict(self.spent)
 
 
-def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollback():
-    """From 23 back to 10, logged every 10 steps: step 20 is of 10 steps, not of 23 or of none."""
-    told, progress = {}, Works()
+def started(progress, told):
     monitor = Throughput(ThroughputConfig())
     monitor.on_start(
         SimpleNamespace(
@@ -45,6 +45,28 @@ def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollb
             flops_per_token=0.0,
         )
     )
+    return monitor
+
+
+def test_saves_and_evaluations_are_told_in_seconds_since_the_last_logged_step_and_are_in_no_step():
+    told, progress = {}, Works()
+    monitor, report = started(progress, told), SimpleNamespace(step=1, seconds=3.0, tokens_per_second=1.0)
+    for evaluation, checkpoint in ((0.0, 0.0), (0.5, 4.0), (0.25, 0.0)):
+        progress.pass_time("evaluation", evaluation)
+        for _ in range(4):
+            progress.step()
+            progress.pass_time("checkpoint", checkpoint / 4)
+            monitor.on_before_update(SimpleNamespace(counts={}))
+        monitor.on_step(report)
+        assert told["time/evaluation"] == evaluation
+        assert told["time/checkpoint"] == checkpoint
+        assert (told["time/forward_backward"], told["time/data"]) == (2.0, 1.0)
+
+
+def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollback():
+    """From 23 back to 10, logged every 10 steps: step 20 is of 10 steps, not of 23 or of none."""
+    told, progress = {}, Works()
+    monitor = started(progress, told)
 
     def take(steps):
         for step in steps:
