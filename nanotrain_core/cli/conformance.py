@@ -71,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-x", dest="exitfirst", action="store_true", help="stop at the first failure")
     parser.add_argument("--jobs", type=positive, metavar="N", help="checks at a time (one for each core)")
-    parser.add_argument(
-        "--timeout", type=float, default=180.0, metavar="SECONDS", help="for one check (180)"
-    )
+    parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one check (180)")
     parser.add_argument(
         "--expect-failure",
         action="append",

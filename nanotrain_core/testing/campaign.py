@@ -21,7 +21,7 @@ from nanotrain_core.testing.pool import PRELOAD
 from nanotrain_core.testing.trial_process import Listed, Listing, Outcome, Refusal, serve
 from nanotrain_core.testing.worker import signal_name
 
-#: Seconds after which a check counts as hung. The longest of ours, which kills a rank at every write of a save,
+#: Seconds after which a check counts as hung. The longest, which kills a rank at every write of a save,
 #: takes 70 on two cores.
 TIMEOUT = 180.0
 
@@ -245,5 +245,3 @@ def certify(
         yield from campaign.run(listing)
     finally:
         campaign.close()
-
-

@@ -1,6 +1,6 @@
-"""``spread``: expert parallelism at its plainest, for components that are tested with nothing else installed.
+"""``spread``: expert parallelism at its plainest, for components tested with nothing else installed.
 
-Every case of the harness knows it: ``overrides={"parallel": [{"use": "spread"}], "model": {"use": "routed"}}``.
+Every case of the harness knows it, as ``summed``. It wants a model with experts, such as ``routed``.
 """
 
 from __future__ import annotations

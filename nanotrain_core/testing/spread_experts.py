@@ -1,4 +1,4 @@
-"""What ``spread`` does: all-gather the tokens of the ranks along ep, compute one's own experts, reduce-scatter.
+"""What ``spread`` does: all-gather tokens along ep, compute one's own experts, reduce-scatter.
 
 Ranks along ep are data-parallel ones with as many tokens each.
 """

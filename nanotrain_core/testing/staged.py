@@ -1,4 +1,4 @@
-"""``staged``: GPipe at its plainest, for components that are tested in a pipeline with nothing else installed.
+"""``staged``: GPipe at its plainest, for components tested in a pipeline with nothing else installed.
 
 Every case of the harness knows it: ``overrides={"schedule": {"use": "staged"}}``. It imports no torch.
 """

@@ -14,7 +14,7 @@ import attrs
 
 from nanotrain_core.component import Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.testing.case import Case, Tables, merge
+from nanotrain_core.testing.case import TINY, Case, Tables, merge
 
 SUMMED, SLICED, SPREAD = ({"use": name} for name in ("summed", "sliced", "spread"))
 STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
@@ -124,6 +124,7 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         case: the component, and what its author puts around it, which is in every surrounding.
         quick: only the author's case as it is.
     """
+    case = filled(case)
     base = case if quick or case.kind == "topology" else _base(case)
     component = base.component()
     fixed = bool(case.topology)  # the author names the layout: there are no others
@@ -141,9 +142,24 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
             continue
         made = _made(base, wish)
         refused = None if case.kind == "topology" else _refusal(made)
-        yield Skip(wish.name, f"refused: {refused}") if refused else Surrounding(
-            wish.name, made, wish.scope, wish.extra
+        yield (
+            Skip(wish.name, f"refused: {refused}")
+            if refused
+            else Surrounding(wish.name, made, wish.scope, wish.extra)
         )
+
+
+def filled(case: Case) -> Case:
+    """Return the case with a value for each key that its component requires and the tiny recipe knows.
+
+    Of data for each that the tiny recipe knows: it is small there, so that epochs end.
+    """
+    known = TINY.get(case.kind)
+    if not isinstance(known, Mapping):
+        return case
+    fields = attrs.fields(case.component().config)
+    wanted = (f.name for f in fields if f.default is attrs.NOTHING or case.kind == "data")
+    return attrs.evolve(case, config={**{n: known[n] for n in wanted if n in known}, **case.config})
 
 
 def _base(case: Case) -> Case:
@@ -345,9 +361,7 @@ def _topology(component: Component) -> Iterator[Wish]:
     dims = [f.name for f in attrs.fields(component.config) if f.name in ("pp", "cp", "tp", "ep", "etp", "dp")]
     for world in (2, 4):
         yield Wish(f"world{world}", world=world)
-        yield from (
-            Wish(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims
-        )
+        yield from (Wish(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims)
     for one, other in (("pp", "tp"), ("tp", "ep"), ("cp", "tp"), ("pp", "ep")):
         if one in dims and other in dims:
             yield Wish(f"{one}2-{other}2-world4", world=4, config={one: 2, other: 2}, needs=(one, other))

@@ -71,9 +71,10 @@ class TrialProcess:
         """Make the list."""
         from nanotrain_core.testing.case import Case
         from nanotrain_core.testing.conformance import planned
+        from nanotrain_core.testing.surroundings import filled
 
         try:
-            case = Case(**self.arguments)
+            case = filled(Case(**self.arguments))
             case.settings()
             self.trials, skipped = planned(case, quick=self.quick)
         except NanotrainError as error:
