@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +20,18 @@ from nanotrain_core.errors import Exit, NanotrainError, RecipeError, did_you_mea
 from nanotrain_core.recipe.source import override_source
 
 if TYPE_CHECKING:
-    from nanotrain_core.testing.case import Case
+    from nanotrain_core.testing.campaign import Options, Result
+    from nanotrain_core.testing.trial_process import Listing
+
+#: What stands before a line, by verdict.
+MARKS = {
+    "passed": "ok     ",
+    "failed": "FAILED ",
+    "hung": "HUNG   ",
+    "skipped": "skipped",
+    "failed as expected": "xfail  ",
+    "passed, though a failure was expected": "XPASS  ",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,51 +61,127 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="also load this file or folder as a plugin",
     )
+    parser.add_argument(
+        "--quick", action="store_true", help="only the component as it is, not every layout and model"
+    )
+    parser.add_argument("--list", action="store_true", help="show what would be checked, and check nothing")
+    parser.add_argument("--json", action="store_true", help="print results as JSON, when all is done")
+    parser.add_argument(
+        "-k", dest="keyword", default="", metavar="PATTERN", help="run checks whose id has this in it"
+    )
+    parser.add_argument("-x", dest="exitfirst", action="store_true", help="stop at the first failure")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="checks at a time (one for each core)")
+    parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one check (180)")
+    parser.add_argument(
+        "--expect-failure",
+        action="append",
+        default=[],
+        metavar="CHECK",
+        help="a check that is to fail, as weights_equal[adamw]: if it passes everywhere, that is a failure",
+    )
+    parser.add_argument("--setup", metavar="COMMAND", help="run this in a shell first, to start a service")
+    parser.add_argument("--teardown", metavar="COMMAND", help="and this at the end, whatever came of it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each check, and the reasons of those that failed."""
-    from nanotrain_core.testing import Case, close_pools, failures, trials
+    from nanotrain_core.testing.campaign import Campaign, Options
 
-    kind, use = _component(args.component)
-    ranks = {"world_size": args.nproc} if args.nproc else {}
-    case = Case(
-        kind,
-        use=use,
-        config=_tables("--set", args.set),
-        topology=_degrees(args.degree),
-        overrides=_tables("--with", args.overrides),
-        plugins=args.plugin,
-        **ranks,
+    options = Options(
+        quick=args.quick,
+        timeout=args.timeout,
+        keyword=args.keyword,
+        first=args.exitfirst,
+        expected=args.expect_failure,
+        **({"jobs": args.jobs} if args.jobs else {}),
     )
-    case.settings()
+    with external_service(args.setup, args.teardown):
+        campaign = Campaign(_arguments(args), options)
+        try:
+            listing = campaign.listing()
+            if args.list:
+                _print_list(listing, options, as_json=args.json)
+                return Exit.DONE
+            results = [*_shown(campaign.run(listing), as_json=args.json)]
+        finally:
+            campaign.close()
+    return _conclude(results, as_json=args.json)
+
+
+def _arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return those of a :class:`~nanotrain_core.testing.case.Case`."""
+    kind, use = _component(args.component)
+    return {
+        "kind": kind,
+        "use": use,
+        "config": _tables("--set", args.set),
+        "topology": _degrees(args.degree),
+        "overrides": _tables("--with", args.overrides),
+        "plugins": tuple(map(os.path.abspath, args.plugin)),
+        **({"world_size": args.nproc} if args.nproc else {}),
+    }
+
+
+def _shown(results: Iterator[Result], *, as_json: bool) -> Iterator[Result]:
+    """Yield results, each printed when it comes."""
     told: set[str] = set()
-    failed = 0
-    for trial in trials(case):
-        error = failures([trial]).get(trial.label)
-        failed += error is not None
-        print(f"{'ok    ' if error is None else 'FAILED'} {trial.id}: {trial.check.invariant}")
-        for line in _reason(error, told):
-            print(f"       {line}")
-    close_pools()
-    print(f"{failed} failed" if failed else f"all checks passed{_untried(case)}")
-    return Exit.FAILED if failed else Exit.DONE
+    for result in results:
+        if not as_json:
+            text = result.reason if result.verdict.value == "skipped" else result.invariant
+            print(f"{MARKS[result.verdict.value]} {result.id}: {text}", flush=True)
+            for line in _reason(result, told):
+                print(f"       {line}")
+        yield result
 
 
-def _untried(case: Case) -> str:
-    """Return what to add about checks that one rank is too few for."""
-    from nanotrain_core.testing.checks import checks_of
+def _conclude(results: Sequence[Result], *, as_json: bool) -> int:
+    counts = Counter(result.verdict.value for result in results)
+    bad = sum(result.verdict.bad for result in results)
+    if as_json:
+        rows = [attrs.asdict(result) | {"verdict": result.verdict.value} for result in results]
+        print(json.dumps({"failed": bad, "counts": counts, "results": rows}, indent=1))
+    else:
+        others = "".join(f", {n} {word}" for word, n in counts.items() if word not in ("passed", "failed"))
+        print(f"{bad} failed{others}" if bad else f"all {counts['passed']} checks passed{others}")
+    return Exit.FAILED if bad else Exit.DONE
 
-    if case.world_size > 1:
-        return ""
-    tried = {check.name for check in checks_of(case)}
-    names = [c.name for c in checks_of(attrs.evolve(case, world_size=2)) if c.name not in tried]
-    return f"; not tried, for want of ranks (--degree DIM=N): {', '.join(names)}" if names else ""
+
+def _print_list(listing: Listing, options: Options, *, as_json: bool) -> None:
+    chosen = [trial for trial in listing.trials if options.wants(trial)]
+    if as_json:
+        skipped = [{"id": name, "reason": reason} for name, reason in listing.skipped]
+        print(json.dumps({"checks": [attrs.asdict(trial) for trial in chosen], "skipped": skipped}, indent=1))
+        return
+    for trial in chosen:
+        print(f"{trial.id}: {trial.invariant}")
+    for name, reason in listing.skipped:
+        print(f"skipped {name}: {reason}")
+    print(f"{len(chosen)} checks")
 
 
-def _reason(error: Exception | None, told: set[str]) -> list[str]:
-    """Return the lines to print under a check; what failed others for the same reason stands there."""
-    text = "" if error is None else str(error)
+@contextmanager
+def external_service(setup: str | None, teardown: str | None) -> Iterator[None]:
+    """Run a shell command before all checks, and another one behind them, whatever came of them.
+
+    Raises:
+        NanotrainError: the first one failed.
+    """
+    if setup:
+        code = subprocess.run(setup, shell=True, check=False).returncode
+        if code:
+            raise NanotrainError(f"--setup: '{setup}' ended with code {code}")
+    try:
+        yield
+    finally:
+        if teardown:
+            code = subprocess.run(teardown, shell=True, check=False).returncode
+            if code:
+                print(f"--teardown: '{teardown}' ended with code {code}", file=sys.stderr)
+
+
+def _reason(result: Result, told: set[str]) -> list[str]:
+    """Return the lines to print under a check; what failed others for the same reason was told with them."""
+    text = "" if result.verdict.value == "skipped" else result.reason
     if text in told:
         return ["for the same reason"]
     told.update({text} if text else ())

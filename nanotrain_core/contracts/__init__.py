@@ -37,7 +37,7 @@ from nanotrain_core.contracts.reports import (
     RollbackReport,
     StepReport,
 )
-from nanotrain_core.contracts.schedule import Schedule
+from nanotrain_core.contracts.schedule import SaysInFlight, Schedule
 from nanotrain_core.contracts.topology import Topology
 from nanotrain_core.contracts.update import PieceGradient, UpdateReport
 from nanotrain_core.metrics.report import MetricsReport
@@ -74,6 +74,7 @@ __all__ = [
     "RollbackReport",
     "RunInfo",
     "SavedWeights",
+    "SaysInFlight",
     "Schedule",
     "SkipsAhead",
     "StepReport",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nanotrain_core.pipeline.actions import Action, Costs, Part
 
@@ -27,5 +27,17 @@ class Schedule(Protocol):
 
         Raises:
             ValueError: the schedule does not exist for so many microbatches.
+        """
+        ...
+
+
+@runtime_checkable
+class SaysInFlight(Protocol):
+    """What a schedule may offer beside: a bound on activations in memory, which the harness tests."""
+
+    def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
+        """Return for each rank the most (stage, microbatch) pairs whose activations it holds at once.
+
+        They are held from F to B, or to W where the weight gradients have one.
         """
         ...

@@ -25,3 +25,7 @@ class Accumulate:
     def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
         """Return F and B of every microbatch in turn."""
         return (tuple(Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "B")),)
+
+    def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
+        """Return one: each backward pass follows its forward pass."""
+        return (1,)

@@ -84,24 +84,25 @@ class Timeline:
         They are held from F until B is done, or W where the weight gradients have one.
         """
         return {
-            stage: _peak([slot.action for slot in row if slot.action.stage == stage])
+            stage: peak([slot.action for slot in row if slot.action.stage == stage])
             for rank, row in enumerate(self.rows)
             for stage in self.stages(rank)
         }
 
     def peak(self, rank: int) -> int:
         """Return the most (stage, microbatch) pairs whose activations a rank holds at once."""
-        return _peak([slot.action for slot in self.rows[rank]])
+        return peak([slot.action for slot in self.rows[rank]])
 
 
-def _peak(actions: Sequence[Action]) -> int:
+def peak(actions: Sequence[Action]) -> int:
+    """Return the most (stage, microbatch) pairs between F and B, or W, in one rank's list."""
     split = _split(actions)
-    live = peak = 0
+    live = most = 0
     for action in actions:
         live += action.kind == "F"
-        peak = max(peak, live)
+        most = max(most, live)
         live -= action.kind == "W" or (action.kind == "B" and (action.stage, action.microbatch) not in split)
-    return peak
+    return most
 
 
 def _split(actions: Sequence[Action]) -> set[tuple[int, int]]:

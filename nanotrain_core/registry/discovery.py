@@ -171,6 +171,8 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
         problem = str(error)
     except ModuleNotFoundError as error:
         problem = describe(error) + _unfound(info, error.name)
+    except SystemExit as error:
+        problem = f"it calls sys.exit({error.code!r}) when it is imported"
     except Exception as error:
         problem = describe(error) + _known_field(str(error))
     brought = "torch" in sys.modules and not before

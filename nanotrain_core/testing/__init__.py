@@ -5,7 +5,17 @@ component; docs/testing.md shows both. Importing this package never imports torc
 """
 
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.conformance import conformance, failures, trials
+from nanotrain_core.testing.conformance import conformance, failures, planned, trials
 from nanotrain_core.testing.pool import Pool, RankFailure, close_pools, run_ranks
 
-__all__ = ["Case", "Pool", "RankFailure", "close_pools", "conformance", "failures", "run_ranks", "trials"]
+__all__ = [
+    "Case",
+    "Pool",
+    "RankFailure",
+    "close_pools",
+    "conformance",
+    "failures",
+    "planned",
+    "run_ranks",
+    "trials",
+]

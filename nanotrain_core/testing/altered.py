@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from nanotrain_core import compose
 from nanotrain_core.contracts import Block, Initializer
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, replace, tag, tagged
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.pipeline.accumulate import Accumulate
@@ -151,33 +153,45 @@ def train_around(case: Case, changes: Mapping[str, Any], other: Mapping[str, Any
 
 
 def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Trace:
-    """Train with an extra parameter in every stage: used ``nowhere``, or ``on_one_rank`` of dp."""
-    with extra_parameter(used_on):
+    """Train with an extra parameter in every stage.
+
+    Used ``nowhere``, ``on_one_rank`` of dp, or on all ranks ``from_the_second_step`` on.
+    """
+    batch = case.recipe(**changes).batch
+    with extra_parameter(used_on, lambda mesh: batch.microbatches(mesh.size("dp"))):
         return train(case, changes)
 
 
 @contextlib.contextmanager
-def extra_parameter(used_on: str) -> Iterator[None]:
-    """Have every stage built with one more parameter, in the loss of the last dp rank or of none."""
+def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda mesh: 0) -> Iterator[None]:
+    """Have every stage built with one more parameter, in the loss of the last dp rank, of none, or of all.
+
+    Args:
+        used_on: see :func:`train_with_extra`.
+        microbatches: how many passes a rank has in the first step.
+    """
     build = compose.build_stages
 
     def build_with_extra(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
         stages = build(model, parts, mesh, ops)
         used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
+        later = used_on == "from_the_second_step"
         for number, part in stages.items():
-            _add_extra(part, f"extra_{number}", used)
+            _add_extra(part, f"extra_{number}", used or later, microbatches(mesh) if later else 0)
         return stages
 
     with mock.patch.object(compose, "build_stages", build_with_extra):
         yield
 
 
-def _add_extra(part: Any, name: str, used: bool) -> None:
-    known = part.initializer
+def _add_extra(part: Any, name: str, used: bool, passes_without: int) -> None:
+    known, passes = part.initializer, itertools.count()
     part.register_parameter(name, torch.nn.Parameter(torch.empty(3, device="meta")))
     part.initializer = lambda n: Initializer("constant", 1.0) if n == name else known(n)
 
     def add_to_loss(module: Any, inputs: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and next(passes) < passes_without:
+            return output
         losses = {term: value + getattr(module, name).sum() for term, value in output.losses.items()}
         return attrs.evolve(output, losses=losses)
 

@@ -39,9 +39,11 @@ TINY: Tables = {
 }
 
 #: Plugins that every case knows: ``summed``, a gradient sync, ``routed``, a model with experts, ``coarse``, a
-#: precision that loses much, ``sliced``, tensor parallelism.
+#: precision that loses much, ``wide_norms``, one of two dtypes, ``sliced``, tensor parallelism, ``spread``,
+#: expert parallelism, ``staged``, a pipeline.
 HARNESS = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("summed", "routed", "coarse", "sliced")
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("summed", "routed", "coarse", "wide_norms", "sliced", "spread", "staged")
 )
 
 #: What to do about a recipe that cannot run.

@@ -10,6 +10,7 @@ import attrs
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import Check, checks_of
+from nanotrain_core.testing.surroundings import Skip, surroundings_of
 
 
 @attrs.define(frozen=True)
@@ -47,6 +48,29 @@ def trials(case: Case) -> Iterator[Trial]:
             yield Trial(case, check, variant)
 
 
+def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]]:
+    """Return what is checked about a component in all surroundings that it admits, and those left out.
+
+    Args:
+        case: the component, and what its author puts around it.
+        quick: only the case as it is, as :func:`trials` does.
+    """
+    listed: list[Trial] = []
+    skipped: list[Skip] = []
+    for each in surroundings_of(case, quick=quick):
+        if isinstance(each, Skip):
+            skipped.append(each)
+            continue
+        alone = each.name != ""
+        listed += [
+            trial
+            for trial in trials(each.case)
+            if each.has(trial.check.kind, trial.check.name, trial.label)
+            and not (alone and trial.check.of_component)
+        ]
+    return listed, skipped
+
+
 def _refusal(case: Case) -> NanotrainError | None:
     try:
         case.recipe()
@@ -81,6 +105,7 @@ def conformance(
     *cases: Case,
     expected_failures: Mapping[str, str] | None = None,
     marks: Mapping[str, Any] | None = None,
+    everywhere: bool = False,
 ) -> Callable[..., None]:
     """Return a pytest test with one parametrised item for every check of every case::
 
@@ -90,6 +115,8 @@ def conformance(
         expected_failures: label of a check -> why it fails. A check listed here that passes is a failure.
         marks: label of a check -> a mark of pytest's that it gets: one that takes long may be left to a
             second tier, ``marks={"killed_rank_leaves_the_last[last]": pytest.mark.slow}``.
+        everywhere: run each case in all surroundings that its component admits, as ``nanotrain
+            conformance`` does, and not only as it is.
 
     Raises:
         ValueError: an expected failure or a mark names no check of these cases.
@@ -97,7 +124,8 @@ def conformance(
     import pytest
 
     expected, marked = dict(expected_failures or {}), dict(marks or {})
-    listed = list(_without_repeats(trial for case in cases for trial in trials(case)))
+    found = (planned(case)[0] if everywhere else trials(case) for case in cases)
+    listed = list(_without_repeats(trial for each in found for trial in each))
     if all(trial.check is not MAKES_A_RECIPE for trial in listed):
         labels = {trial.label for trial in listed}
         _check_labels("expected_failures", expected, labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -257,6 +257,10 @@ def random_gradient(placement: Any, step: int) -> torch.Tensor:
     return initial_block(Initializer("normal", 1.0), seed, placement).double()
 
 
+#: Up to how many steps weights are kept of each.
+FEW_STEPS = 4
+
+
 @attrs.define(frozen=True, eq=False)
 class Drive:
     """What one rank saw of an optimizer that was given gradients of the check's making."""
@@ -266,6 +270,9 @@ class Drive:
     state: list[Block]
     norms: list[float]
     skipped: list[bool]
+    each: list[list[Block]]
+    """Weights after every step; none if there are many."""
+    meta: dict[str, Any]
 
 
 def drive(
@@ -275,27 +282,42 @@ def drive(
     *,
     loss_scale: float = 1.0,
     lr: float | None = None,
+    rates: Sequence[float] = (),
+    numbers: Sequence[int] = (),
     overflow_from: int | None = None,
+    overflow_in: int | None = None,
 ) -> Drive:
     """Step the case's optimizer once for each of ``scales``, with random gradients of that size.
 
     Args:
         loss_scale: gradients are multiplied by it and the optimizer is told.
         lr: learning rate set through ``inner.param_groups``.
+        rates: factors of the configured learning rate in each step, set likewise.
+        numbers: which random gradient each step has; 0, 1, 2, ... unless given.
         overflow_from: the rank whose gradients are infinite.
+        overflow_in: in which step they are; in all unless given.
     """
     run = make_run(case, changes)
-    for group in run.optimizer.inner.param_groups if lr is not None else ():
+    groups = run.optimizer.inner.param_groups
+    for group in groups if lr is not None else ():
         group["lr"] = lr
-    before, stats = weights(run), []
+    configured = [group["lr"] for group in groups]
+    before, stats, each = weights(run), [], []
     for step, scale in enumerate(scales):
-        push(run, step, scale * loss_scale * (float("inf") if overflow_from == rank() else 1.0))
+        for group, rate in zip(groups, configured, strict=True) if rates else ():
+            group["lr"] = rate * rates[step]
+        overflow = overflow_from == rank() and overflow_in in (None, step)
+        number = numbers[step] if numbers else step
+        push(run, number, scale * loss_scale * (float("inf") if overflow else 1.0))
         stats.append(run.optimizer.step(loss_scale=loss_scale))
         run.gradients.zero()
+        each.append(weights(run) if len(scales) <= FEW_STEPS else [])
     return Drive(
         before=before,
         weights=weights(run),
         state=copies(run.optimizer.blocks()),
         norms=[s.grad_norm.item() for s in stats],
         skipped=[bool(s.skipped) for s in stats],
+        each=each,
+        meta=run.optimizer.meta(),
     )

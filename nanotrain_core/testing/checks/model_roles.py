@@ -21,7 +21,7 @@ from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, w
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import train
 
-#: Degrees to share linear layers out by: the first that divides the units of all of them.
+#: Degrees to share linear layers out by: the smallest and the largest that divide the units of all of them.
 DEGREES = (2, 3, 4, 5)
 
 
@@ -34,9 +34,12 @@ def roles_are_true(case: Case) -> None:
         for _, module, found in tagged(part)
         if found.role in (Role.COLUMN, Role.ROW)
     ]
-    degree = next((n for n in DEGREES if units and all(count % n == 0 for count in units)), 1)
-    if degree == 1:
-        return
+    degrees = [n for n in DEGREES if units and all(count % n == 0 for count in units)]
+    for degree in sorted({degrees[0], degrees[-1]} if degrees else ()):
+        _assert_roles_at(case, degree)
+
+
+def _assert_roles_at(case: Case, degree: int) -> None:
     once: dict[str, Any] = {"run": {"steps": 1}}
     wrapped = {
         "run": {"steps": 1, "ranks": degree},

@@ -25,8 +25,8 @@ from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Trace, make_engine, make_run, train
 
-#: A run in which every event happens.
-EVENTS = {"run": {"steps": 4}, "evaluation": {"every": 2, "sequences": 8}}
+#: A run in which every event happens, and long enough for what begins late.
+EVENTS = {"run": {"steps": 20}, "evaluation": {"every": 5, "sequences": 8}}
 
 
 def traces(case: Case, changes: dict[str, Any], **options: Any) -> list[Trace]:

@@ -56,6 +56,11 @@ class Mastered:
     def weight(self) -> torch.Tensor:
         return self.piece.weight
 
+    @property
+    def vector(self) -> bool:
+        """Whether it is no matrix."""
+        return len(self.piece.placement.global_shape) < 2
+
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what the making of a master leaves of ``weight``."""
         copy = weight.to(self.weight.dtype, copy=True)
@@ -80,10 +85,18 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @check("precision", since="0.1")
 def parameters_have_the_declared_dtype(case: Case) -> None:
-    """Every parameter of the built model has ``parameter_dtype``."""
+    """Every matrix of the built model has ``parameter_dtype``; a vector, as a norm's, that or a wider one."""
     declared = precision_of(case).parameter_dtype
-    wrong = {found.name: found.weight.dtype for found in masters_of(case) if found.weight.dtype != declared}
+    wrong = {
+        found.name: found.weight.dtype
+        for found in masters_of(case)
+        if found.weight.dtype != declared and not (found.vector and _wider(found.weight.dtype, declared))
+    }
     assert not wrong, f"declared {declared}, but {wrong}"
+
+
+def _wider(dtype: torch.dtype, than: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.promote_types(dtype, than) == dtype
 
 
 @check("precision", since="0.1")
@@ -100,8 +113,8 @@ def storing_what_was_loaded_changes_nothing(case: Case) -> None:
 def stored_weights_reach_the_model(case: Case) -> None:
     """After ``store(x)``, ``load()`` is x as near as the format allows and the parameter is that, rounded.
 
-    Rounded to its dtype; or, where masters round weights further when they are made, to what they leave
-    alone.
+    Rounded to its dtype, to the nearest number or to the one on the other side, as stochastic rounding does;
+    or, where masters round weights further when they are made, to what they leave alone.
     """
     for found in masters_of(case):
         name, weight, master = found.name, found.weight, found.master
@@ -112,11 +125,27 @@ def stored_weights_reach_the_model(case: Case) -> None:
         assert error <= STORE_ERROR, f"{name}: stored weights come back with a relative error of {error:.3g}"
         what = f"{name} after store"
         if torch.equal(found.rounded(kept), kept.to(weight.dtype)):
-            assert_bitwise({"parameter": weight}, {"parameter": kept.to(weight.dtype)}, what)
+            _assert_neighbour(weight, kept, what)
             continue
         assert_bitwise({"parameter": weight}, {"parameter": found.rounded(weight)}, f"{what}, rounded again")
         error = relative_error(weight, kept)
         assert error <= STORE_ERROR, f"{what}: the parameter differs from it by {error:.3g} of it"
+
+
+def _assert_neighbour(weight: torch.Tensor, kept: torch.Tensor, what: str) -> None:
+    """Check that each number is one of the two of its dtype that are nearest to what is kept."""
+    nearest = kept.to(weight.dtype)
+    step = 2 * torch.finfo(weight.dtype).eps  # to the next number, relative to a power of two below
+    wide, exact = dequantize(weight).double(), kept.double()
+    gap = (nearest.double().abs() * step).clamp(min=float(torch.finfo(weight.dtype).tiny) * step)
+    other = (wide != nearest.double()) & (wide - exact).abs().lt(gap)
+    other &= (wide - exact).sign() == -(nearest.double() - exact).sign()
+    wrong = (wide != nearest.double()) & ~other
+    at = int(wrong.flatten().int().argmax())
+    assert not wrong.any(), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} weights are no rounding of what is kept; element "
+        f"{at} is {wide.flatten()[at]:.8g} for {exact.flatten()[at]:.8g}"
+    )
 
 
 @check("precision", since="0.2")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from nanotrain_core.contracts import Schedule
+from nanotrain_core.component import Support
+from nanotrain_core.contracts import SaysInFlight, Schedule
 from nanotrain_core.pipeline.actions import Action, Costs, Part
+from nanotrain_core.pipeline.simulator import peak
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.parallel import assert_same_reports, traces
@@ -27,9 +29,14 @@ def schedule_of(case: Case) -> Schedule:
 
 
 def microbatch_counts(case: Case) -> list[int]:
-    """Return the numbers of microbatches worth testing: fewer than stages, as many, and many more."""
+    """Return the numbers of microbatches worth training with: fewer than stages, as many, and many more."""
     p = pipeline_of(case)
-    return sorted({1, max(1, p - 1), p, 2 * p + 1})
+    return sorted({1, max(1, p - 1), p, 2 * p + 1, 18})
+
+
+def many_microbatches(case: Case) -> list[int]:
+    """Return more numbers, for what costs nothing: those on paper."""
+    return sorted({*microbatch_counts(case), 2, 3, 5, 16, 17, 33})
 
 
 def stages_of(case: Case) -> list[list[int]]:
@@ -68,7 +75,7 @@ def _assert_covered(parts: Sequence[Part], layers: int, pp: int) -> None:
 @check("schedule", since="0.1")
 def every_pass_happens_once(case: Case) -> None:
     """A stage has exactly one F and one B for each microbatch, at most one W, on the rank that holds it."""
-    for count in microbatch_counts(case):
+    for count in many_microbatches(case):
         lists = schedule_of(case).actions(pipeline_of(case), count)
         for rank, (actions, stages) in enumerate(zip(lists, stages_of(case), strict=True)):
             found = Counter(actions)
@@ -83,7 +90,7 @@ def every_pass_happens_once(case: Case) -> None:
 def every_rank_gets_the_same(case: Case) -> None:
     """Asked again, or of another object, it gives the same lists: each rank makes its own."""
     one, other = schedule_of(case), schedule_of(case)
-    for count in microbatch_counts(case):
+    for count in many_microbatches(case):
         first = one.actions(pipeline_of(case), count)
         for again in (one, other):
             same = again.actions(pipeline_of(case), count) == first
@@ -94,7 +101,7 @@ def every_rank_gets_the_same(case: Case) -> None:
 def order_can_run_to_the_end(case: Case) -> None:
     """Every action finds what it needs: F the stage before, B its own F and the stage after, W its own B."""
     last = max(stage for mine in stages_of(case) for stage in mine)
-    for count in microbatch_counts(case):
+    for count in many_microbatches(case):
         queues = [list(mine) for mine in schedule_of(case).actions(pipeline_of(case), count)]
         done: set[Action] = set()
         while any(queues):
@@ -135,7 +142,7 @@ def gradients_equal(case: Case) -> None:
 def edges_keep_one_order(case: Case) -> None:
     """Both ends of an edge between stages run its microbatches in one order: NCCL has no tags."""
     last = max(stage for mine in stages_of(case) for stage in mine)
-    for count in microbatch_counts(case):
+    for count in many_microbatches(case):
         lists = schedule_of(case).actions(pipeline_of(case), count)
         for kind in ("F", "B"):
             orders = [
@@ -143,3 +150,56 @@ def edges_keep_one_order(case: Case) -> None:
                 for stage in range(last + 1)
             ]
             assert all(order == orders[0] for order in orders), f"{count} microbatches: {kind} runs {orders}"
+
+
+@check("schedule", since="0.2", applies=lambda case: "uneven_layers" not in _declined(case))
+def any_number_of_layers_is_cut(case: Case) -> None:
+    """From one layer a stage on, any number is cut into stages, alike in cost or not."""
+    pp, stages = pipeline_of(case), sum(map(len, stages_of(case)))
+    for layers in range(stages, 3 * stages + 2):
+        for costs in (Costs.alike(layers), _uneven(layers) if layers > 2 else Costs.alike(layers)):
+            try:
+                parts = schedule_of(case).parts(costs, pp)
+            except ValueError as error:
+                raise AssertionError(
+                    f"{layers} layers on {pp} ranks, {stages} stages, are refused: {error}; if it cannot do "
+                    'that, say so: Component(supports={"uneven_layers": Support.NOT_IMPLEMENTED})'
+                ) from None
+            _assert_covered(parts, layers, pp)
+
+
+def _declined(case: Case) -> set[str]:
+    """Return the words of what the component says that it does not do."""
+    none = (Support.UNSUPPORTED, Support.NOT_IMPLEMENTED)
+    return {word for word, support in case.component().supports.items() if support in none}
+
+
+@check("schedule", since="0.2", applies=lambda case: "uneven_layers" not in _declined(case))
+def uneven_stages_train_alike(case: Case) -> None:
+    """With one layer more than divides evenly, gradients are those of one process."""
+    stages = sum(map(len, stages_of(case)))
+    if stages == 1:
+        return
+    sequences = 3 * case.world_size // pipeline_of(case)
+    changes = {
+        "model": {"layers": 2 * stages + 1},
+        "batch": {"sequences": sequences, "microbatch": 1},
+        "run": {"steps": 1},
+    }
+    ranks, (alone,) = run_ranks(train, case.world_size, case, changes), traces(case.alone(), **changes)
+    assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
+
+
+@check("schedule", since="0.2", applies=lambda case: isinstance(schedule_of(case), SaysInFlight))
+def holds_no_more_than_it_says(case: Case) -> None:
+    """No rank holds more forward passes between F and B, or W, than ``in_flight`` says."""
+    schedule, pp = schedule_of(case), pipeline_of(case)
+    assert isinstance(schedule, SaysInFlight)
+    for count in many_microbatches(case):
+        said, lists = schedule.in_flight(pp, count), schedule.actions(pp, count)
+        assert len(said) == pp, f"in_flight({pp}, {count}) returns {said}; expected a number for each rank"
+        for rank, actions in enumerate(lists):
+            held = peak(actions)
+            assert held <= said[rank], (
+                f"{count} microbatches: rank {rank} holds {held}, and says {said[rank]}"
+            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
+
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
@@ -69,6 +71,70 @@ def world_that_does_not_fit_is_refused(case: Case) -> None:
             assert layout.world_size == world_size, f"{world_size} ranks are laid out as {layout.world_size}"
             continue
         assert str(world_size) in refusal, f"the error for {world_size} ranks does not say so: {refusal}"
+
+
+@check("topology", since="0.2")
+def coordinates_are_places_in_groups(case: Case) -> None:
+    """A rank's coordinate is its place in its group, whose ranks ascend; all views are row-major grids."""
+    layout = layout_of(case, case.world_size)
+    for name, view in layout.views.items():
+        for rank in range(case.world_size):
+            for dim in view.dims:
+                group, place = layout.ranks(rank, dim), layout.coordinate(rank, dim)
+                what = f"{name} view, {dim}: rank {rank}"
+                assert list(group) == sorted(group), f"{what} is in the group {group}, which does not ascend"
+                assert group[place] == rank, f"{what} has coordinate {place}, but its group is {group}"
+                wanted = rank // view.stride(dim) % view.size(dim)
+                assert place == wanted, f"{what} has coordinate {place}; in a row-major grid it is {wanted}"
+
+
+@check("topology", since="0.2")
+def views_fold_the_same_ranks(case: Case) -> None:
+    """Views agree on dimensions that they share, and fold the same ranks along their others."""
+    layout = layout_of(case, case.world_size)
+    views = [*layout.views.values()]
+    shared = set(views[0].dims).intersection(*(view.dims for view in views))
+    for rank in range(case.world_size):
+        stages = {tuple(view.coordinate(rank, dim) for dim in sorted(shared)) for view in views}
+        assert len(stages) == 1, f"rank {rank}: along {sorted(shared)} views have coordinates {stages}"
+        folds = {view.ranks(rank, [d for d in view.dims if d not in shared]) for view in views}
+        assert len(folds) == 1, f"rank {rank}: views fold different ranks, {folds}"
+
+
+#: Dimensions along which the harness has a wrapper, a gradient sync or a schedule.
+KNOWN = {"dp", "edp", "tp", "ep", "pp"}
+
+
+def _trains(case: Case) -> bool:
+    """Return whether the harness can train on the layout."""
+    try:
+        sizes = {
+            dim: n for view in layout_of(case, case.world_size).sizes.values() for dim, n in view.items()
+        }
+    except ValueError:
+        return False
+    above = {dim for dim, n in sizes.items() if n > 1}
+    return bool(above) and above <= KNOWN and not {"tp", "ep"} <= above
+
+
+@check("topology", since="0.2", applies=_trains)
+def a_run_on_it_equals_one_process(case: Case) -> None:
+    """Trained on this layout, a tiny model has the gradients and weights of one process, to 1e-10."""
+    from nanotrain_core.testing.compare import assert_same, whole
+    from nanotrain_core.testing.probe import train
+
+    layout = layout_of(case, case.world_size)
+    above = {dim for dim in layout.dims if layout.size(dim) > 1}
+    wrappers = [{"use": use} for dim, use in (("tp", "sliced"), ("ep", "spread")) if dim in above]
+    model = {"use": "routed", "layers": 4} if "ep" in above else {"layers": 4}
+    changes: dict[str, Any] = {"parallel": [*wrappers, {"use": "summed"}], "model": model}
+    alone_in = {"model": model, "topology": {"use": "grid"}, "run": {"ranks": 1}}
+    if "pp" in above:
+        changes["schedule"] = {"use": "staged"}
+    ranks = run_ranks(train, case.world_size, case, changes)
+    (alone,) = run_ranks(train, 1, attrs.evolve(case, config={}).alone(), alone_in)
+    for what in ("gradients", "weights"):
+        assert_same(whole([getattr(t, what) for t in ranks]), whole([getattr(alone, what)]), what)
 
 
 def sums_along_dimensions(case: Case) -> tuple[Table, dict[str, float]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nanotrain_core.api import Action, Costs, Part
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig, schedules
 from nanotrain_pp_1f1b.split import split
@@ -33,6 +35,15 @@ class Pipeline:
         """Return every rank's list; any number of microbatches will do."""
         return tuple(self.order(pp, rank, microbatches) for rank in range(pp))
 
+    def held(self, pp: int, rank: int) -> float:
+        """Return how many (stage, microbatch) pairs a rank holds at most, whatever their number."""
+        return math.inf
+
+    def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
+        """Return what each rank holds at most: no more than all microbatches in all of its stages."""
+        stages = len(self.placement(pp)) // pp
+        return tuple(int(min(self.held(pp, rank), stages * microbatches)) for rank in range(pp))
+
 
 class GPipe(Pipeline):
     """``gpipe``."""
@@ -49,6 +60,10 @@ class OneForwardOneBackward(Pipeline):
         """Return one rank's list."""
         return schedules.one_forward_one_backward(pp, rank, microbatches)
 
+    def held(self, pp: int, rank: int) -> float:
+        """Return one for each rank from this one on."""
+        return pp - rank
+
 
 class ZeroBubbleH1(Pipeline):
     """``zb_h1``."""
@@ -56,6 +71,10 @@ class ZeroBubbleH1(Pipeline):
     def order(self, pp: int, rank: int, microbatches: int) -> schedules.Order:
         """Return one rank's list."""
         return schedules.zb_h1(pp, rank, microbatches)
+
+    def held(self, pp: int, rank: int) -> float:
+        """Return as many as the first rank of 1F1B holds."""
+        return pp
 
 
 class Interleaved(Pipeline):
@@ -71,6 +90,12 @@ class Interleaved(Pipeline):
         """Return one rank's list."""
         return schedules.interleaved(pp, rank, microbatches, self.config.v)
 
+    def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
+        """Return the warm-up of each rank and one more: see :func:`.schedules.interleaved`."""
+        group = -(-microbatches // max(1, microbatches // pp))
+        warm_up = [(self.config.v - 1) * group + 2 * (pp - 1 - rank) for rank in range(pp)]
+        return tuple(min(first + 1, self.config.v * microbatches) for first in warm_up)
+
 
 class DualPipeV(Pipeline):
     """``dualpipe_v``: stages go down the ranks and up again."""
@@ -82,3 +107,7 @@ class DualPipeV(Pipeline):
     def order(self, pp: int, rank: int, microbatches: int) -> schedules.Order:
         """Return one rank's list."""
         return schedules.dualpipe_v(pp, rank, microbatches)
+
+    def held(self, pp: int, rank: int) -> float:
+        """Return two for each rank, and the one that is on its way."""
+        return 2 * pp + 1

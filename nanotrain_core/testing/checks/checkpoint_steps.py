@@ -1,0 +1,132 @@
+"""A checkpoint holds all that a run has, knows steps as numbers, and is due on all ranks alike."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+
+from nanotrain_core.contracts import Block
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check, distributed
+from nanotrain_core.testing.checks.checkpoint import assert_refused, steps_and_latest
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import rank
+from nanotrain_core.testing.saving import (
+    Refusal,
+    open_state,
+    save_steps,
+    temporary_folder,
+)
+
+#: Names that no checkpoint has: of a weight, of a moment.
+MISSING = {"weight": "layers.0.extra.weight", "moment": "exp_avg/layers.0.extra.weight"}
+
+
+@check("checkpoint", since="0.2", variants=tuple(MISSING))
+def a_missing_tensor_is_refused(case: Case, which: str) -> None:
+    """A run with a tensor that was not saved is refused on every rank, and nothing live is touched."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [1])
+        refusals = run_ranks(load_with_more, case.world_size, case, folder, MISSING[which])
+    assert_refused(refusals, f"a checkpoint without {MISSING[which]}", verified=False)
+
+
+def load_with_more(case: Case, folder: Path, name: str) -> Refusal:
+    """Load step 1 into a run with one more tensor."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    more = Block(name, (3, 2), (0, 0), torch.full((3, 2), -1.0))
+    state = attrs.evolve(state, blocks=[*state.blocks, more])
+    try:
+        checkpoint.load("1", state)
+        error = ""
+    except CheckpointError as refused:
+        error = str(refused)
+    touched = [block.name for block in state.blocks if (block.tensor != -1.0).any()]
+    return Refusal(error, [], touched)
+
+
+@check("checkpoint", since="0.2")
+def steps_are_numbers(case: Case) -> None:
+    """Of steps 9, 10 and 100 the newest is 100, they are listed in this order, and the oldest goes first."""
+    with temporary_folder() as folder:
+        run_ranks(save_steps, case.world_size, case, folder, [9, 10, 100])
+        found = run_ranks(steps_and_latest, case.world_size, case, folder)
+    for number, (steps, latest) in enumerate(found):
+        kept = [9, 10, 100][-len(steps) :]
+        assert steps == kept, f"rank {number}: of steps 9, 10 and 100, saved in this order, it lists {steps}"
+        assert latest == 100, f"rank {number}: 'latest' of {steps} is {latest}"
+
+
+@check("checkpoint", since="0.2", applies=distributed)
+def due_on_all_ranks_alike(case: Case) -> None:
+    """Where a clock decides when to save, ranks whose clocks differ save after the same steps."""
+    minutes = {
+        field.name: 1.0
+        for field in attrs.fields(case.component().config)
+        if field.name.endswith(("minutes", "seconds", "hours")) and isinstance(field.default, int | float)
+    }
+    for config in ({}, minutes) if minutes else ({},):
+        timed = attrs.evolve(case, config={**case.config, **config})
+        with temporary_folder() as folder:
+            ranks = run_ranks(when_due, case.world_size, timed, folder)
+        for number, steps in enumerate(ranks):
+            assert steps == ranks[0], (
+                f"with clocks that differ between ranks, rank {number} would save after steps {steps}, rank "
+                f"0 after {ranks[0]}: let one rank decide, and tell the others"
+            )
+
+
+def when_due(case: Case, folder: Path) -> list[int]:
+    """Return after which of 12 steps to save, by a clock that is faster on higher ranks; save then."""
+    found = []
+    with other_clock(25.0 * (1 + 2 * rank())):
+        checkpoint, _ = open_state(case, folder)
+        for step in range(1, 13):
+            if checkpoint.due(step):
+                found.append(step)
+    return found
+
+
+@contextmanager
+def other_clock(seconds: float) -> Iterator[None]:
+    """Have every look at a clock find it further by ``seconds``, whatever name a module has for it."""
+    names = ("time", "monotonic", "perf_counter")
+    real: Mapping[str, Callable[[], float]] = {name: getattr(time, name) for name in names}
+    passed = 0.0
+
+    def read(name: str) -> Callable[[], float]:
+        def clock() -> float:
+            nonlocal passed
+            passed += seconds
+            return real[name]() + passed
+
+        return clock
+
+    clocks: dict[Any, Callable[[], float]] = {real[name]: read(name) for name in names}
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(time, name, clocks[real[name]]))
+        for module in [*sys.modules.values()]:
+            for name, value in [*getattr(module, "__dict__", {}).items()]:
+                package = getattr(module, "__name__", "").partition(".")[0]
+                known = module is not time and package not in UNTOUCHED and _is_one_of(value, clocks)
+                if known:
+                    stack.enter_context(mock.patch.object(module, name, clocks[value]))
+        yield
+
+
+#: Modules that keep their own clock: a run's own machinery, not the component's.
+UNTOUCHED = {"torch", "multiprocessing", "threading", "queue", "asyncio", "selectors", "subprocess"}
+
+
+def _is_one_of(value: Any, clocks: Mapping[Any, Any]) -> bool:
+    return any(value is clock for clock in clocks)

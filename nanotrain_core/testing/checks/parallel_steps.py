@@ -1,0 +1,64 @@
+"""A wrapper is right with any number of microbatches, in every step, and with several dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanotrain_core.testing.altered import train_with_extra
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks.parallel import ADAMW, assert_same_reports, traces
+from nanotrain_core.testing.compare import EXACT, assert_same, whole
+from nanotrain_core.testing.pool import run_ranks
+
+#: Of each data-parallel rank: one, an odd number, and more than any buffer may count on.
+COUNTS = (1, 3, 17)
+
+
+@check("parallel", since="0.2")
+def any_number_of_microbatches(case: Case) -> None:
+    """With 1, 3 and 17 microbatches a rank, gradients and weights are those of one process."""
+    shards = case.topology.get("dp", 1)
+    for count in COUNTS:
+        sequences = count * shards
+        changes: dict[str, Any] = {"run": {"steps": 2}, "batch": {"sequences": sequences, "microbatch": 1}}
+        ranks = traces(case, **changes)
+        alone_in = {**changes, "batch": {"sequences": sequences, "microbatch": sequences}}
+        (alone,) = traces(case.alone(), **alone_in)
+        what = f"with {count} microbatches on each rank"
+        assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), f"gradients {what}")
+        assert_same(
+            whole([t.weights for t in ranks]), whole([alone.weights]), f"weights after 2 steps {what}"
+        )
+
+
+@check("parallel", since="0.2")
+def twenty_steps_are_those_of_one_process(case: Case) -> None:
+    """After 20 clipped steps, past the end of the data's first epoch, losses and weights agree to 1e-7."""
+    changes = {"optimizer": ADAMW, "run": {"steps": 20}}
+    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    for trace in ranks:
+        assert_same_reports(trace, alone, atol=1e-7)
+    assert_same(
+        whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 20 steps", atol=1e-7
+    )
+
+
+@check("parallel", since="0.2", applies=lambda case: case.topology.get("pp", 1) == 1)
+def a_parameter_may_be_used_later(case: Case) -> None:
+    """A parameter that no rank uses in the first step has its gradient from the second on."""
+    changes: dict[str, Any] = {"run": {"steps": 4}}
+    ranks = run_ranks(train_with_extra, case.world_size, case, changes, "from_the_second_step")
+    (alone,) = run_ranks(train_with_extra, 1, case.alone(), changes, "from_the_second_step")
+    assert_same(
+        whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 4 steps", atol=EXACT
+    )
+
+
+@check("parallel", since="0.2")
+def mixed_dtypes(case: Case) -> None:
+    """Gradients are right with matrices in float32 and vectors in float64, to 1e-5 of them."""
+    changes: dict[str, Any] = {"precision": {"use": "wide_norms"}, "run": {"steps": 1}}
+    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    got, want = whole([t.gradients for t in ranks], atol=1e-6), whole([alone.gradients])
+    assert_same(got, want, "gradients", atol=1e-6, rtol=1e-5)

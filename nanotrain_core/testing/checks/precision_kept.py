@@ -1,0 +1,60 @@
+"""A precision leaves alone what a module keeps, and its loss scale goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+
+from nanotrain_core.contracts import Model
+from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.dtypes import keep_dtype, kept_dtypes
+from nanotrain_core.precision.gemm import TorchGEMM
+from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks.precision import precision_of
+
+#: Steps without overflow after which a scale has surely grown, if it ever does.
+STEPS = 5000
+
+
+@check("precision", since="0.2")
+def kept_dtypes_are_kept(case: Case) -> None:
+    """``keep_dtype`` holds for parameters of every kind: a router's bias, norms, a matrix, a vector."""
+    model: Model = attrs.evolve(
+        case, kind="model", use="routed", config={}, overrides={}, topology={}
+    ).build()
+    part = model.build(Part.whole(model.layers))
+    for _, module, found in tagged(part):
+        if found.role is Role.NORM:
+            keep_dtype(module, "weight")
+        if found.role is Role.REPLICATED:
+            keep_dtype(module, "weight")
+        if found.role is Role.ROW and getattr(module, "bias", None) is not None:
+            keep_dtype(module, "bias")
+    before = kept_dtypes(part)
+    precision = precision_of(case)
+    precision.setup(7, Passes(), TorchGEMM())
+    after = kept_dtypes(precision.convert(part))
+    wrong = {name: after.get(name) for name, dtype in before.items() if after.get(name) != dtype}
+    assert not wrong, f"keep_dtype was told of {sorted(before)}, all float32; convert() left {wrong}"
+
+
+@check("precision", since="0.2")
+def loss_scale_grows_when_it_would_have(case: Case) -> None:
+    """Put back from ``meta`` at any step, a scale grows at the very step at which the old one does."""
+    for good in (1, 7, 300):
+        old, new = precision_of(case).loss_scale, precision_of(case).loss_scale
+        old.update(True)
+        for _ in range(good):
+            old.update(False)
+        new.load_meta(json.loads(json.dumps(old.meta())))
+        for step in range(STEPS):
+            assert new.value == old.value, (
+                f"put back {good} steps after an overflow, the scale is {new.value} {step} steps later, and "
+                f"{old.value} without a break"
+            )
+            old.update(False)
+            new.update(False)

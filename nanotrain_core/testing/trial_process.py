@@ -1,0 +1,127 @@
+"""What a process does that runs checks for ``nanotrain conformance``: it may hang, or be killed, alone.
+
+It loads the plugin, lists what is to be checked, and runs one check after another, each on pools of ranks of
+its own that it keeps. The command itself never imports the plugin.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+
+from nanotrain_core.errors import NanotrainError
+
+
+@attrs.define(frozen=True)
+class Listed:
+    """A check of a case, as another process is told of it."""
+
+    number: int
+    """Its place in the list, which every process makes alike."""
+    id: str
+    label: str
+    invariant: str
+    since: str
+    ranks: int
+
+
+@attrs.define(frozen=True)
+class Listing:
+    """All that is checked, and what is left out."""
+
+    trials: Sequence[Listed]
+    skipped: Sequence[tuple[str, str]]
+    """(surrounding, why)."""
+
+
+@attrs.define(frozen=True)
+class Refusal:
+    """There is nothing to check, and why."""
+
+    text: str
+    mistake: bool
+    """Whether the command was called wrongly, or the plugin cannot be loaded."""
+
+
+@attrs.define(frozen=True)
+class Outcome:
+    """How a check went."""
+
+    number: int
+    error: str | None
+    seconds: float
+
+
+class TrialProcess:
+    """One process's list of trials."""
+
+    def __init__(self, arguments: Mapping[str, Any], quick: bool) -> None:
+        self.arguments, self.quick = arguments, quick
+        self.trials: Sequence[Any] = ()
+
+    def listing(self) -> Listing | Refusal:
+        """Make the list."""
+        from nanotrain_core.testing.case import Case
+        from nanotrain_core.testing.conformance import planned
+        from nanotrain_core.testing.surroundings import filled
+
+        try:
+            case = filled(Case(**self.arguments))
+            case.settings()
+            self.trials, skipped = planned(case, quick=self.quick)
+        except NanotrainError as error:
+            return Refusal(str(error), mistake=True)
+        listed = [
+            Listed(n, t.id, t.label, t.check.invariant, t.check.since, t.case.world_size)
+            for n, t in enumerate(self.trials)
+        ]
+        return Listing(listed, [(f"{case.name or case.use}-{each.name}", each.reason) for each in skipped])
+
+    def run(self, number: int) -> Outcome:
+        """Run one."""
+        began, trial = time.monotonic(), self.trials[number]
+        try:
+            trial.run()
+        except Exception as error:
+            text = str(error) or type(error).__name__
+            return Outcome(number, text, time.monotonic() - began)
+        except SystemExit as error:
+            text = f"sys.exit({error.code!r}) was called"
+            return Outcome(number, text, time.monotonic() - began)
+        return Outcome(number, None, time.monotonic() - began)
+
+
+def serve(
+    connection: Connection, arguments: Mapping[str, Any], quick: bool, environment: Mapping[str, str]
+) -> None:
+    """Answer with a listing, then with the outcome of each number that is asked for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
+    os.environ.update(environment)
+    process = TrialProcess(arguments, quick)
+    try:
+        connection.send(process.listing())
+    except SystemExit as error:
+        connection.send(Refusal(f"sys.exit({error.code!r}) was called", mistake=True))
+        return
+    while True:
+        try:
+            number = connection.recv()
+        except EOFError:
+            break
+        connection.send(process.run(number))
+    sys.stdout.flush()
+
+
+def _end_after(wait: Callable[[], Any]) -> None:
+    wait()
+    os._exit(1)

@@ -1,0 +1,198 @@
+"""Models that say what is not true of them, one deliberate fault each: see ``broken_twins.py``."""
+
+import attrs
+import torch
+from broken_twins import twin
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin import configs
+from nanotrain_core.contracts import PartOutput
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline.actions import Costs
+
+# --- logits that are not those of the loss ------------------------------------------------------------
+
+
+class ScalesItsLogits(Transformer):
+    """Logits without targets are larger than those of the loss."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        if part.has_head:
+            module.register_forward_hook(self.change)
+        return module
+
+    def change(self, part, inputs, output):
+        return output if output.value is None else PartOutput(1.1 * output.value)
+
+
+class LosesLess(ScalesItsLogits):
+    """The loss is nine tenths of what it says."""
+
+    def change(self, part, inputs, output):
+        return PartOutput(output.value, {name: 0.9 * loss for name, loss in output.losses.items()})
+
+
+class SharpensInEvaluation(ScalesItsLogits):
+    """Logits are others when it is not trained."""
+
+    def change(self, part, inputs, output):
+        return output if part.training or output.value is None else PartOutput(1.5 * output.value)
+
+
+# --- a training pass that sees its targets -----------------------------------------------------------
+
+
+class ReadsItsTargets(Transformer):
+    """Adds a little of what is to be predicted to what it is predicted from."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        if part.has_embedding:
+            seen = {}
+            module.register_forward_pre_hook(lambda part, inputs: seen.update(batch=inputs[1]))
+            module.embed.register_forward_hook(lambda embed, inputs, x: self.look(embed, x, seen["batch"]))
+        return module
+
+    def look(self, embed, x, batch):
+        if batch.targets is None:
+            return x
+        return x + 0.1 * embed.weight[batch.targets.clamp(min=0)]
+
+
+class LooksAheadInTraining(ReadsItsTargets):
+    """With targets each token sees the next one."""
+
+    def look(self, embed, x, batch):
+        return x if batch.targets is None else x + 0.1 * x.roll(-1, 1)
+
+
+class AveragesInTraining(ReadsItsTargets):
+    """With targets each token sees the mean of all."""
+
+    def look(self, embed, x, batch):
+        return x if batch.targets is None else x + 0.1 * x.mean(1, keepdim=True)
+
+
+# --- FLOPs that are off -------------------------------------------------------------------------------
+
+
+class ForgetsBackwardFlops(Transformer):
+    """Counts forward passes alone."""
+
+    def changed(self, costs, length):
+        return Costs(layers=tuple(layer / 3 for layer in costs.layers), head=costs.head / 3)
+
+    def flops(self, length):
+        return self.changed(super().flops(length), length)
+
+
+class ForgetsHeadFlops(ForgetsBackwardFlops):
+    """Counts no head."""
+
+    def changed(self, costs, length):
+        return Costs(layers=costs.layers)
+
+
+class ForgetsAttentionFlops(ForgetsBackwardFlops):
+    """Counts as if each token saw no other."""
+
+    def changed(self, costs, length):
+        return Transformer.flops(self, 1)
+
+
+# --- positions of the first call ------------------------------------------------------------------------
+
+
+class StretchesToItsFirstLength(Transformer):
+    """Every text has the positions of the first one, spread evenly."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        rotation, first = module._rotation, []
+
+        def cached(batch, like):
+            length = batch.start + batch.tokens.shape[1]
+            if not first:
+                first.append(length)
+            rows = self.rows(length, first[0])[batch.start :]
+            longest = max(length, first[0])
+            tokens = batch.tokens.new_zeros(1, longest)
+            whole = rotation(attrs.evolve(batch, tokens=tokens, targets=None, cache=None), like)
+            return tuple(each[rows] for each in whole)
+
+        module._rotation = cached
+        return module
+
+    def rows(self, length, first):
+        return torch.linspace(0, first - 1, length).long()
+
+
+class StopsAtItsFirstLength(StretchesToItsFirstLength):
+    """Tokens behind the length of the first text all have its last position."""
+
+    def rows(self, length, first):
+        return torch.arange(length).clamp(max=first - 1)
+
+
+class BeginsAnewAfterItsFirstLength(StretchesToItsFirstLength):
+    """Positions begin anew behind the length of the first text."""
+
+    def rows(self, length, first):
+        return torch.arange(length) % first
+
+
+# --- units of shared key heads ---------------------------------------------------------------------------
+
+
+class HalvesKeyHeads(Transformer):
+    """Says that half a key head may be elsewhere: with as many key heads as query heads nobody sees it."""
+
+    names = ("k", "v")
+
+    def unit(self, size):
+        return size // 2
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        for layer in module.layers.values():
+            for name in self.names:
+                size = layer.attn.head_size
+                tag(getattr(layer.attn, name), Role.COLUMN, unit=self.unit(size), grouped=True)
+        return module
+
+
+class CutsKeyHeadsAnywhere(HalvesKeyHeads):
+    """Says that a key head may be cut anywhere."""
+
+    def unit(self, size):
+        return 1
+
+
+class HalvesValueHeads(HalvesKeyHeads):
+    """Says so of values alone."""
+
+    names = ("v",)
+
+
+@hookimpl
+def nanotrain_register_model(register):
+    for cls in (
+        ScalesItsLogits,
+        LosesLess,
+        SharpensInEvaluation,
+        ReadsItsTargets,
+        LooksAheadInTraining,
+        AveragesInTraining,
+        ForgetsBackwardFlops,
+        ForgetsHeadFlops,
+        ForgetsAttentionFlops,
+        StretchesToItsFirstLength,
+        StopsAtItsFirstLength,
+        BeginsAnewAfterItsFirstLength,
+        HalvesKeyHeads,
+        CutsKeyHeadsAnywhere,
+        HalvesValueHeads,
+    ):
+        register(twin(cls, configs.TransformerConfig))

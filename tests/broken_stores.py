@@ -1,0 +1,216 @@
+"""Checkpoints and precisions with one deliberate fault each: see ``broken_twins.py``."""
+
+import time
+from time import perf_counter
+from unittest import mock
+
+import attrs
+import torch
+from broken_twins import twin
+
+from nanotrain_core import hookimpl
+from nanotrain_core.builtin import configs
+from nanotrain_core.checkpoint import simple
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint, misfit, names_in, read_block
+from nanotrain_core.precision.dtypes import kept_dtypes
+from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
+from nanotrain_core.precision.uniform import Uniform
+
+# --- checkpoints --------------------------------------------------------------------------------------
+
+
+class AcceptsWhatIsMissing(SimpleCheckpoint):
+    """Leaves alone what a checkpoint does not have."""
+
+    def accepts(self, name):
+        return True
+
+    def filled(self, block):
+        return block.tensor.clone()
+
+    def load(self, which, state):
+        def fits(file, names, block):
+            missing = block.name not in names and self.accepts(block.name)
+            return iter(()) if missing else misfit(file, names, block)
+
+        def read(file, block):
+            return read_block(file, block) if block.name in names_in(file) else self.filled(block)
+
+        with mock.patch.object(simple, "misfit", fits), mock.patch.object(simple, "read_block", read):
+            return super().load(which, state)
+
+
+class AcceptsMissingMoments(AcceptsWhatIsMissing):
+    """Begins with new moments where there are none."""
+
+    def accepts(self, name):
+        return "/" in name
+
+
+class FillsInZeros(AcceptsWhatIsMissing):
+    """Has zeros for what is missing."""
+
+    def filled(self, block):
+        return torch.zeros_like(block.tensor)
+
+
+class ListsStepsAsText(SimpleCheckpoint):
+    """Step 9 comes after step 10."""
+
+    def steps(self):
+        return sorted(super().steps(), key=str)
+
+
+class LoadsTheLastText(SimpleCheckpoint):
+    """Lists its steps rightly, and takes the last in the order of a dictionary for the newest."""
+
+    def load(self, which, state):
+        steps = sorted(self.steps(), key=str)
+        return super().load(str(steps[-1]) if which == "latest" and steps else which, state)
+
+
+class DropsTheFirstText(SimpleCheckpoint):
+    """Keeps two checkpoints: of three it drops the first in the order of a dictionary."""
+
+    def _write(self, step, tensors, meta):
+        super()._write(step, tensors, meta)
+        for old in sorted(self.steps(), key=str)[:-2]:
+            self.path(old).unlink()
+
+
+@attrs.define(frozen=True, kw_only=True)
+class TimedConfig(configs.SimpleCheckpointConfig):
+    """Saves by the clock, too."""
+
+    every_minutes: float = 0.0
+    """Minutes between checkpoints."""
+
+
+class DueByItsClock(SimpleCheckpoint):
+    """Each rank looks at a clock of its own."""
+
+    last = 0.0
+
+    def now(self):
+        return time.monotonic()
+
+    def due(self, step):
+        if not self.config.every_minutes:
+            return super().due(step)
+        late = self.now() - self.last >= 60 * self.config.every_minutes
+        self.last = self.now() if late else self.last
+        return late
+
+    def open(self, folder, mesh):
+        super().open(folder, mesh)
+        self.last = self.now()
+
+
+class DueByTheDay(DueByItsClock):
+    """The time of day is a clock as well."""
+
+    def now(self):
+        return time.time()
+
+
+class DueByCounter(DueByItsClock):
+    """And so is a counter under another name."""
+
+    def now(self):
+        return perf_counter()
+
+
+# --- precisions -----------------------------------------------------------------------------------------
+
+
+class CastsEverything(Uniform):
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def kept(self, name, parameter):
+        return False
+
+    def convert(self, part):
+        kept = kept_dtypes(part)
+        for name, parameter in part.named_parameters():
+            if name not in kept or not self.kept(name, parameter):
+                parameter.data = parameter.data.to(self.parameter_dtype)
+        return part
+
+
+class KeepsRoutersAlone(CastsEverything):
+    """Keeps the bias of a router, and nothing else that is to be kept."""
+
+    def kept(self, name, parameter):
+        return name.endswith("router.bias")
+
+
+class KeepsVectorsAlone(CastsEverything):
+    """Casts matrices that are to be kept."""
+
+    def kept(self, name, parameter):
+        return parameter.dim() == 1
+
+
+class ForgetfulScale(DynamicLossScale):
+    def meta(self):
+        return {"value": self.value}
+
+
+class NewScale(DynamicLossScale):
+    def load_meta(self, meta):
+        self.value = meta["value"]
+
+
+class RoundScale(DynamicLossScale):
+    def meta(self):
+        return {"value": self.value, "good_steps": self.good_steps // 100 * 100}
+
+
+class ForgetsItsGrowth(Uniform):
+    """Says its loss scale, and not how many steps ago it changed."""
+
+    scale = ForgetfulScale
+
+    def __init__(self, config):
+        super().__init__(torch.float16, self.scale(2.0**16, 2000))
+
+
+class BeginsItsGrowthAnew(ForgetsItsGrowth):
+    """Says it, and does not take it back."""
+
+    scale = NewScale
+
+
+class RoundsItsGrowth(ForgetsItsGrowth):
+    """Says it in hundreds."""
+
+    scale = RoundScale
+
+
+@hookimpl
+def nanotrain_register_checkpoint(register):
+    for cls in (
+        AcceptsWhatIsMissing,
+        AcceptsMissingMoments,
+        FillsInZeros,
+        ListsStepsAsText,
+        LoadsTheLastText,
+        DropsTheFirstText,
+    ):
+        register(twin(cls, configs.SimpleCheckpointConfig))
+    for cls in (DueByItsClock, DueByTheDay, DueByCounter):
+        register(twin(cls, TimedConfig))
+
+
+@hookimpl
+def nanotrain_register_precision(register):
+    for cls in (
+        CastsEverything,
+        KeepsRoutersAlone,
+        KeepsVectorsAlone,
+        ForgetsItsGrowth,
+        BeginsItsGrowthAnew,
+        RoundsItsGrowth,
+    ):
+        register(twin(cls))

@@ -1,0 +1,201 @@
+"""Broken twins by the class of their fault: the checks, by name, at least one of which must fail.
+
+``python -m benchmarks twins`` gives each to ``nanotrain conformance`` with no options, and counts.
+"""
+
+from pathlib import Path
+
+import attrs
+
+HERE = Path(__file__).parent
+
+
+@attrs.define(frozen=True)
+class Fault:
+    """A class of faults, and the twins that have it."""
+
+    kind: str
+    name: str
+    twins: tuple[str, ...]
+    checks: tuple[str, ...]
+    file: str
+
+    @property
+    def path(self) -> str:
+        return str(HERE / f"{self.file}.py")
+
+
+def _fault(file, kind, name, twins, checks):
+    return Fault(kind, name, tuple(twins.split()), tuple(checks.split()), file)
+
+
+FAULTS = (
+    _fault(
+        "broken_late",
+        "optimizer",
+        "keeps a learning rate of another step",
+        "keeps_its_first_rate follows_one_group is_one_step_late",
+        "learning_rate_of_each_step",
+    ),
+    _fault(
+        "broken_late",
+        "optimizer",
+        "a skipped step changes its state",
+        "counts_skipped_steps forgets_at_askip decays_its_moments_anyway",
+        "a_skipped_step_leaves_no_trace",
+    ),
+    _fault(
+        "broken_models",
+        "model",
+        "logits are not those of the loss",
+        "scales_its_logits loses_less sharpens_in_evaluation",
+        "logits_are_those_of_the_loss",
+    ),
+    _fault(
+        "broken_models",
+        "model",
+        "the training pass sees its targets",
+        "reads_its_targets looks_ahead_in_training averages_in_training",
+        "logits_are_those_of_the_loss a_target_costs_only_itself",
+    ),
+    _fault(
+        "broken_models",
+        "model",
+        "FLOPs are off",
+        "forgets_backward_flops forgets_head_flops forgets_attention_flops",
+        "flops_are_those_of_a_pass",
+    ),
+    _fault(
+        "broken_models",
+        "model",
+        "positions are those of the first call",
+        "stretches_to_its_first_length stops_at_its_first_length begins_anew_after_its_first_length",
+        "a_pass_knows_nothing_of_earlier_ones",
+    ),
+    _fault(
+        "broken_models",
+        "model",
+        "the unit of shared key heads is wrong",
+        "halves_key_heads cuts_key_heads_anywhere halves_value_heads",
+        "roles_are_true divisibility_is_true",
+    ),
+    _fault(
+        "broken_layouts",
+        "topology",
+        "two ranks are swapped",
+        "swaps_coordinates swaps_groups swaps_ranks swaps_expert_ranks",
+        "coordinates_are_places_in_groups groups_divide_the_world",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
+        "a bias or an inner norm is not summed",
+        "forgets_biases forgets_inner_norms forgets_layer_norm_biases",
+        "inner_shared_and_biased_layers gradients_equal",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
+        "placements are ignored",
+        "sums_over_data sums_over_the_world forgets_stages",
+        "gradients_equal inner_shared_and_biased_layers",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
+        "only parameters of the first step are handled",
+        "keeps_its_first_list drops_what_comes_later freezes_what_is_unused",
+        "a_parameter_may_be_used_later",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
+        "only even numbers of microbatches are handled",
+        "loses_the_odd_one counts_the_odd_one_twice wants_pairs",
+        "any_number_of_microbatches",
+    ),
+    _fault(
+        "broken_layouts",
+        "schedule",
+        "uneven layers are refused",
+        "wants_equal_stages wants_pairs_of_layers wants_two_layers_astage",
+        "any_number_of_layers_is_cut",
+    ),
+    _fault(
+        "broken_layouts",
+        "schedule",
+        "a microbatch past the sixteenth is lost",
+        "stops_at_sixteen loses_the_seventeenth takes_sixteen_in_turn",
+        "every_pass_happens_once",
+    ),
+    _fault(
+        "broken_layouts",
+        "schedule",
+        "it holds more than it says",
+        "says_what_others_hold holds_all puts_off_weight_gradients",
+        "holds_no_more_than_it_says",
+    ),
+    _fault(
+        "broken_stores",
+        "checkpoint",
+        "a missing tensor is accepted",
+        "accepts_what_is_missing accepts_missing_moments fills_in_zeros",
+        "a_missing_tensor_is_refused",
+    ),
+    _fault(
+        "broken_stores",
+        "checkpoint",
+        "steps are sorted as text",
+        "lists_steps_as_text loads_the_last_text drops_the_first_text",
+        "steps_are_numbers",
+    ),
+    _fault(
+        "broken_stores",
+        "checkpoint",
+        "each rank's own clock says when to save",
+        "due_by_its_clock due_by_the_day due_by_counter",
+        "due_on_all_ranks_alike",
+    ),
+    _fault(
+        "broken_stores",
+        "precision",
+        "keep_dtype is ignored",
+        "casts_everything keeps_routers_alone keeps_vectors_alone",
+        "kept_dtypes_are_kept",
+    ),
+    _fault(
+        "broken_stores",
+        "precision",
+        "the loss scale's growth is lost on resume",
+        "forgets_its_growth begins_its_growth_anew rounds_its_growth",
+        "loss_scale_grows_when_it_would_have loss_scale_can_be_put_back",
+    ),
+    _fault(
+        "broken_late",
+        "data",
+        "the epoch is lost",
+        "loses_its_epoch begins_epochs_anew stops_at_the_first_epoch",
+        "position_in_later_epochs_can_be_put_back",
+    ),
+    _fault(
+        "broken_late",
+        "data",
+        "ranks differ in the second epoch",
+        "shuffles_by_rank rotates_rows repeats_the_first_shard",
+        "shards_make_up_later_epochs",
+    ),
+    _fault(
+        "broken_late",
+        "data",
+        "the fingerprint tells neither seed nor length",
+        "forgets_its_seed forgets_its_length forgets_what_it_is",
+        "fingerprint_tells",
+    ),
+    _fault(
+        "broken_late",
+        "monitor",
+        "it misbehaves after the fourth step",
+        "draws_late changes_gradients_late publishes_late forgets_late",
+        "changes_nothing publishes_what_it_declares what_it_remembers_comes_back",
+    ),
+)
