@@ -31,6 +31,8 @@ CORE_TABLES = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationC
 #: A link's target in Markdown, without its fragment; pictures too.
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
 
+CODE_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
 #: Code is left alone: blocks, and spans in a line.
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -47,13 +49,17 @@ def generated() -> dict[str, str]:
     if missing := sorted({*readmes} - there) + [str(plugin) for plugin in registry.broken]:
         raise RuntimeError(f"not installed, or broken: {', '.join(missing)}; see requirements-dev.txt")
     pages = {f"plugins/{name}.md": plugin_page(name, path, registry) for name, path in readmes.items()}
-    pages |= {f"recipe/{name}.md": table_page(name, registry) for name in (*CORE_TABLES, *KINDS)}
+    schema = recipe_schema(registry)
+    pages |= {f"recipe/{name}.md": table_page(name, registry, schema) for name in (*CORE_TABLES, *KINDS)}
     pages |= {f"commands/{name}.md": page for name, page in command_pages(registry).items()}
-    pages["plugins/index.md"] = _index("Plugins", "One distribution each: `pip install nanotrain-NAME`.", pages)
+    pages["plugins/index.md"] = _index(
+        "Plugins", "One distribution each: `pip install nanotrain-NAME`.", pages
+    )
     pages["recipe/index.md"] = _index(
         "Recipe keys",
-        "Every key of every table that the core and the plugins of this repository have. `nanotrain schema` says the same "
-        "of the plugins that you have installed; [recipes](../recipes.md) says how tables are merged and checked.",
+        "Every key of every table that the core and the plugins of this repository have. `nanotrain schema` "
+        "says the same of the plugins that you have installed; [recipes](../recipes.md) says how tables are "
+        "merged and checked.",
         pages,
     )
     pages["commands/index.md"] = _index("Commands", "`nanotrain COMMAND --help` says the same.", pages)
@@ -79,14 +85,25 @@ def plugin_page(name: str, readme: Path, registry: Registry) -> str:
     """Return a plugin's README, and what it announces."""
     text = relinked(readme.read_text(encoding="utf-8"), readme.parent, ROOT / "docs/plugins").rstrip()
     (plugin,) = (each for each in registry.plugins if each.name == name)
-    lines = ["", "", "## What it announces", "", "| kind | name | what it is | capabilities |", "|---|---|---|---|"]
+    lines = [
+        "",
+        "",
+        "## What it announces",
+        "",
+        "| kind | name | what it is | capabilities |",
+        "|---|---|---|---|",
+    ]
     for kind, component in plugin.components:
         link = f"[`{component.name}`](../recipe/{kind}.md#{anchor(component.name)})"
         lines.append(f"| {kind} | {link} | {component.summary} | {_capabilities(component)} |")
     for command in plugin.commands:
         link = f"[`nanotrain {command.name}`](../commands/{command.name}.md)"
         lines.append(f"| command | {link} | {command.summary} | |")
-    return text + "\n".join(lines) + f"\n\nDistribution `{plugin.distribution}` {plugin.version}, for `nanotrain-core` {plugin.requires_core}.\n"
+    return (
+        text
+        + "\n".join(lines)
+        + f"\n\nDistribution `{plugin.distribution}` {plugin.version}, for `nanotrain-core` {plugin.requires_core}.\n"
+    )
 
 
 def _capabilities(component: Component) -> str:
@@ -106,20 +123,30 @@ def _capabilities(component: Component) -> str:
 # --- recipe keys ----------------------------------------------------------------------------------
 
 
-def table_page(name: str, registry: Registry) -> str:
+def table_page(name: str, registry: Registry, schema: dict[str, Any]) -> str:
     """Return every key of one table of a recipe; of a kind, for each of its components."""
-    schema = recipe_schema(registry)
     if name in CORE_TABLES:
         keys = _keys(name, CORE_TABLES[name], schema["properties"][name], name)
         return "\n".join([f"# [{name}]", "", f"Keys of `[{name}]`.", "", *keys]) + "\n"
     shown = f"[[{name}]]" if name in LISTED_KINDS else f"[{name}]"
-    lines = [f"# {shown}", "", f"Components of this kind, each with its own keys; [how to write one](../kinds/{name}.md).", ""]
+    lines = [
+        f"# {shown}",
+        "",
+        f"Components of this kind, each with its own keys; [how to write one](../kinds/{name}.md).",
+        "",
+    ]
     for use in registry.names(name):
         component, owner = registry.get(name, use), registry.owner(name, use)
-        of = "built in" if owner.name == "builtin" else f"[`{owner.distribution}`](../plugins/{owner.name}.md)"
+        of = (
+            "built in" if owner.name == "builtin" else f"[`{owner.distribution}`](../plugins/{owner.name}.md)"
+        )
         capabilities = _capabilities(component)
         lines += [f'## `use = "{use}"` {{ #{anchor(use)} }}', "", f"{component.summary} ({of}).", ""]
-        lines += [f"It {capabilities}.".replace("It dimensions", "It handles dimensions"), ""] if capabilities else []
+        lines += (
+            [f"It {capabilities}.".replace("It dimensions", "It handles dimensions"), ""]
+            if capabilities
+            else []
+        )
         found = schema["definitions"][f"{name}.{use}"]
         lines += _keys(name, component.config, found, anchor(use)) or ["It has no keys.", ""]
     return "\n".join(lines) + "\n"
@@ -149,14 +176,25 @@ def _type(schema: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"]))
     if "enum" in schema or "const" in schema:
         return " or ".join(_shown(each) for each in schema.get("enum", [schema.get("const")]))
-    words = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "object": "table"}
+    words = {
+        "boolean": "true or false",
+        "integer": "integer",
+        "number": "number",
+        "string": "text",
+        "object": "table",
+    }
     kind = schema.get("type")
     if kind == "array":
         items = schema.get("items", {})
         return f"list of {len(items)} values" if isinstance(items, list) else f"list: {_type(items)}"
     bounds = [
         f"{sign} {schema[key]:g}"
-        for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("exclusiveMaximum", "<"), ("maximum", "<="))
+        for key, sign in (
+            ("minimum", ">="),
+            ("exclusiveMinimum", ">"),
+            ("exclusiveMaximum", "<"),
+            ("maximum", "<="),
+        )
         if key in schema and abs(schema[key]) < 2**31 - 1
     ]
     return " ".join([words.get(str(kind), str(kind or "any value")), ", ".join(bounds)]).strip()
@@ -196,7 +234,9 @@ def command_pages(registry: Registry) -> dict[str, str]:
         parser = parser_of(name, registry)
         of = "built in"
         if name in added:
-            owner = next(p for p in registry.plugins if any(c.name == name and not c.extends for c in p.commands))
+            owner = next(
+                p for p in registry.plugins if any(c.name == name and not c.extends for c in p.commands)
+            )
             of = f"of [`{owner.distribution}`](../plugins/{owner.name}.md)"
         usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
         lines = [f"# nanotrain {name}", "", f"{summary[:1].upper()}{summary[1:]} ({of}).", ""]
@@ -255,7 +295,12 @@ def _wrapped(usage: str) -> str:
 
 def checks_of_kind(kind: str) -> str:
     """Return a table of the conformance checks that components of a kind are held to."""
-    lines = ["## Its conformance checks", "", "Generated from the harness: these, and those of every kind.", ""]
+    lines = [
+        "## Its conformance checks",
+        "",
+        "Generated from the harness: these, and those of every kind.",
+        "",
+    ]
     lines += ["| check | invariant |", "|---|---|"]
     own = {"gradient_sync": "parallel"}.get(kind, kind)
     for each in every_check():
