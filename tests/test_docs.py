@@ -10,8 +10,9 @@ from pathlib import Path
 import attrs
 import pytest
 from command import nanotrain
+from doc_blocks import file_of
 
-from nanotrain_core import hookspecs
+from nanotrain_core import contracts, hookspecs
 from nanotrain_core.cli.metrics import by_group, markdown
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import Exit
@@ -20,6 +21,7 @@ from nanotrain_core.testing import Case, failures, trials
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+KIND_PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/kinds/*.md"))}
 
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("nanotrain_register_")}
 
@@ -28,20 +30,54 @@ def test_there_is_a_hook_for_every_kind_and_one_for_commands():
     assert set(HOOKS) == {f"nanotrain_register_{kind}" for kind in (*KINDS, "command")}
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_every_hook_has_a_heading_with_its_signature(name):
-    signature = ", ".join(inspect.signature(HOOKS[name]).parameters)
-    assert f"### `{name}({signature})`" in PLUGINS
+@pytest.mark.parametrize("kind", [*KINDS, "gradient_sync", "command"])
+def test_every_kind_has_a_page_with_its_hook_contract_example_and_proof(kind):
+    page = KIND_PAGES[kind]
+    for name in re.findall(r"`(nanotrain_register_\w+)\(", page.partition("\n## ")[0]):
+        signature = ", ".join(inspect.signature(HOOKS[name]).parameters)
+        assert f"`{name}({signature})`" in page
+    assert kind == "gradient_sync" or f"nanotrain_register_{kind}(" in page.partition("\n## ")[0]
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert {"Contract", "Example", "Prove it"} <= set(headings)
+    assert "<!-- file: " in page
+    assert f"](kinds/{kind}.md)" in PLUGINS
 
 
-def test_every_field_of_a_component_is_explained():
-    for field in Component.__attrs_attrs__:
-        assert re.search(rf"^\|.*`{field.name}`", PLUGINS, re.MULTILINE), field.name
+CONTRACTS = {
+    "topology": contracts.Topology,
+    "kernels": contracts.Kernels,
+    "model": contracts.Model,
+    "parallel": contracts.Parallel,
+    "gradient_sync": contracts.GradientSync,
+    "precision": contracts.Precision,
+    "optimizer": contracts.Optimizer,
+    "schedule": contracts.Schedule,
+    "checkpoint": contracts.Checkpoint,
+    "data": contracts.Data,
+    "monitor": contracts.Monitor,
+}
+
+
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_the_contract_of_a_page_has_every_method_with_its_arguments(kind):
+    """Methods in tables with their arguments by name; attributes by name."""
+    section = KIND_PAGES[kind].partition("\n## Contract\n")[2]
+    contract = CONTRACTS[kind]
+    members = {*vars(contract), *getattr(contract, "__annotations__", {})}
+    public = {name for name in members if not name.startswith("_")}
+    assert public
+    for name in sorted(public):
+        value = inspect.getattr_static(contract, name, None)
+        assert re.search(rf"`{name}\b", section), name
+        if inspect.isfunction(value):
+            wanted = [each for each in inspect.signature(value).parameters if each != "self"]
+            for told in re.findall(rf"^\|[^|]*`{name}\(([^)`]*)\)`", section, re.MULTILINE) or [""]:
+                assert [word.strip(" .=") for word in told.split(",") if word] == wanted, name
 
 
 def write_example(folder, name, old="", new=""):
     """Write a file of the documentation, ``old`` in it replaced by ``new``; return its path."""
-    (source,) = re.findall(rf"<!-- file: {name} -->\n```python\n(.*?)```", PLUGINS, re.DOTALL)
+    source = file_of(name)
     assert old in source
     (folder / name).write_text(source.replace(old, new))
     return str(folder / name)
@@ -116,10 +152,49 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
         ("data", "counting"),
         pytest.param("kernels", "lean", marks=pytest.mark.full),
         ("monitor", "agreement"),
+        pytest.param("optimizer", "rmsprop", marks=pytest.mark.full),
+        pytest.param("precision", "wide_wgrad", marks=pytest.mark.full),
     ],
 )
 def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     assert failed(Case(kind, use=use, plugins=[write_example(tmp_path, f"{use}.py")])) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "topology", "label"),
+    [
+        ("optimizer", "rmsprop", {}, "resume_is_bit_equal"),
+        ("precision", "wide_wgrad", {}, "every_weight_has_its_gradient"),
+        ("checkpoint", "one_file", {}, "every_bit_comes_back"),
+    ],
+)
+def test_what_an_example_shows_first(tmp_path, kind, use, topology, label):
+    case = Case(kind, use=use, topology=topology, plugins=[write_example(tmp_path, f"{use}.py")])
+    assert failed(case, label) == {}
+
+
+WITH_SUMMED = {"overrides": {"parallel": [{"use": "summed"}]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "topology", "options"),
+    [
+        ("topology", "flat", {"dp": 2, "tp": 2}, {}),
+        pytest.param("schedule", "my_gpipe", {"pp": 2}, {}, marks=pytest.mark.full),
+        pytest.param("optimizer", "rmsprop", {"dp": 2}, WITH_SUMMED, marks=pytest.mark.full),
+        pytest.param("checkpoint", "one_file", {"dp": 2}, WITH_SUMMED, marks=pytest.mark.full),
+    ],
+)
+def test_the_examples_on_several_ranks_pass_every_check(tmp_path, kind, use, topology, options):
+    plugins = [write_example(tmp_path, f"{use}.py")]
+    assert failed(Case(kind, use=use, topology=topology, plugins=plugins, **options)) == {}
+
+
+def test_the_command_of_the_documentation_prints_a_table(tmp_path):
+    plugin = write_example(tmp_path, "keys.py")
+    done = nanotrain("keys", "laptop", "batch", "--plugin", plugin, cwd=tmp_path)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    assert re.search(r"^sequences = \d+$", done.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +242,8 @@ def test_what_to_import_from_where_is_there(door):
 
 
 def test_examples_of_plugins_import_from_there_alone():
-    for block in re.findall(r"```python\n(.*?)```", PLUGINS, re.DOTALL):
+    pages = "\n".join([PLUGINS, *KIND_PAGES.values()])
+    for block in re.findall(r"```python\n(.*?)```", pages, re.DOTALL):
         found = re.findall(r"^\s*(?:from|import) (nanotrain_core[\w.]*)", block, re.MULTILINE)
         assert set(found) <= {*DOORS, "nanotrain_core.testing"}, block
 
@@ -201,14 +277,6 @@ def test_the_architecture_page_has_every_room():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rooms = {path.parent.name for path in ROOT.glob("nanotrain_core/*/__init__.py")}
     assert set(re.findall(r"^\| \[`(\w+)/`\]", text, re.MULTILINE)) == rooms
-
-
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.name
-)
-def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), target
 
 
 if __name__ == "__main__":

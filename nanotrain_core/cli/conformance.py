@@ -180,7 +180,7 @@ def external_service(setup: str | None, teardown: str | None) -> Iterator[None]:
 
 
 def _reason(result: Result, told: set[str]) -> list[str]:
-    """Return the lines to print under a check; what failed others for the same reason was told with them."""
+    """Return the lines to print under a check; what failed others for the same reason stands there."""
     text = "" if result.verdict.value == "skipped" else result.reason
     if text in told:
         return ["for the same reason"]

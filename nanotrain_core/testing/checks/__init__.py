@@ -66,8 +66,13 @@ def distributed(case: Case) -> bool:
     return case.world_size > 1
 
 
-def checks_of(case: Case) -> list[Check]:
-    """Return the checks that apply to a case, those of every kind first."""
+def every_check() -> list[Check]:
+    """Return all checks of all kinds, those of every kind first."""
     for module in iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
-    return [c for kind in ("every", case.kind) for c in _CHECKS if c.kind == kind and c.applies(case)]
+    return sorted(_CHECKS, key=lambda each: each.kind != "every")
+
+
+def checks_of(case: Case) -> list[Check]:
+    """Return the checks that apply to a case, those of every kind first."""
+    return [each for each in every_check() if each.kind in ("every", case.kind) and each.applies(case)]

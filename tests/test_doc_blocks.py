@@ -1,0 +1,313 @@
+"""Every block of code in the documentation does what it shows: recipes load, commands exist, Python runs."""
+
+import importlib.util
+import json
+import re
+import shutil
+from contextlib import chdir
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from command import nanotrain
+from doc_blocks import FENCE, PAGES, ROOT, blocks, commands, file_of
+from safetensors.torch import save_file
+
+from nanotrain_core import RuntimeEngine, api
+from nanotrain_core.api import Role, tag
+from nanotrain_core.api import torch as door
+from nanotrain_core.cli import main
+from nanotrain_core.command import CORE_COMMANDS
+from nanotrain_core.errors import Exit
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.source import find_recipe
+from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing import Case, conformance
+from nanotrain_core.testing.checks import distributed
+
+#: Programs that examples of alerts call, and that a machine need not have.
+STRANGE_PROGRAMS = ("notify-send", "page")
+
+#: What a fragment of a recipe is laid over, where that is not the recipe `laptop`: what is missing there.
+SURROUNDINGS = {
+    "plugins/ep_deepseek/README.md": (
+        'extends = "deepseek_4d_small"\n',
+        ["run.ranks=4", "topology.tp=1", "topology.pp=1", "schedule.use=accumulate"],
+    ),
+    "plugins/fp8_deepseek_v3/README.md": ('extends = "laptop"\n', ["precision.use=fp8_deepseek_v3"]),
+    "plugins/inspect/README.md": ('extends = "laptop"\n', ["run.ranks=9", "batch.sequences=36"]),
+    "plugins/pp_1f1b/README.md": ('extends = "laptop"\n', ["model.layers=8"]),
+    "plugins/zero12/README.md": ('extends = "laptop"\nparallel = []\n', []),
+    "plugins/deepseek/README.md": (
+        "[run]\nsteps = 1\n[batch]\nsequences = 4\nmicrobatch = 1\nlength = 16\n",
+        [],
+    ),
+}
+V3 = ('extends = "deepseek_v3_671b"\n', [])  # whose losses the phases of the page change
+MODEL_FROM_WEIGHTS = '[model]\nuse = "transformer"\nlayers = 2\nwidth = 32\nheads = 4\nvocab = 256\n'
+
+
+def test_every_block_is_one_of_those_that_are_looked_at():
+    """What opens a fence closes it, and no block is in a language that nothing here reads."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text)), page
+    assert {block.language for block in blocks()} == {"python", "toml", "sh", "text"}
+    assert len(blocks("python")) > 30
+    assert len(blocks("sh")) > 40
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("toml") if "[project]" not in block.text], ids=str
+)
+def test_recipes_load(block, tmp_path, monkeypatch):
+    """A fragment is laid over a whole recipe: keys, types, and how components fit together are checked."""
+    for name in STRANGE_PROGRAMS:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    shutil.copy(find_recipe("laptop"), tmp_path / "base.toml")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/model.toml").write_text(MODEL_FROM_WEIGHTS)
+    page = str(block.page.relative_to(ROOT))
+    before, overrides = SURROUNDINGS.get(page, ('extends = "laptop"\n', []))
+    if "model.mtp_weight" in block.text:
+        before, overrides = V3
+    whole = re.search(r"^(extends|\[model\])", block.text, re.MULTILINE)
+    text = block.text + before if whole and "extends" not in before else block.text
+    (tmp_path / "recipe.toml").write_text(text if whole else before + block.text)
+    assert load_recipe(tmp_path / "recipe.toml", overrides=overrides)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+#: Programs of others that a command begins with. What they do with their words is not ours to check.
+OTHERS = {"srun", "torchrun", "kubectl", "sbatch", "git", "echo", "tensorboard", "mkdocs", "./go.sh"}
+
+COMMANDS = [
+    pytest.param(block, words, id=f"{block}:{' '.join(words)[:60]}")
+    for block in blocks("sh")
+    for words in commands(block)
+]
+
+
+@pytest.mark.parametrize(("block", "words"), COMMANDS)
+def test_commands_take_what_they_are_given(block, words, tmp_path, monkeypatch):
+    """Options, their values and the recipes that are named exist; ``-m full`` runs what can run here."""
+    program, *rest = words
+    if program == "srun":
+        program, *rest = rest[1:]
+    if "nanotrain_core.cli" in rest:
+        program, rest = "nanotrain", rest[rest.index("nanotrain_core.cli") + 1 :]
+    if program == "nanotrain":
+        rest = [word for before, word in pairwise(["", *rest]) if word != ">" and before != ">"]
+        write_files(tmp_path)
+        seen = parsed(rest, tmp_path, monkeypatch)
+        word = getattr(seen, "recipe", None)
+        if word and not word.startswith(("my.toml", "mine.toml", "runs/")):
+            with chdir(ROOT):
+                assert find_recipe(word).exists()
+    elif program == "pip":
+        files = [word for before, word in pairwise(rest) if before == "-r"]
+        assert all((ROOT / name).is_file() for name in files)
+    elif program == "python":
+        assert rest[0] == "-m"
+        assert importlib.util.find_spec(rest[1]) or (ROOT / rest[1]).is_dir()
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in rest if not word.startswith("-"))
+    else:
+        assert program in OTHERS
+
+
+def write_files(folder):
+    """Write every file that some page gives in whole."""
+    for block in blocks("python"):
+        if (name := block.marked("file")) is not None:
+            (folder / name).write_text(block.text)
+    (folder / "mine.py").write_text(file_of("lion.py"))
+
+
+def parsed(words, folder, monkeypatch):
+    """Return what the command would be called with: all of ``main``, but for its last line."""
+    name, seen = words[0], []
+    local = [word for before, word in pairwise(words) if before == "--plugin"]
+    with chdir(folder), monkeypatch.context() as patched:
+        registry = load_plugins(local=local)
+        core = name in CORE_COMMANDS
+        modules = [import_module(f"nanotrain_core.cli.{name}") if core else registry.command(name).load()]
+        modules += [] if core else [extension.load() for extension in registry.extensions(name)]
+        for module in modules:
+            patched.setattr(module, "run", lambda args: seen.append(args) or Exit.DONE)
+        assert main(words) == Exit.DONE
+    return seen[0]
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+class Tiny(torch.nn.Module):
+    """A model as a script has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+class Short(RuntimeEngine):
+    """Two steps of what the page says."""
+
+    def fit(self, train_loader, val_loader=None, *, steps):
+        assert steps >= 1000
+        super().fit(train_loader, val_loader, steps=2)
+
+
+def surroundings(block, folder):
+    """Return the names that a fragment is written for, as the text around it introduces them."""
+    loader = [(torch.arange(8).reshape(2, 4) % 8, torch.ones(2, 4, dtype=torch.long))] * 8
+    part = torch.nn.Module()
+    part.up = tag(torch.nn.Linear(4, 4, bias=False), Role.COLUMN)
+    free = {
+        **{name: getattr(api, name) for name in api.__all__},
+        **{name: getattr(door, name) for name in door.__all__},
+        **{"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "attrs": attrs, "Path": Path},
+        **{"Case": Case, "conformance": conformance, "distributed": distributed},
+        "check": lambda *args, **options: (
+            lambda function: function
+        ),  # of the harness: it keeps what it is given
+        **{"model": Tiny(), "train_loader": loader, "val_loader": loader},
+        **{"part": part, "passes": Passes(), "self": SimpleNamespace(passes=Passes())},
+        "config": SimpleNamespace(experts=2, ffn=8, width=4),
+    }
+    free["MyGEMM"] = door.TorchGEMM
+    if "use_gemm(module" in block.text and "WideWgrad" in block.text:
+        free["WideWgrad"] = door.TorchGEMM
+    if block.text.startswith("class Experts"):
+        free["self"] = SimpleNamespace()
+    (folder / "runs/laptop").mkdir(parents=True)
+    losses = {1: 1.0, 2: 0.5}
+    lines = [
+        {"event": "step", "step": n, "time": n, "loss": loss, "losses": {}} for n, loss in losses.items()
+    ]
+    (folder / "runs/laptop/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "runs/x/dumps/step-00001000").mkdir(parents=True)
+    weights = {"layers.0.attn.q.weight": torch.ones(2, 2)}
+    save_file(weights, folder / "runs/x/dumps/step-00001000/gradients.safetensors")
+    return free
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for block in blocks("python")
+        if block.marked("file") is None and block.marked("cannot run here") is None
+    ],
+    ids=str,
+)
+def test_fragments_of_python_run(block, tmp_path, monkeypatch):
+    """Each is executed where the names exist that its text speaks of; scripts train for two steps."""
+    monkeypatch.setattr("nanotrain_core.RuntimeEngine", Short)
+    with chdir(tmp_path):
+        free = surroundings(block, tmp_path)
+        exec(compile(block.text, str(block), "exec"), free)
+    if "history" in free:
+        assert list(free["history"].curves["loss"]) == [(1, 1.0), (2, 0.5)]
+
+
+def test_what_cannot_run_here_says_why_and_who_runs_it():
+    """A marker before a block names the test that does what the block shows."""
+    marked = [block for block in blocks("python") if block.marked("cannot run here") is not None]
+    assert len(marked) <= 1
+    for block in marked:
+        (where,) = re.findall(r"(tests/\w+\.py)", block.marker)
+        assert (ROOT / where).is_file()
+
+
+def test_files_of_pages_are_run_by_the_harness():
+    """Each is somewhere in tests/test_docs.py, with what proves it."""
+    told = (ROOT / "tests/test_docs.py").read_text(encoding="utf-8")
+    for block in blocks("python"):
+        if (name := block.marked("file")) is not None:
+            assert f'"{name}"' in told or f'"{name.removesuffix(".py")}"' in told, name
+
+
+# --- commands, run (-m full) ----------------------------------------------------------------------
+
+#: Why a command of the pages is parsed only, not run: what it begins with, or has in it -> the reason.
+CANNOT_RUN = {
+    "srun": "needs a Slurm cluster",
+    "torchrun": "needs its hosts named",
+    "nanotrain launch": "plugins/launch/tests run it",
+    "--serve": "serves until Ctrl-C; plugins/report/tests run it",
+    "nanotrain top runs/laptop ": "goes on until Ctrl-C; plugins/report/tests run it",
+    "nanotrain chaos": "takes minutes; tests/test_chaos.py runs it",
+    "nanotrain doctor": "measures this machine, and fails on some; plugins/doctor/tests run it",
+    "SmolLM2": "needs downloaded weights; tests/test_convert_llama.py makes some",
+    "--weights llama": "needs downloaded weights; tests/test_convert_run.py makes some",
+    "nanotrain convert SmolLM2": "needs downloaded weights",
+    "nanotrain sample runs/deepseek": "needs that run; tests/test_sample_on_layouts.py makes one",
+    "--prompt -": "reads a pipe; tests/test_sample_command.py writes one",
+    "nanotrain ckpt replay": "needs older checkpoints; tests/test_cli_ckpt.py makes some",
+    "--resume": "is of a run of its own; tests/test_resume_on_layouts.py and others",
+    "nanotrain run recipes/deepseek_4d.toml": "takes 8 ranks; tests/test_recipe_shipped.py runs it",
+    "model:mine": "a component of yours",
+    "data:mine": "a component of yours",
+    "optimizer:mine": "a component of yours",
+    "--step": "needs that step; tests/test_cli_ckpt.py makes some",
+    "--sweep": "plans for minutes; tests/test_plan_sweep.py runs it",
+    "--simulate": "plans for minutes; tests/test_simulator.py runs it",
+}
+
+
+def runnable():
+    """Yield a parameter for each command of ours that is not in :data:`CANNOT_RUN`."""
+    for block in blocks("sh"):
+        for words in commands(block):
+            line = " ".join(words) + " "
+            if words[0] == "nanotrain" and not any(why in line for why in CANNOT_RUN):
+                yield pytest.param(words[1:], id=f"{block}:{line[:60]}")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """Return a folder with what pages speak of: recipes, files of plugins, and finished runs."""
+    folder = tmp_path_factory.mktemp("workplace")
+    write_files(folder)
+    for name in ("my.toml", "mine.toml"):
+        (folder / name).write_text('extends = "laptop"\n[run]\nsteps = 2\n')
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    done = nanotrain("run", "laptop", *SHORT, "--set", "run.folder=runs/laptop", cwd=folder)
+    assert (done.code, done.err) == (Exit.DONE, "")
+    for name in ("mine", "x", "y", "a", "b", "low_lr", "high_lr"):
+        shutil.copytree(folder / "runs/laptop", folder / "runs" / name)
+    return folder
+
+
+#: What a page trains for minutes, a test trains for two steps.
+SHORT = ("--set", "run.steps=2", "--set", "evaluation.every=0", "--set", "evaluation.sequences=4")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", runnable())
+def test_commands_do_what_they_say(words, workplace):
+    if ">" in words:
+        words = words[: words.index(">")]
+    more = SHORT if words[0] == "run" and "--show" not in words else ()
+    done = nanotrain(*words, *more, cwd=workplace)
+    assert done.code == Exit.DONE, done.err
+
+
+def test_reasons_not_to_run_a_command_are_of_commands_that_there_are():
+    lines = "\n".join(" ".join(words) + " " for block in blocks("sh") for words in commands(block))
+    assert [why for why in CANNOT_RUN if why not in lines] == []
