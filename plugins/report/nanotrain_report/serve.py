@@ -115,7 +115,8 @@ def serve(paths: Sequence[Path], port: int) -> int:
     """Serve the report until Ctrl-C or SIGTERM."""
     with Server(paths, port) as server:
         stop = threading.Thread(target=server.shutdown, daemon=True)
-        signal.signal(signal.SIGTERM, lambda *_: stop.start())
+        # It may come several times, as to a process and to its group.
+        signal.signal(signal.SIGTERM, lambda *_: stop.start() if stop.ident is None else None)
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         print(f"{address} follows {', '.join(map(str, paths))}; Ctrl-C ends it", flush=True)
         if sys.stdout.isatty():
