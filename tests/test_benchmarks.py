@@ -12,6 +12,7 @@ from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, Case
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
+from benchmarks.monitors import Turn, compare
 from benchmarks.narrow import CASES as NARROW
 from benchmarks.narrow import Slowdown
 from benchmarks.optimizer import HostTime, milliseconds, ours, torchs
@@ -215,3 +216,17 @@ def test_an_optimizer_must_cost_what_torchs_does_in_the_median(ratios, passed):
     found = HostTime("fp32", 1.0, 1.0, ratios)
     assert found.passed is passed
     assert len(found.row()) == len(found.HEADER)
+
+
+def test_what_monitors_take_is_compared_pair_by_pair_over_all_ranks():
+    """Of two ranks and three pairs: 206 ms of processor time against 200, of which 1.5 go into monitors, 0.5
+    without any."""
+    pair = (Turn(cpu=103.0, wall=60.0, own=1.5), Turn(cpu=100.0, wall=50.0, own=0.5))
+    found = compare("health", [[pair] * 3, [pair] * 3])
+    assert (found.ranks, found.watched, found.alone) == (2, 206.0, 200.0)
+    assert found.own == pytest.approx(1.5 / 103 - 0.5 / 100)
+    assert found.cpu == (1.03,) * 3
+    assert found.wall == (1.2,) * 3
+    assert not found.passed  # by its own time, but every pair says more
+    cheap = (Turn(cpu=100.5, wall=60.0, own=1.0), pair[1])
+    assert compare("health", [[cheap] * 3]).passed

@@ -192,9 +192,8 @@ class Board:
             added, texts = self._agree(sent)
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
             found |= self._decode(added, rest[1 + count :], failed)
-        metrics = self._metrics
-        if texts:
-            metrics = metrics | {name: metric for name, (_, metric) in texts.items()}
+        said = {name: metric for name, (_, metric) in texts.items()}
+        metrics = self._metrics | said if said else self._metrics
         published = frozenset([*found, *texts])
         return MetricsReport(
             step=sent.step,

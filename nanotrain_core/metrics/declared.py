@@ -65,15 +65,11 @@ class Rule:
         >>> [Rule(warn_times=2).judge(x, usual=10) for x in (19, 21)]
         ['good', 'warn']
         """
-        if math.isnan(value) or _outside(value, self.bad_below, self.bad_above):
+        bad = usual is not None and _outside(value, None, self.bad_times, usual)
+        if bad or math.isnan(value) or _outside(value, self.bad_below, self.bad_above):
             return "bad"
-        if usual is not None and _outside(value, None, self.bad_times, usual):
-            return "bad"
-        if _outside(value, self.warn_below, self.warn_above):
-            return "warn"
-        if usual is not None and _outside(value, None, self.warn_times, usual):
-            return "warn"
-        return "good"
+        warn = usual is not None and _outside(value, None, self.warn_times, usual)
+        return "warn" if warn or _outside(value, self.warn_below, self.warn_above) else "good"
 
     def say(self, name: str, value: float, *, usual: float | None = None, where: str = "") -> str:
         """Return what is wrong with ``value``, as a sentence with the number in it.

@@ -140,7 +140,8 @@ class Alerts(Sink):
             time=time.time(),
         )
         state.sent, state.left_out = now, 0
-        self.log.warning("alert", text=alert.text)
+        say = self.log.info if level == "good" else self.log.warning
+        say(f"alert: {alert.text}")
         for problem in deliver(alert, rule.to or self.config.to, self.folder):
             self.log.warning("an alert could not be delivered", problem=problem)
 

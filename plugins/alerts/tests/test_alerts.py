@@ -214,10 +214,8 @@ def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
     assert first == again == ("/hook", "application/json", first[2])
     assert (first[2]["metric"], first[2]["step"]) == ("loss", 1)
     assert (end[2]["event"], end[2]["step"]) == ("end", 4)
-    assert [entry["text"] for entry in logs if entry["event"] == "alert"] == [
-        first[2]["text"],
-        end[2]["text"],
-    ]
+    said = [(each["log_level"], each["event"]) for each in logs if each["event"].startswith("alert: ")]
+    assert said == [("warning", f"alert: {first[2]['text']}"), ("info", f"alert: {end[2]['text']}")]
 
 
 @pytest.mark.parametrize(

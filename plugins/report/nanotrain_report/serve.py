@@ -115,7 +115,12 @@ def serve(paths: Sequence[Path], port: int) -> int:
     """Serve the report until Ctrl-C or SIGTERM."""
     with Server(paths, port) as server:
         stop = threading.Thread(target=server.shutdown, daemon=True)
-        signal.signal(signal.SIGTERM, lambda *_: stop.start())
+
+        def end(*_: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come again, as to a process and its group
+            stop.start()
+
+        signal.signal(signal.SIGTERM, end)
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         print(f"{address} follows {', '.join(map(str, paths))}; Ctrl-C ends it", flush=True)
         if sys.stdout.isatty():

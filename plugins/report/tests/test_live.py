@@ -81,7 +81,8 @@ def test_serving_ends_in_order(tmp_path):
     line = child.stdout.readline()
     port = int(re.search(r"127.0.0.1:(\d+)/", line)[1])
     assert get(("127.0.0.1", port), "/state")[0] == 200
-    child.send_signal(signal.SIGTERM)
+    for _ in range(2):  # as to the process and to its group
+        child.send_signal(signal.SIGTERM)
     _out, err = child.communicate(timeout=20)
     assert (child.returncode, err) == (0, "")
 
