@@ -9,10 +9,11 @@ from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.cli.memory import tell_memory
 from nanotrain_core.compile.eager import explain_compiled
 from nanotrain_core.errors import Exit
-from nanotrain_core.launch.inputs import check_inputs
+from nanotrain_core.launch.inputs import input_problems
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.layout.layout import View
 from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.recipe.load import refuse
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.write import explain
 
@@ -35,11 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what would run. Problems end in a RecipeError; memory that is too small is a warning.
 
+    With ``--hardware`` the memory is told even where data or weights are missing here.
+
     Raises:
-        NanotrainError: there is no such hardware.
+        NanotrainError: there is no such hardware, or data or weights are missing.
     """
     found = resolve(args)
-    check_inputs(found)
+    missing = input_problems(found)
+    if args.explain or not args.hardware:
+        refuse(found.merged, missing)
     check_modules(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
@@ -47,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"# {line}")
         return Exit.DONE
     memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name is told before "ok"
-    print(f"{args.recipe}: ok")
+    print(f"{args.recipe}: {'its data or weights are not right on this machine' if missing else 'ok'}")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")
     for selection in found.recipe.selections():
@@ -55,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     for line in phase_lines(found.recipe):
         print(f"  {line}")
     if memory:
-        print(f"  {'memory':11} {memory}")
+        print(f"  {'memory':11} {memory}", flush=True)
+    refuse(found.merged, missing)  # behind what is known without them
     return Exit.DONE
 
 
