@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
+
+import attrs
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.cli.memory import tell_memory
@@ -15,7 +18,7 @@ from nanotrain_core.layout.layout import View
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.load import refuse
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.recipe.write import explain
+from nanotrain_core.recipe.write import explain, plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +74,15 @@ def phase_lines(recipe: Recipe) -> Iterator[str]:
         told = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
         for key in phase.changes:
             ramp = span.ramps.get(key)
-            told.append(f"{key} {span.values[key]}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
+            told.append(f"{key} {_value(span.values[key])}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
         yield f"{f'phase {number} {phase.name}'.rstrip()}: {', '.join(told)}"
+
+
+def _value(value: Any) -> str:
+    """Return a number as it is, and a table as a recipe has it: ``{factor = 40.0}``."""
+    if not attrs.has(type(value)):
+        return str(value)
+    return f"{{{', '.join(f'{key} = {item}' for key, item in plain(value).items())}}}"
 
 
 def _degrees(view: View) -> str:
