@@ -55,7 +55,7 @@ def recipe_schema(registry: Registry) -> Schema:
 
 
 def _phase(registry: Registry) -> Schema:
-    """Return the schema of ``[[phase]]``: the keys that any component lets it change, as number, ramp or table."""
+    """Return the schema of ``[[phase]]``: keys that components let it change, as number, ramp or table."""
     phase = _table(Phase, without="changes")
     for kind in SECTIONS:
         configs: list[type] = [BatchConfig]
