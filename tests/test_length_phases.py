@@ -12,8 +12,7 @@ from nanotrain_core.errors import CheckpointError, RecipeError
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.tree import BatchConfig
-from nanotrain_core.registry.discovery import PluginArguments, discover
-from nanotrain_core.registry.registry import Registry
+from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -153,12 +152,22 @@ def test_a_checkpoint_has_the_model_of_its_phase(tmp_path, straight):
 
 
 @pytest.mark.full
-def test_compiled_layers_take_the_new_length_and_scale(straight):
+def test_compiled_layers_take_the_new_length():
+    plain = {
+        "run": {"steps": 4, "deterministic": True},
+        "batch": {"sequences": 4, "microbatch": 2, "length": 8},
+        "evaluation": {"sequences": 0},
+        "phase": [
+            {"until_tokens": 64},
+            {"batch": {"length": 16}, "model": {"rope_scaling": {"type": "yarn", "original_length": 8}}},
+        ],
+    }
     changes = {
-        "run": {**BASE["run"], "compile": True, "compile_backend": "aot_eager"},
+        "run": plain["run"] | {"compile": True, "compile_backend": "aot_eager"},
         "kernels": {"use": "torch"},
     }
-    assert_equal(run(ALONE, changes), straight[1], atol=1e-9)
+    model = layout(model="transformer")
+    assert_equal(run(model, plain | changes), run(model, plain), atol=1e-9)
 
 
 LONGER = """
@@ -189,14 +198,13 @@ def nanotrain_register_data(register):
 
 def test_data_of_one_length_are_refused_by_name_before_ranks_start(tmp_path):
     (tmp_path / "counting.py").write_text(COUNTING)
-    registry = Registry(discover(PluginArguments(local=[str(tmp_path / "counting.py")])))
     recipe = SMALL + '[data]\nuse = "counting"\n' + LONGER
     message = (
         r"phase\.1\.batch\.length: data 'counting' of .*counting.* cannot change the length of its "
         r"sequences in a run; expected 16, or data 'synthetic' or 'text'"
     )
     with pytest.raises(RecipeError, match=message):
-        load_recipe(write(tmp_path, recipe), registry=registry)
+        load_recipe(write(tmp_path, recipe), plugins=PluginArguments(local=[str(tmp_path / "counting.py")]))
 
 
 def test_validation_keeps_its_batch_until_the_length_changes():

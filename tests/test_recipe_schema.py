@@ -54,7 +54,8 @@ def test_right_recipes_are_valid(validator, text):
         (SMALL + '[optimizer]\nlr_schedule = {use = "cosin"}\n', "optimizer"),
         (SMALL + "[surprise]\n", None),
         ("[run]\nsteps = 1\n", None),
-        (SMALL + "[[phase]]\nbatch.length = 4\n", "phase"),
+        (SMALL + "[[phase]]\nbatch.width = 4\n", "phase"),
+        (SMALL + "[[phase]]\nbatch.length = { end = 32 }\n", "length"),
         (SMALL + "[[phase]]\noptimizer.lr = { ends = 1e-4 }\n", "lr"),
     ],
 )

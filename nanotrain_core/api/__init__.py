@@ -51,7 +51,7 @@ from nanotrain_core.hf.mapping import (
 )
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 from nanotrain_core.hookspecs import Register, RegisterCommand
-from nanotrain_core.launch.inputs import survey_of, surveys
+from nanotrain_core.launch.inputs import input_problems, survey_of, surveys
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import (
     Role,
@@ -186,6 +186,7 @@ __all__ = [
     "flat_settings",
     "flush",
     "hookimpl",
+    "input_problems",
     "is_of_a_run",
     "is_recipe",
     "is_relative",

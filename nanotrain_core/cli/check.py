@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
+
+import attrs
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.cli.memory import tell_memory
 from nanotrain_core.compile.eager import explain_compiled
 from nanotrain_core.errors import Exit
-from nanotrain_core.launch.inputs import check_inputs
+from nanotrain_core.launch.inputs import input_problems
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.layout.layout import View
 from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.recipe.load import refuse
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.recipe.write import explain
+from nanotrain_core.recipe.write import explain, plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what would run. Problems end in a RecipeError; memory that is too small is a warning.
 
+    With ``--hardware`` the memory is told even where data or weights are missing here.
+
     Raises:
-        NanotrainError: there is no such hardware.
+        NanotrainError: there is no such hardware, or data or weights are missing.
     """
     found = resolve(args)
-    check_inputs(found)
+    missing = input_problems(found)
+    if args.explain or not args.hardware:
+        refuse(found.merged, missing)
     check_modules(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
@@ -47,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"# {line}")
         return Exit.DONE
     memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name fails before "ok"
-    print(f"{args.recipe}: ok")
+    print(f"{args.recipe}: {'its data or weights are not right on this machine' if missing else 'ok'}")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")
     for selection in found.recipe.selections():
@@ -55,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     for line in phase_lines(found.recipe):
         print(f"  {line}")
     if memory:
-        print(f"  {'memory':11} {memory}")
+        print(f"  {'memory':11} {memory}", flush=True)
+    refuse(found.merged, missing)  # behind what is known without them
     return Exit.DONE
 
 
@@ -65,8 +74,15 @@ def phase_lines(recipe: Recipe) -> Iterator[str]:
         told = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
         for key in phase.changes:
             ramp = span.ramps.get(key)
-            told.append(f"{key} {span.values[key]}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
+            told.append(f"{key} {_value(span.values[key])}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
         yield f"{f'phase {number} {phase.name}'.rstrip()}: {', '.join(told)}"
+
+
+def _value(value: Any) -> str:
+    """Return a number as it is, and a table as a recipe has it: ``{factor = 40.0}``."""
+    if not attrs.has(type(value)):
+        return str(value)
+    return f"{{{', '.join(f'{key} = {item}' for key, item in plain(value).items())}}}"
 
 
 def _degrees(view: View) -> str:

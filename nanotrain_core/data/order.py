@@ -70,8 +70,7 @@ class SequenceData:
             fingerprint: readable, and different for any data whose positions mean something else.
         """
         self.longest, self._seed = max(self._expected, length), seed
-        cut = f", sequences of {self.longest}" if self.position_in_tokens else ""
-        self.fingerprint = f"{fingerprint}{cut}, seed {seed}"
+        self.fingerprint = f"{fingerprint}, sequences of {self.longest}, seed {seed}"
         self.position, self._position_length = 0, length
         self.prepare_length(length, train=train, validation=validation)
 

@@ -33,6 +33,11 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
         RecipeError: with one line for every problem, ``file:line: key: what``.
         PluginError: a component's survey is wrong.
     """
+    refuse(found.merged, input_problems(found, weights=weights))
+
+
+def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
+    """Return what of that is missing on this machine, or does not fit: see :func:`check_inputs`."""
     recipe = found.recipe
     survey = survey_of(recipe, found.registry)
     problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(found)]
@@ -41,7 +46,7 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
         problems.append(
             Problem("run.weights", f"{path}: there is no such file or folder{nearby_weights(path)}")
         )
-    refuse(found.merged, problems)
+    return problems
 
 
 def survey_of(recipe: Recipe, registry: Registry) -> Survey:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
-from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable
+from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
 from nanotrain_core.recipe.ranges import Range
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, members, type_schema
@@ -55,19 +55,21 @@ def recipe_schema(registry: Registry) -> Schema:
 
 
 def _phase(registry: Registry) -> Schema:
-    """Return the schema of ``[[phase]]``: the keys that any component lets it change, as number or ramp."""
+    """Return the schema of ``[[phase]]``: keys that components let it change, as number, ramp or table."""
     phase = _table(Phase, without="changes")
     for kind in SECTIONS:
         configs: list[type] = [BatchConfig]
         if kind in KINDS:
             configs = [registry.get(kind, name).config for name in registry.names(kind)]
         tables = [(config, _table(config)["properties"]) for config in configs]
-        known = {name: fields[name] for config, fields in tables for name in changeable(config)}
-        numbers = {
-            name: {"anyOf": [field, _table(Ramp)], "description": field.get("description", "")}
-            for name, field in known.items()
+        values = {
+            name: {"anyOf": [fields[name], _table(Ramp)], "description": fields[name].get("description", "")}
+            if takes_ramp(config, name)
+            else fields[name]
+            for config, fields in tables
+            for name in changeable(config)
         }
-        phase["properties"][kind] = {"type": "object", "properties": numbers, "additionalProperties": False}
+        phase["properties"][kind] = {"type": "object", "properties": values, "additionalProperties": False}
     return phase
 
 

@@ -17,7 +17,9 @@ from nanotrain_core.api import (
     NanotrainError,
     Recipe,
     Registry,
+    Resolution,
     add_recipe_options,
+    input_problems,
     plugin_arguments,
     resolve,
     resolve_recipe,
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     _choose_sizes(args)
     found = resolve(args)
     recipe = found.recipe
-    for text in _notes(args, recipe, found.layout):
+    for text in (*_notes(args, recipe, found.layout), *_missing(found)):
         _tell(text)
     if args.target == "ssh":
         options.setdefault("workdir", str(Path.cwd()))
@@ -129,6 +131,12 @@ def _notes(args: argparse.Namespace, recipe: Recipe, layout: Layout) -> Iterator
         yield f"tp = {width} goes beyond a node of {args.nproc}: its collectives are on the network"
     if recipe.run.hang_timeout >= recipe.run.timeout:
         yield "run.hang_timeout is not below run.timeout: a hang is found without knowing whose"
+
+
+def _missing(found: Resolution) -> Iterator[str]:
+    """Yield what of the recipe's data and weights is missing or does not fit on this machine."""
+    for problem in input_problems(found):
+        yield f"on this machine {problem.key}: {problem.message}; the nodes look for themselves"
 
 
 def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> str:

@@ -89,6 +89,19 @@ def words_of(script):
     return shlex.split(command.replace("\\\n", " "))
 
 
+def test_data_that_is_not_here_is_noted_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    change = ["--set", 'data={use="text",paths=["/cluster/corpus"]}']
+    assert main(["launch", "slurm", "tiny.toml", "--nodes", "2", "--no-plan", *change]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("#!")
+    (note,) = [line for line in err.splitlines() if "data.paths.0" in line]
+    assert note.startswith("nanotrain: note: on this machine data.paths.0: ")
+    assert "/cluster/corpus" in note
+    assert note.endswith("; the nodes look for themselves")
+
+
 def test_a_batch_script_asks_for_what_the_recipe_needs(launch):
     script = launch("slurm", "--option", "partition=gpu", "--option", "time=1-12:00:00")
     options = read_sbatch(script)

@@ -177,6 +177,16 @@ def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, ca
     assert "pip install nanotrain-plan" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
 
 
+def test_check_tells_memory_where_the_data_is_missing(recipe, capsys):
+    words = ["--set", "model.layers=1", "--set", 'data={use="text",paths=["no/such/corpus"]}']
+    assert main(["check", recipe, *words, "--hardware", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert ": ok" not in out
+    assert "usable on cpu" in out.splitlines()[-1]
+    assert "data.paths.0: " in err
+    assert "no/such/corpus" in err
+
+
 def test_check_refuses_hardware_that_nobody_knows(recipe, capsys):
     assert main(["check", recipe, "--set", "model.layers=1", "--hardware", "h10"]) == 2
     out, err = capsys.readouterr()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -162,7 +163,7 @@ def ranks(run: RunFolder, width: int) -> Iterator[RenderableType]:
             peak = quantity(held[rank], memory.unit)
             line = Text("█" * round(20 * held[rank] / memory.peak), style="blue")
         entry = said.get(rank)
-        word = Text(f"{entry['level']}: {entry['event']}" if entry else "", style="yellow")
+        word = Text(f"{entry['level']}: {said_in(entry)}" if entry else "", style="yellow")
         if peak or entry:
             table.add_row(f"rank {rank}", line, peak, word)
     yield Text()
@@ -203,6 +204,15 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
     wrong = [entry for entry in run.log if entry.get("level") in ("error", "critical")]
     if wrong:
         ago = duration(time.time() - stamp(wrong[-1]))
-        yield Text.assemble(
-            ("last error  ", "dim"), (str(wrong[-1]["event"]), "red"), (f", {ago} ago", "dim")
-        )
+        yield Text.assemble(("last error  ", "dim"), (said_in(wrong[-1]), "red"), (f", {ago} ago", "dim"))
+
+
+def said_in(entry: Mapping[str, Any]) -> str:
+    """Return what a line of the log says: of a monitor that failed which one, on which rank and by what."""
+    found = str(entry["event"])
+    if "monitor" not in entry:
+        return found
+    rank = f" on rank {entry['on_rank']}" if "on_rank" in entry else ""
+    trace = str(entry.get("exception") or "").strip().splitlines()
+    why = str(entry.get("error") or (trace[-1] if trace else ""))
+    return f"{entry['monitor']}{rank}: {found}{f' ({why})' if why else ''}"

@@ -142,6 +142,34 @@ def test_top_of_a_run_without_metrics_goes_by_its_log(tmp_path, capsys):
     assert "ended without a word at step 4 of 4" in shown(capsys, str(run.folder))
 
 
+def test_top_names_a_monitor_that_failed(tmp_path, capsys):
+    run = MadeUp(tmp_path / "run", steps=4)
+    run.start()
+    run.step(1)
+    run.write()
+    why = "Traceback (most recent call last):\n  ...\nKeyError: 'loss'"
+    entries = [
+        {"event": "run begins", "step": 0, "level": "info"},
+        {
+            "event": "a monitor failed and the run goes on",
+            "monitor": "Health.on_step",
+            "exception": why,
+            "level": "error",
+        },
+        {
+            "event": "a monitor failed on a rank: what it published until this step is left out",
+            "monitor": "Health",
+            "on_rank": 1,
+            "level": "warning",
+        },
+    ]
+    log = run.folder / "run.log.jsonl"
+    log.write_text("".join(json.dumps({"rank": 0, **entry}) + "\n" for entry in entries))
+    out = shown(capsys, str(run.folder))
+    assert "Health.on_step: a monitor failed and the run goes on (KeyError: 'loss')" in out
+    assert "warning: Health on rank 1: a monitor failed" in out
+
+
 def test_top_lists_what_is_wrong_now_worst_and_causes_first(tmp_path, capsys):
     def ruled(name, group, **limits):
         return Metric(name=name, unit="1", group=group, summary="", rule=Rule(**limits))
