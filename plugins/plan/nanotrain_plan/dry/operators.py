@@ -50,7 +50,8 @@ class Made:
             size, stride, dtype = self.forms[0]
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         found = [
-            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in self.forms
+            torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            for size, stride, dtype in self.forms
         ]
         return self.several(found)
 
