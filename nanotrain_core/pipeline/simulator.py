@@ -132,15 +132,13 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
             while queue:
                 action = queue[-1]
                 key = stage, m = action.stage, action.microbatch
-                start: float | None = clock[rank]
-                for need in _needed(action.kind, stage, m, final):
-                    if need not in done:
-                        start = None
-                        break
+                wanted = _needed(action.kind, stage, m, final)
+                if not all(need in done for need in wanted):
+                    break
+                start = clock[rank]
+                for need in wanted:
                     end, source = done[need]
                     start = max(start, end if source == rank else end + times.p2p)
-                if start is None:
-                    break
                 queue.pop()
                 clock[rank] = start + times.of(action, split=key in split[rank])
                 done[action.kind, stage, m] = clock[rank], rank
