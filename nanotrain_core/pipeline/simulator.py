@@ -8,6 +8,7 @@ first half only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 
@@ -124,18 +125,24 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
     waiting = [list(reversed(actions)) for actions in lists]
     split = [_split(actions) for actions in lists]
     clock = [0.0] * len(lists)
-    done: dict[Action, tuple[float, int]] = {}  # when, and on which rank
+    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when, and on which rank
     rows: list[list[Slot]] = [[] for _ in lists]
     while any(waiting):
         progress = False
         for rank, queue in enumerate(waiting):
-            while queue and all(need in done for need in needs(queue[-1], final)):
-                action = queue.pop()
-                arrivals = [_arrival(done[need], rank, times) for need in needs(action, final)]
-                start = max([clock[rank], *arrivals])
-                both = (action.stage, action.microbatch) in split[rank]
-                clock[rank] = start + times.of(action, split=both)
-                done[action] = clock[rank], rank
+            while queue:
+                action = queue[-1]
+                key = stage, m = action.stage, action.microbatch
+                wanted = _needed(action.kind, stage, m, final)
+                if not all(need in done for need in wanted):
+                    break
+                start = clock[rank]
+                for need in wanted:
+                    end, source = done[need]
+                    start = max(start, end if source == rank else end + times.p2p)
+                queue.pop()
+                clock[rank] = start + times.of(action, split=key in split[rank])
+                done[action.kind, stage, m] = clock[rank], rank
                 rows[rank].append(Slot(action, start, clock[rank]))
                 progress = True
         if not progress:
@@ -144,17 +151,16 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
     return Timeline(tuple(map(tuple, rows)))
 
 
-def _arrival(done: tuple[float, int], rank: int, times: Durations) -> float:
-    end, source = done
-    return end if source == rank else end + times.p2p
-
-
 def needs(action: Action, final: int) -> tuple[Action, ...]:
     """Return what must be done before ``action`` can run; ``final``: number of the last stage."""
-    stage, m = action.stage, action.microbatch
-    if action.kind == "F":
-        return (Action("F", stage - 1, m),) if stage else ()
-    if action.kind == "W":
-        return (Action("B", stage, m),)
-    after = (Action("B", stage + 1, m),) if stage < final else ()
-    return (Action("F", stage, m), *after)
+    return tuple(Action(*need) for need in _needed(action.kind, action.stage, action.microbatch, final))
+
+
+def _needed(kind: str, stage: int, m: int, final: int) -> tuple[tuple[Literal["F", "B"], int, int], ...]:
+    """Return the same as tuples, which are made and hashed faster than actions."""
+    if kind == "F":
+        return (("F", stage - 1, m),) if stage else ()
+    if kind == "W":
+        return (("B", stage, m),)
+    own: tuple[Literal["F", "B"], int, int] = ("F", stage, m)
+    return (own, ("B", stage + 1, m)) if stage < final else (own,)

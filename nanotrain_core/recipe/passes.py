@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
@@ -50,17 +50,20 @@ def expect_each_pass(
 
 
 def _expect_each_once(rank: int, actions: Sequence[Action], stages: set[int], microbatches: int) -> None:
-    found = Counter(actions)
-    passes = [(stage, number) for stage in stages for number in range(microbatches)]
-    wanted = {Action(kind, *each) for kind in ("F", "B") for each in passes}
-    wrong = {
-        "lacks": wanted - found.keys(),
-        "has what is not its own:": found.keys() - wanted - {Action("W", *each) for each in passes},
-        "has more than once": {action for action, times in found.items() if times > 1},
+    passes = [(action.kind, action.stage, action.microbatch) for action in actions]  # which hash faster
+    found = set(passes)
+    each = list(product(stages, range(microbatches)))
+    wanted = {(kind, *one) for kind in ("F", "B") for one in each}
+    wrong: dict[str, set[tuple[Any, ...]]] = {
+        "lacks": wanted - found,
+        "has what is not its own:": found - wanted - {("W", *one) for one in each},
     }
+    if len(found) < len(passes):
+        wrong["has more than once"] = {one for one, times in Counter(passes).items() if times > 1}
     for what, which in wrong.items():
         if which:
-            raise ValueError(f"rank {rank} {what} {min(map(str, which))} (kind, stage, microbatch)")
+            first = min(str(Action(*one)) for one in which)
+            raise ValueError(f"rank {rank} {what} {first} (kind, stage, microbatch)")
 
 
 def _expect_one_order(lists: Sequence[Sequence[Action]]) -> None:

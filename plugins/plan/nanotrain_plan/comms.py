@@ -30,16 +30,16 @@ class AxisTraffic:
     """Seconds of these that no computation hides."""
 
 
-def axis_of(ranks: Sequence[int], layout: Layout) -> str:
+def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
     """Return along which mesh dimensions ranks differ: ``tp``, ``dp``, ``world``, ``pp`` of a message.
 
     A group that is whole in the dense view is told by that view, one of experts by theirs; two stages that
-    exchange a message, or hold one tied parameter, by ``pp``.
+    exchange a message, or hold one tied parameter, by ``pp``. ``of_experts``: the other way round.
     """
-    if len(ranks) == layout.world_size:
+    if not of_experts and len(ranks) == layout.world_size:
         several = [dim for dim in layout.views["dense"].dims if layout.size(dim) > 1]
         return several[0] if len(several) == 1 else "world"
-    for view in layout.views.values():
+    for view in reversed(layout.views.values()) if of_experts else layout.views.values():
         spread = {dim: {view.coordinate(rank, dim) for rank in ranks} for dim in view.dims}
         varying = [dim for dim in view.dims if len(spread[dim]) > 1]
         whole = all(len(spread[dim]) == view.size(dim) for dim in varying if dim != "pp")
@@ -73,14 +73,20 @@ class Links:
 
     def __init__(self, hardware: Hardware, layout: Layout) -> None:
         self.hardware, self.layout = hardware, layout
-        self._axes: dict[tuple[int, ...], str] = {}
+        self._axes: dict[tuple[tuple[int, ...], bool], str] = {}
         self._seconds: dict[Collective, float] = {}
 
     def axis(self, found: Collective) -> str:
-        """Return :func:`axis_of`, remembered."""
-        if found.ranks not in self._axes:
-            self._axes[found.ranks] = axis_of(found.ranks, self.layout)
-        return self._axes[found.ranks]
+        """Return :func:`axis_of`, remembered.
+
+        Of an all-to-all among ranks that are all the data-parallel ones too, it is that of the experts. (gloo
+        makes all-to-alls of gradients, too.)
+        """
+        of_experts = found.op == "all_to_all" and not self.hardware.gloo
+        key = found.ranks, of_experts
+        if key not in self._axes:
+            self._axes[key] = axis_of(found.ranks, self.layout, of_experts=of_experts)
+        return self._axes[key]
 
     def seconds(self, found: Collective) -> float:
         """Return how long a collective takes by itself, remembered."""

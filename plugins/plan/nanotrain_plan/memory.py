@@ -13,6 +13,7 @@ import attrs
 
 from nanotrain_core.api import Action, Recipe
 from nanotrain_plan.budget import offloads_state
+from nanotrain_plan.dry.rank import Sort
 from nanotrain_plan.dry.recorder import Phase, Storage
 from nanotrain_plan.stages import Stages
 
@@ -69,9 +70,13 @@ def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
 
     split = {(a.stage, a.microbatch) for a in stages.actions[pp_rank] if a.kind == "W"}
     kept: dict[tuple[int, int], int] = {}
+    measured: dict[Sort, Phase] = {}
     look(step.around["counts"], "token counts")
     for action in stages.actions[pp_rank]:
-        phase = stages.phase(pp_rank, action)
+        sort = stages.sorts[pp_rank][action]
+        if sort not in measured:
+            measured[sort] = stages.phase(pp_rank, action)
+        phase = measured[sort]
         look(phase, str(action))
         change = phase.after - phase.before
         level += change

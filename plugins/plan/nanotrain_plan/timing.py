@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
@@ -31,11 +32,6 @@ class PhaseTime:
     def total(self) -> float:
         """All of it."""
         return self.gemm + self.attention + self.memory + self.communication + self.host
-
-    def __add__(self, other: PhaseTime) -> PhaseTime:
-        """Add up, kind by kind."""
-        mine, others = attrs.astuple(self), attrs.astuple(other)
-        return PhaseTime(**dict(zip(KINDS, map(sum, zip(mine, others, strict=True)), strict=True)))
 
 
 KINDS = tuple(field.name for field in attrs.fields(PhaseTime))
@@ -88,40 +84,11 @@ def step_time(
     stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None = None
 ) -> StepTime:
     """Simulate a step; ``exposed``: seconds of a phase's collectives, if not of each recorded one."""
-    links = Links(hardware, stages.layout)
-
-    def recorded(phase: Phase) -> float:
-        return sum(links.exposed(found) for found in phase.collectives)
-
-    known_times: dict[int, PhaseTime] = {}
-    seconds = exposed or recorded
-
-    def of(phase: Phase) -> PhaseTime:
-        if id(phase) not in known_times:
-            known_times[id(phase)] = phase_time(phase, hardware, seconds(phase))
-        return known_times[id(phase)]
-
-    times: dict[tuple[str, int], float] = {}
-    busiest = PhaseTime()
-    for pp_rank in range(stages.pp):
-        spent = PhaseTime()
-        known: dict[Sort, PhaseTime] = {}
-        for action in stages.actions[pp_rank]:
-            kind, stage, _, split = stages.sorts[pp_rank][action]
-            sort = kind, stage, 1, split
-            if sort not in known:
-                known[sort] = of(_between(stages, pp_rank, sort))
-                if split or kind == "F" or (kind, stage) not in times:  # of a whole B the W is a part
-                    times[kind, stage] = known[sort].total
-            spent += known[sort]
-        busiest = max(busiest, spent, key=lambda time: time.total)
+    of = _timer(stages, hardware, exposed)
+    times, busiest = _of_actions(stages, of)
     of_actions = durations(times, len(stages.parts))
     timeline = simulate(stages.actions, of_actions)
-    after = max(
-        _after(stages, pp_rank, {key: of(phase).total for key, phase in _around(stages, pp_rank).items()}, of)
-        for pp_rank in range(stages.pp)
-    )
-    pipeline = timeline.makespan
+    after, pipeline = _longest_after(stages, of), timeline.makespan
     return StepTime(
         seconds=pipeline + after,
         pipeline=pipeline,
@@ -130,6 +97,65 @@ def step_time(
         busiest=busiest,
         timeline=timeline,
         durations=of_actions,
+    )
+
+
+def least_time(stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None = None) -> float:
+    """Return the seconds of a step whose busiest pipeline rank never waits."""
+    of = _timer(stages, hardware, exposed)
+    return _of_actions(stages, of)[1].total + _longest_after(stages, of)
+
+
+def _timer(
+    stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None
+) -> Callable[[Phase], PhaseTime]:
+    """Return what gives the time of a phase, and remembers it."""
+    links = Links(hardware, stages.layout)
+
+    def recorded(phase: Phase) -> float:
+        return sum(links.exposed(found) for found in phase.collectives)
+
+    known: dict[int, PhaseTime] = {}
+    seconds = exposed or recorded
+
+    def of(phase: Phase) -> PhaseTime:
+        if id(phase) not in known:
+            known[id(phase)] = phase_time(phase, hardware, seconds(phase))
+        return known[id(phase)]
+
+    return of
+
+
+def _of_actions(
+    stages: Stages, of: Callable[[Phase], PhaseTime]
+) -> tuple[dict[tuple[str, int], float], PhaseTime]:
+    """Return seconds by kind of action and stage, and what the pipeline rank with most to do spends."""
+    times: dict[tuple[str, int], float] = {}
+    busiest = PhaseTime()
+    for pp_rank in range(stages.pp):
+        counts: Counter[Sort] = Counter()
+        for kind, stage, _, split in stages.sorts[pp_rank].values():
+            counts[kind, stage, 1, split] += 1
+        spent = []
+        for sort, count in counts.items():
+            kind, stage, _, split = sort
+            time = of(_between(stages, pp_rank, sort))
+            spent.append((time, count))
+            if split or kind == "F" or (kind, stage) not in times:  # of a whole B the W is a part
+                times[kind, stage] = time.total
+        busiest = max(busiest, _sum(spent), key=lambda time: time.total)
+    return times, busiest
+
+
+def _sum(spent: Iterable[tuple[PhaseTime, int]]) -> PhaseTime:
+    spent = list(spent)
+    return PhaseTime(**{kind: sum(n * getattr(time, kind) for time, n in spent) for kind in KINDS})
+
+
+def _longest_after(stages: Stages, of: Callable[[Phase], PhaseTime]) -> float:
+    return max(
+        _after(stages, pp_rank, {key: of(phase).total for key, phase in _around(stages, pp_rank).items()}, of)
+        for pp_rank in range(stages.pp)
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import lcm
 
 import attrs
 
-from nanotrain_core.api import Action, Costs, Layout, Part, PhaseTimeline, Recipe, Registry, Selection
+from nanotrain_core.api import Costs, Layout, Part, PhaseTimeline, Recipe, Registry, Selection
 from nanotrain_core.api.torch import Model, Schedule
 from nanotrain_plan.blocks.measured import Block, Blocks, stage_of, tell_apart, together
 from nanotrain_plan.blocks.probe import (
@@ -22,14 +21,15 @@ from nanotrain_plan.blocks.probe import (
     single_part,
     take_probe,
 )
+from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
 from nanotrain_plan.comms import Links
-from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe, sorts_of
+from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
 from nanotrain_plan.stages import Kind, Stages, kind_of
-from nanotrain_plan.timing import StepTime, step_time
+from nanotrain_plan.timing import StepTime, least_time, step_time
 
 #: Mesh dimensions whose degrees decide what a block does; the rest only say how often, and over whom it sums.
 WITHIN = ("tp", "cp", "ep", "etp")
@@ -48,6 +48,16 @@ class Estimate:
         return max(rank.peak for rank in self.memory)
 
 
+@attrs.define(frozen=True)
+class Bound:
+    """What a layout takes at least."""
+
+    peaks: tuple[int, ...]
+    """Bytes of each pipeline rank."""
+    seconds: float
+    """Of a step."""
+
+
 class Composer:
     """Estimates layouts on one hardware; remembers the blocks it has measured."""
 
@@ -57,6 +67,7 @@ class Composer:
         self._whole: dict[str, Block] = {}
         self._accumulate = registry.get("schedule", "accumulate").config()
         self._parts: dict[str, tuple[Part, ...]] = {}
+        self._lists: dict[tuple[str, int, int, bool], Lists] = {}
 
     def estimate(self, recipe: Recipe, layout: Layout) -> Estimate:
         """Return memory and time of a checked recipe.
@@ -67,8 +78,23 @@ class Composer:
         stages = self.stages(recipe, layout)
         return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, exposed_seconds))
 
-    def stages(self, recipe: Recipe, layout: Layout) -> Stages:
-        """Return what ranks do in a step of the largest batch: see :func:`dry_stages`."""
+    def bound(self, recipe: Recipe, layout: Layout) -> Bound:
+        """Return what a layout takes at least, without measuring W passes apart.
+
+        Weight gradients that have a pass of their own keep tensors until then, and take no less time there.
+
+        Raises:
+            NotComposable: it must be planned whole.
+        """
+        stages = self.stages(recipe, layout, apart=False)
+        peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
+        return Bound(peaks, least_time(stages, self.hardware, exposed_seconds))
+
+    def stages(self, recipe: Recipe, layout: Layout, *, apart: bool = True) -> Stages:
+        """Return what ranks do in a step of the largest batch: see :func:`dry_stages`.
+
+        ``apart``: whether weight gradients that have a pass of their own are computed there.
+        """
         _expect_independent_layers(recipe)
         recipe = PhaseTimeline(recipe).largest()
         pp = layout.size("pp") if "pp" in layout.dims else 1
@@ -80,9 +106,11 @@ class Composer:
             self._parts[cut] = tuple(schedule.parts(costs, pp))
         parts = self._parts[cut]
         microbatches = recipe.batch.microbatches(layout.size("dp"))
-        actions = tuple(map(tuple, schedule.actions(pp, microbatches)))
-        sorts = [sorts_of(own, microbatches) for own in actions]
-        halves = _halves_of(actions, microbatches)
+        asked = str(recipe.schedule), pp, microbatches, apart
+        if asked not in self._lists:
+            self._lists[asked] = lists_of(schedule, pp, microbatches, apart=apart)
+        actions, sorts = self._lists[asked].actions, self._lists[asked].sorts
+        halves = _halves_of(self._lists[asked], microbatches)
         blocks = together([self._measure(recipe, layout, each, costs) for each in halves])
         whole = self._measure_whole(recipe, layout, halves[0], costs, blocks) if pp == 1 else None
         seconds = Seconds(Links(self.hardware, layout))
@@ -167,13 +195,12 @@ def exposed_seconds(phase: Phase) -> float:
     return phase.exposed
 
 
-def _halves_of(actions: Sequence[Sequence[Action]], microbatches: int) -> list[Halves]:
+def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:
     """Return the probes that have the passes of a schedule, W passes of the first and the last among them."""
-    split = {(a.stage, a.microbatch) for own in actions for a in own if a.kind == "W"}
-    if not split:
+    if not lists.split:
         return [PLAIN]
-    stages = {a.stage for own in actions for a in own}
-    ends = {(stage, m) in split for stage in stages for m in (0, microbatches - 1)}
+    stages = {a.stage for own in lists.actions for a in own}
+    ends = {(stage, m) in lists.split for stage in stages for m in (0, microbatches - 1)}
     return [probe for probe in (MOST_SPLIT, FEW_SPLIT) if probe.ends in ends]
 
 

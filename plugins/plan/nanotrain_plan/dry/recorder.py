@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nanotrain_plan.dry.collectives import Collective, read_collective
+from nanotrain_plan.dry.operators import OPERATORS, OTHER, Cost, Traits, key_of
 from nanotrain_plan.dry.origin import Origin, find_origin
 from nanotrain_plan.dry.values import Values
 
@@ -141,19 +142,42 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note it."""
         kwargs = kwargs or {}
-        name = func._schema.name
-        if name.startswith("c10d::"):
+        traits = OPERATORS.traits(func)
+        if traits.collective:
             return self._collective(func, args, kwargs)
-        if self.values is not None:
-            read = self.values.read(func, args, kwargs)
-            if read is not None:
-                return read
-            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-                return self.values.scalar(args[0])
-        out = func(*args, **kwargs)
-        if self.values is not None:
-            self.values.follow(func, args, kwargs, out)
-        self._note(func, name, args, kwargs, out)
+        if self.values is None:
+            out = func(*args, **kwargs)
+            self._note(func, traits.name, args, kwargs, out)
+            return out
+        read = self.values.read(func, args, kwargs)
+        if read is not None:
+            return read
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self.values.scalar(args[0])
+        out = self._dry(func, traits, args, kwargs)
+        self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _dry(self, func: Any, traits: Traits, args: Any, kwargs: Any) -> Any:
+        """Run an operator on ``meta``, or make what it made of arguments of the same form."""
+        if traits.view:
+            return func(*args, **kwargs)
+        key = key_of(func, args, kwargs) if traits.remembered else None
+        made = None if key is None else OPERATORS.get(key)
+        if made is None:
+            out = func(*args, **kwargs)
+            cost, new = self._note(func, traits.name, args, kwargs, out)
+            if key is not None:
+                OPERATORS.keep(key, traits, out, cost, new=new)
+            return out
+        out = made.again(args)
+        if made.several is not None:
+            for tensor in out:
+                self.take(tensor, traits.name)
+        elif made.forms:
+            self.take(out, traits.name)
+        if made.cost is not None:
+            self._count(made.cost)
         return out
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -167,45 +191,48 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.values.exchanged(func._schema.name.partition("::")[2], args)
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        phase, outputs = self.phase, list(tensors_in(out))
-        new = False
-        for tensor in outputs:
-            if tensor.device.type == self.device:
-                new |= self.take(tensor, name)
-        packet = func._overloadpacket
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> tuple[Cost | None, bool]:
+        """Note what an operator made and did; return that, and whether all that it returned is new."""
+        outputs = list(tensors_in(out))
+        found = [tensor.device.type == self.device and self.take(tensor, name) for tensor in outputs]
+        cost = self._cost(func, name, args, kwargs, out, new=any(found))
+        if cost is not None:
+            self._count(cost)
+        return cost, all(found)
+
+    def _cost(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool) -> Cost | None:
         if name.startswith(_FREE):
-            return
-        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+            return None
+        outputs, inputs = list(tensors_in(out)), [*tensors_in(args), *tensors_in(kwargs)]
+        packet = func._overloadpacket
         if "_scaled_dot_product" in name and "_attention" in name:
-            self._computes("attention", _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
-        elif name == "aten::_grouped_mm":
+            return Cost("attention", _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
+        if name == "aten::_grouped_mm":
             rows, right = args[:2]
             used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
             moved = _dense(rows) + sum(map(_dense, outputs)) + round(_dense(right) * used)
-            self._computes(str(rows.dtype)[6:], 2 * rows.numel() * right.shape[-1], moved)
-        elif packet in flop_registry:
+            return Cost(str(rows.dtype)[6:], 2 * rows.numel() * right.shape[-1], moved)
+        if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]
-            self._computes(kind, flops, sum(map(_dense, (*inputs, *outputs))))
-        elif new or func._schema.is_mutable:
+            return Cost(kind, flops, sum(map(_dense, (*inputs, *outputs))))
+        if new or func._schema.is_mutable:
             mutated = outputs if new else inputs[:1]
-            moved = sum(_dense(t) for t in (*inputs, *mutated) if t.device.type == self.device)
-            phase.moved += moved
-            phase.kernels += 1
-            self._of_module("other", 0, moved)
+            return Cost(OTHER, 0, sum(_dense(t) for t in (*inputs, *mutated) if t.device.type == self.device))
+        return None
 
-    def _computes(self, kind: str, flops: int, moved: int) -> None:
-        """Note a matrix product or attention."""
-        self.phase.gemm_flops[kind] += flops
-        self.phase.kernels += 1
-        self._of_module("attention" if kind == "attention" else "gemm", flops, moved)
-
-    def _of_module(self, kind: str, flops: int, moved: int) -> None:
-        """Note what the module does whose forward runs, if one does."""
+    def _count(self, cost: Cost) -> None:
+        """Add what an operator did to the phase, and to the module whose forward runs, if one does."""
+        phase = self.phase
+        phase.kernels += 1
+        if cost.kind == OTHER:
+            phase.moved += cost.moved
+        else:
+            phase.gemm_flops[cost.kind] += cost.flops
         if self._modules:
-            self.phase.flops_of[self._modules[-1], kind] += flops
-            self.phase.bytes_of[self._modules[-1], kind] += moved
+            kind = cost.kind if cost.kind in (OTHER, "attention") else "gemm"
+            phase.flops_of[self._modules[-1], kind] += cost.flops
+            phase.bytes_of[self._modules[-1], kind] += cost.moved
 
     def take(self, tensor: torch.Tensor, op: str = "") -> bool:
         """Note a tensor's storage; return whether it was not known."""
