@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "2.0"
+VERSION = "2.1"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -166,6 +167,12 @@ def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]
+    if hardware.cores:
+        ranks = min(recipe.run.ranks, hardware.devices_per_node)
+        found.append(
+            f"each rank has {hardware.cores} cores for itself, {ranks * hardware.cores} in all on a host; this "
+            f"machine has {os.cpu_count()}"
+        )
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
     return found
