@@ -27,7 +27,7 @@ def planned(case) -> list[StepRecord]:
 
 
 def planned_peaks(case) -> dict[int, int]:
-    """Return the peak that a plan prints for each pipeline rank, by its first rank; above what is composed."""
+    """Return, by the first rank of each pipeline rank, the planned peak above what is composed."""
     recipe, registry = PhaseTimeline(case.recipe()).largest(), case.registry()
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
     stages = dry_stages(recipe, registry, layout, host=True)

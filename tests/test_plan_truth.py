@@ -15,7 +15,7 @@ LOSSES = 16
 #: Of what is kept: gloo lets go of what it sent when it likes, and with experts it sends much.
 TOLERANCE = {"ep": 0.03, "all": 0.03, "selective": 0.03}
 
-#: Of peak memory. Selective checkpointing's cache is emptied in another order than on `meta`: a plan has too much.
+#: Of peak memory: with selective checkpointing a plan has up to 13% too much.
 PEAK_TOLERANCE = {"selective": 0.15}
 
 DDP = [{"use": "ddp", "bucket_mb": 0.01}]

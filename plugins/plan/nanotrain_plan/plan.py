@@ -170,8 +170,8 @@ def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]
     if hardware.cores:
         ranks = min(recipe.run.ranks, hardware.devices_per_node)
         found.append(
-            f"each rank has {hardware.cores} cores for itself, {ranks * hardware.cores} in all on a host; this "
-            f"machine has {os.cpu_count()}"
+            f"each rank has {hardware.cores} cores for itself, {ranks * hardware.cores} in all on a host; "
+            f"this machine has {os.cpu_count()}"
         )
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")

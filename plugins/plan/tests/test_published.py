@@ -1,4 +1,4 @@
-"""Published runs, planned from recipes in ``published/``: docs/planning.md prints each prediction and its error."""
+"""Published runs, planned from recipes in ``published/``: docs/planning.md prints predictions and errors."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from nanotrain_core.cli import main
 FOLDER = Path(__file__).parent / "published"
 DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 
-#: Recipe, hardware, key of ``time`` in JSON, what was published, how the docs print it, and packages beside this one.
+#: Recipe, hardware, key of ``time`` in JSON, what was published, how the docs print it, other packages.
 RUNS = [
     ("deepseek_v3_h800", "h800_deepseek.toml", "tokens_per_second_per_device", 1542, "{:,.0f} tokens/s",
      ("deepseek", "ep_deepseek", "zero12", "fp8_deepseek_v3", "pp_1f1b")),

@@ -33,7 +33,7 @@ class StepRecord:
     kept: dict[str, int]
     """Bytes that each forward pass leaves behind, those it frees not counted."""
     peak: int
-    """Most bytes alive, on top of those before the first step; of a later one, which finds its buffers there."""
+    """Most bytes alive, above those before the first step; of a later step, which finds its buffers there."""
 
 
 def of_phases(state: dict[str, int], phases: Sequence[Phase]) -> StepRecord:
