@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from nanotrain_plan.dry.real import StepRecord, predict, real_recipe, record_step
+from nanotrain_plan.memory import rank_memory
+from nanotrain_plan.stages import dry_stages
 
+from nanotrain_core.api import PhaseTimeline
 from nanotrain_core.testing import run_ranks
 
 
@@ -21,3 +24,15 @@ def planned(case) -> list[StepRecord]:
     """Return the planned step of each rank."""
     recipe, registry = case.recipe(), case.registry()
     return predict(recipe, registry, registry.build(recipe.topology).layout(recipe.run.ranks))
+
+
+def planned_peaks(case) -> dict[int, int]:
+    """Return, by the first rank of each pipeline rank, the planned peak above what is composed."""
+    recipe, registry = PhaseTimeline(case.recipe()).largest(), case.registry()
+    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    stages = dry_stages(recipe, registry, layout, host=True)
+    found = {}
+    for pp_rank in range(stages.pp):
+        memory, step = rank_memory(stages, pp_rank), stages.step_of(pp_rank)
+        found[step.rank] = memory.peak - sum(step.state.values())
+    return found

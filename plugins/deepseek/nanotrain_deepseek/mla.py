@@ -70,7 +70,9 @@ class LatentAttention(nn.Module):
         kv = self.kv_b(self.kv_a_norm(latent_BSR)).unflatten(-1, (-1, c.nope_size + c.value_size))
         k_BSHN, v_BSHV = kv.split((c.nope_size, c.value_size), dim=-1)
         k_BS1P = self.ops.rope(self.k_shared(rotary_BSP).unsqueeze(2), *cos_sin)
-        return torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1), v_BSHV
+        # A copy of the values: as a view they would keep the keys beside them alive until the backward pass.
+        k_BSHK = torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1)
+        return k_BSHK, v_BSHV.contiguous()
 
     def _attend_to_latents(
         self, q_BSHK: torch.Tensor, latent: torch.Tensor, cos_sin: Rotation, cache: LayerCache

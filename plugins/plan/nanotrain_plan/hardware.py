@@ -98,6 +98,8 @@ class Hardware:
     faster than that waits for it."""
     gloo: bool = False
     """Whether ranks exchange tensors through gloo."""
+    cores: int = attrs.field(default=0, validator=_not_below_zero)
+    """Of a CPU that each rank has for itself, which its peaks are those of; 0 where ranks have a device."""
     peak_tflops: Mapping[str, float]
     achieved: Achieved
     memory: MemoryTraffic

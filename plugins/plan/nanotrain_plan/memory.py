@@ -49,23 +49,50 @@ class Activation:
     bytes: int
     """Of one."""
     count: int
+    recomputable: bool
+    """Whether it is a pointwise function (a cast, SiLU) of one tensor that is kept as well. Eager layers keep
+    both, fused kernels the other one alone, which is how published accounts count."""
 
 
-def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
-    """Walk through a rank's actions."""
+def rank_memory(stages: Stages, pp_rank: int, *, offloaded: bool = False) -> RankMemory:
+    """Walk through a rank's actions.
+
+    ``offloaded``: masters and optimizer state are on the host. A dry run has them on the device, whatever
+    ``optimizer.offload`` says, so ``stages`` cannot tell.
+    """
+    found = _on_device(stages, pp_rank)
+    gone = {"masters": 0, "optimizer": 0} if offloaded else {}
+    moved = sum(found.state[name] for name in gone)
+    return attrs.evolve(
+        found,
+        peak=found.peak - moved,
+        held={**found.held, **gone},
+        state={**found.state, **gone},
+        timeline=[(name, level - moved) for name, level in found.timeline],
+    )
+
+
+def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     step = stages.step_of(pp_rank)
-    base = sum(step.state.values())
-    level, gradients, activations, buffers, flying, most = base, 0, 0, 0, 0, 0
-    peak, where, held, timeline = base, "between steps", dict(step.state), [("", base)]
+    # The first step of a run makes what later ones find there, and the highest peak is that of a later one.
+    buffers = sum(phase.lasting for phase in (*step.measured.values(), *step.around.values()))
+    base = sum(step.state.values()) + buffers
+    level, gradients, activations, flying, most = base, 0, 0, 0, 0
+    peak, where, timeline = base, "between steps", [("", base)]
+    held = {**step.state, "buffers": buffers}
+
+    def change_of(phase: Phase) -> int:
+        return phase.after - phase.before - phase.lasting
 
     def look(phase: Phase, name: str) -> None:
         nonlocal peak, where, held
-        if level + phase.transient > peak:
-            peak, where = level + phase.transient, name
+        transient = max(0, phase.transient - phase.lasting)
+        if level + transient > peak:
+            peak, where = level + transient, name
             # A forward pass peaks with what it keeps for backward in place, or most of it.
-            own = min(phase.transient, phase.after - phase.before) if name[0] == "F" else 0
+            own = min(transient, change_of(phase)) if name[0] == "F" else 0
             held = {**step.state, "activations": activations + own, "buffers": buffers}
-            held["transient"] = phase.transient - own
+            held["transient"] = transient - own
             held["gradients"] = step.state["gradients"] + gradients
 
     split = {(a.stage, a.microbatch) for a in stages.actions[pp_rank] if a.kind == "W"}
@@ -78,7 +105,7 @@ def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
             measured[sort] = stages.phase(pp_rank, action)
         phase = measured[sort]
         look(phase, str(action))
-        change = phase.after - phase.before
+        change = change_of(phase)
         level += change
         key = action.stage, action.microbatch
         if action.kind == "F":
@@ -92,7 +119,7 @@ def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
         else:
             done = kept.pop(key)
             activations -= done
-            left = min(change + done, phase.made)
+            left = min(change + done, phase.made - phase.lasting)
             gradients += left
             buffers += change + done - left
             flying -= 1
@@ -104,10 +131,10 @@ def rank_memory(stages: Stages, pp_rank: int) -> RankMemory:
     ):
         phase = step.around[name]
         look(phase, told)
-        level += phase.after - phase.before
+        level += change_of(phase)
         if name == "sync":
-            gradients += phase.after - phase.before
-    for name in ("activations", "buffers", "transient"):
+            gradients += change_of(phase)
+    for name in ("activations", "transient"):
         held.setdefault(name, 0)
     return RankMemory(
         pp_rank=pp_rank,
@@ -129,12 +156,14 @@ def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:
 
 def activations(stages: Stages, pp_rank: int, stage: int) -> list[Activation]:
     """Return what one microbatch keeps, summed by module, operator, shape and dtype."""
-    alike: Counter[tuple[str, str, tuple[int, ...], str, int]] = Counter()
+    alike: Counter[tuple[str, str, tuple[int, ...], str, int, bool]] = Counter()
     for s in kept_by_forward(stages, pp_rank, stage):
-        alike[s.module, s.op, s.shape, str(s.dtype)[6:], s.bytes] += 1
+        alike[s.module, s.op, s.shape, str(s.dtype)[6:], s.bytes, s.recomputable] += 1
     return [
-        Activation(module=module, op=op, shape=shape, dtype=dtype, bytes=size, count=count)
-        for (module, op, shape, dtype, size), count in alike.items()
+        Activation(
+            module=module, op=op, shape=shape, dtype=dtype, bytes=size, count=count, recomputable=recomputable
+        )
+        for (module, op, shape, dtype, size, recomputable), count in alike.items()
     ]
 
 
@@ -149,14 +178,6 @@ def by_layer(found: Sequence[Activation]) -> dict[str, int]:
 
 
 def all_ranks(stages: Stages, recipe: Recipe) -> Iterator[RankMemory]:
-    """Yield the memory of every pipeline rank, without what ``recipe`` keeps on the host.
-
-    A dry run has it on the device, whatever ``optimizer.offload`` says, so ``stages`` cannot tell.
-    """
-    gone = {"masters": 0, "optimizer": 0} if offloads_state(recipe) else {}
+    """Yield the memory of every pipeline rank's device, without what ``recipe`` keeps on the host."""
     for pp_rank in range(stages.pp):
-        rank = rank_memory(stages, pp_rank)
-        moved = sum(rank.state[name] for name in gone)
-        yield attrs.evolve(
-            rank, peak=rank.peak - moved, held={**rank.held, **gone}, state={**rank.state, **gone}
-        )
+        yield rank_memory(stages, pp_rank, offloaded=offloads_state(recipe))

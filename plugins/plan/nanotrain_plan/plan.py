@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,6 +168,12 @@ def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]
+    if hardware.cores:
+        ranks = min(recipe.run.ranks, hardware.devices_per_node)
+        found.append(
+            f"each rank has {hardware.cores} cores for itself, {ranks * hardware.cores} in all on a host; "
+            f"this machine has {os.cpu_count()}"
+        )
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
     return found

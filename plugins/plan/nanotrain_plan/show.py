@@ -211,6 +211,9 @@ def _activations(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     total = sum(each.bytes * each.count for each in found)
     of = f" of stage {stage}" if len(plan.stages.parts) > 1 else ""
     heading = f"Activations{of}: {size(total)} for each microbatch, kept for backward"
+    again = sum(each.bytes * each.count for each in found if each.recomputable)
+    if again:
+        heading += f"; {size(total - again)} where fused kernels compute casts and activation functions again"
     layers = by_layer(found)
     table = _table("module", "from", "shape", "dtype", "each", "", "in all", left=4)
     for each in largest(found, 8):

@@ -223,3 +223,21 @@ def test_a_page_in_a_missing_folder_is_refused_at_once(command, recipe, tmp_path
 def test_mistakes_are_told_in_a_line(recipe, words, told, capsys):
     assert main(["explain", recipe, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_offloaded_state_and_activations_are_not_counted_on_the_device(tmp_path, capsys):
+    pytest.importorskip("nanotrain_zero12")
+    pytest.importorskip("nanotrain_activation_offload")
+    plain, moved = tmp_path / "plain.toml", tmp_path / "moved.toml"
+    text = TINY.replace('[[parallel]]\nuse = "recompute"\n', '[optimizer]\nuse = "zero12"\n')
+    plain.write_text(text)
+    offload = '[[parallel]]\nuse = "activation_offload"\nmin_mb = 0.0\nkeep = 0\n'
+    moved.write_text(text.replace("[optimizer]", offload + "[optimizer]\noffload = true"))
+    (_, before, _), (_, after, _) = (explained(capsys, str(path)) for path in (plain, moved))
+    kept = [value(each["The order of passes"], "kept") for each in (before, after)]
+    assert 0 < kept[1] < kept[0] / 2
+    texts = [each["text"] for each in after["What is kept of each parameter"]["statements"]]
+    assert any("optimizer state" in each and "are offloaded to the host's memory" in each for each in texts)
+    _, on_cpu, _ = explained(capsys, str(moved), "--on", "cpu")
+    texts = [each["text"] for each in on_cpu["What is kept of each parameter"]["statements"]]
+    assert not any("offloaded" in each for each in texts)

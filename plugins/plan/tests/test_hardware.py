@@ -1,7 +1,12 @@
 """Hardware files: those that are shipped, and what is said of wrong ones."""
 
+import json
+import os
+
 import pytest
 from nanotrain_plan.hardware import HardwareError, find_hardware, read_hardware, shipped
+
+from nanotrain_core.cli import main
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -44,3 +49,17 @@ def test_a_wrong_file_is_told_by_key(tmp_path, old, new, told):
     with pytest.raises(HardwareError, match=told) as caught:
         read_hardware(path)
     assert "mine.toml" in str(caught.value)
+
+
+def test_a_plan_for_cpus_says_how_many_cores_it_assumes(tmp_path, capsys):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        "[run]\nsteps = 2\n[batch]\nsequences = 4\nmicrobatch = 1\nlength = 16\n"
+        '[model]\nuse = "transformer"\nlayers = 1\nwidth = 32\nheads = 2\nvocab = 64\n'
+        '[data]\nuse = "synthetic"\nvocab = 64\n'
+    )
+    assert main(["plan", str(path), "--hardware", "cpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["hardware"]["cores"] == 8
+    said = f"each rank has 8 cores for itself, 8 in all on a host; this machine has {os.cpu_count()}"
+    assert said in plan["assumptions"]

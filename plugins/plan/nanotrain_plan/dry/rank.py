@@ -223,6 +223,7 @@ def dry_rank(
         first = len(recorder.phases)
         step.run(sampled, forward_first=not every_microbatch)
         recorder.enter("end")
+        recorder.settle(first)
     phases = {phase.name: phase for phase in recorder.phases[first:]}
     measured: dict[Sort, Phase] = {}
     for action in step.executor_actions:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanotrain_core.api import Action, Layout, Recipe, Registry, Role, Selection, tagged
+from nanotrain_core.api import Action, Layout, PhaseTimeline, Recipe, Registry, Role, Selection, tagged
 from nanotrain_core.api.torch import Routing, Run, RuntimeEngine, share_of
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.rank import RecordedExecutor, dry_rank, dry_recipe, held_by, survey
@@ -32,6 +32,8 @@ class StepRecord:
     """In order, each with its action or what of a step it belongs to: ``counts``, ``F0.1``, ``after``."""
     kept: dict[str, int]
     """Bytes that each forward pass leaves behind, those it frees not counted."""
+    peak: int
+    """Most bytes alive, above those before the first step; of a later step, which finds its buffers there."""
 
 
 def of_phases(state: dict[str, int], phases: Sequence[Phase]) -> StepRecord:
@@ -44,15 +46,26 @@ def of_phases(state: dict[str, int], phases: Sequence[Phase]) -> StepRecord:
             for each in phase.collectives
         ],
         kept={p.name: sum(storage.bytes for storage in p.kept) for p in phases if p.name[0] == "F"},
+        peak=_highest(phases) - sum(state.values()),
     )
+
+
+def _highest(phases: Sequence[Phase]) -> int:
+    """Return the most bytes alive in a later step than the one that made what lasts."""
+    there = sum(phase.lasting for phase in phases)
+    most = 0
+    for phase in phases:
+        most = max(most, there + phase.before, there + phase.peak - phase.lasting)
+        there -= phase.lasting
+    return most
 
 
 # --- predicted ------------------------------------------------------------------------------------
 
 
 def predict(recipe: Recipe, registry: Registry, layout: Layout) -> list[StepRecord]:
-    """Return a step of every rank as a plan has it: on CPUs, with all microbatches."""
-    recipe = dry_recipe(recipe, registry, host=True)
+    """Return a step of every rank as a plan has it: on CPUs, with the largest batch and all microbatches."""
+    recipe = dry_recipe(PhaseTimeline(recipe).largest(), registry, host=True)
     pp, stride = (layout.size("pp"), layout.view(["pp"]).stride("pp")) if "pp" in layout.dims else (1, 0)
     told = survey(recipe, registry, [n * stride for n in range(pp)], host=True) if pp > 1 else []
     values, found = Values(), []

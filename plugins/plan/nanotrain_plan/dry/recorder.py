@@ -28,6 +28,11 @@ from nanotrain_plan.dry.values import Values
 #: Views and allocations: neither computes.
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
 
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
+
+#: Pointwise functions of one tensor: a fused kernel computes their results again from what they were made of.
+POINTWISE = ("aten::_to_copy", "aten::silu", "aten::gelu", "aten::relu")
+
 
 @attrs.define(eq=False)
 class Storage:
@@ -39,6 +44,10 @@ class Storage:
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    source: Storage | None = None
+    """What it is a :data:`POINTWISE` function of."""
+    recomputable: bool = False
+    """Whether :attr:`source` was alive at the end of the phase."""
 
 
 @attrs.define(eq=False)
@@ -55,6 +64,9 @@ class Phase:
     """Made here and alive at its end."""
     made: int = 0
     """Bytes of :attr:`kept`."""
+    lasting: int = 0
+    """Of them, those that are alive after the step, as buffers that gradient sync uses again: a later step
+    finds them there."""
     collectives: list[Collective] = attrs.field(factory=list)
     origins: list[Origin | None] = attrs.field(factory=list)
     """Who asked for each of :attr:`collectives`, if the recorder looks."""
@@ -114,7 +126,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase.after = self.live
         self.phase.kept = list(self._made.values())
         self.phase.made = sum(storage.bytes for storage in self.phase.kept)
+        living = set(map(id, self.alive.values()))
+        for storage in self.phase.kept:
+            storage.recomputable = id(storage.source) in living
         self._made = {}
+
+    def settle(self, first: int) -> None:
+        """Set :attr:`Phase.lasting` of the phases from ``first`` on, which are a step that has ended.
+
+        Buffers are allocated as such, outside of modules. What else is alive, the last backward pass left: a
+        forward pass frees it.
+        """
+        self._end()
+        living = set(map(id, self.alive.values()))
+        for phase in self.phases[first:]:
+            buffers = (each for each in phase.kept if not each.module and each.op.startswith(_ALLOCATIONS))
+            phase.lasting = sum(each.bytes for each in buffers if id(each) in living)
 
     def named(self, modules: dict[nn.Module, str]) -> None:
         """Give modules the names that storages are told by."""
@@ -170,12 +197,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 OPERATORS.keep(key, traits, out, cost, new=new)
             return out
-        out = made.again(args)
+        out, source = made.again(args), self._source(traits.name, args)
         if made.several is not None:
             for tensor in out:
-                self.take(tensor, traits.name)
+                self.take(tensor, traits.name, source)
         elif made.forms:
-            self.take(out, traits.name)
+            self.take(out, traits.name, source)
         if made.cost is not None:
             self._count(made.cost)
         return out
@@ -193,8 +220,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> tuple[Cost | None, bool]:
         """Note what an operator made and did; return that, and whether all that it returned is new."""
-        outputs = list(tensors_in(out))
-        found = [tensor.device.type == self.device and self.take(tensor, name) for tensor in outputs]
+        outputs, source = list(tensors_in(out)), self._source(name, args)
+        found = [tensor.device.type == self.device and self.take(tensor, name, source) for tensor in outputs]
         cost = self._cost(func, name, args, kwargs, out, new=any(found))
         if cost is not None:
             self._count(cost)
@@ -234,7 +261,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase.flops_of[self._modules[-1], kind] += cost.flops
             phase.bytes_of[self._modules[-1], kind] += cost.moved
 
-    def take(self, tensor: torch.Tensor, op: str = "") -> bool:
+    def _source(self, name: str, args: Any) -> Storage | None:
+        """Return the storage that a pointwise operator reads."""
+        if name not in POINTWISE:
+            return None
+        return self.alive.get(args[0].untyped_storage()._cdata)
+
+    def take(self, tensor: torch.Tensor, op: str = "", source: Storage | None = None) -> bool:
         """Note a tensor's storage; return whether it was not known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -243,7 +276,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         module = self._modules[-1] if self._modules else ""
         shape = tuple(tensor.shape)
-        self.alive[key] = self._made[key] = Storage(size, module, op, shape, tensor.dtype)
+        self.alive[key] = self._made[key] = Storage(size, module, op, shape, tensor.dtype, source)
         self.live += size
         self.phase.peak = max(self.phase.peak, self.live)
         weakref.finalize(storage, self._free, key).atexit = False

@@ -279,10 +279,16 @@ def state(subject: Subject) -> Section:
                 )
             )
         bytes_ = subject.stages.steps[pp_rank].state
+        text = (
+            "Between steps its device holds weights of {weights} and gradient buffers of {gradients}; "
+            "masters of {masters} and optimizer state of {optimizer} are offloaded to the host's memory."
+            if subject.offloads_state
+            else "Between steps it holds weights of {weights}, masters of {masters}, optimizer state of "
+            "{optimizer} and gradient buffers of {gradients}."
+        )
         body.append(
             say(
-                "Between steps it holds weights of {weights}, masters of {masters}, optimizer state of "
-                "{optimizer} and gradient buffers of {gradients}.",
+                text,
                 looked.optimizer,
                 looked.gradients,
                 **{key: Bytes(bytes_[key]) for key in ("weights", "masters", "optimizer", "gradients")},

@@ -75,13 +75,15 @@ def schedule(subject: Subject) -> Section:
         body.append(
             say(
                 "Pipeline rank {rank} makes its first backward pass after {warm:,} of its {passes:,} forward "
-                "passes, and has at most {flying:,} in flight, whose activations it holds. It is idle for "
-                "{idle} of the time, if a forward takes one unit of time and a backward two.",
+                "passes, and has at most {flying:,} in flight; each leaves {kept} on its device for the "
+                "backward pass. It is idle for {idle} of the time, if a forward takes one unit of time and a "
+                "backward two.",
                 where,
                 rank=rank,
                 warm=kinds.index("B"),
                 passes=kinds.count("F"),
                 flying=subject.memory(rank).in_flight,
+                kept=Bytes(subject.kept_for_backward(rank)),
                 idle=Share(timeline.bubble(rank)),
             )
         )

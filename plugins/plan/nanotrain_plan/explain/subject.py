@@ -8,10 +8,11 @@ from functools import cached_property
 import attrs
 
 from nanotrain_core.api import Layout, PhaseTimeline, Recipe, Registry, Timeline, simulate
+from nanotrain_plan.budget import offloads_state
 from nanotrain_plan.explain.look import HeldParameter, Looked, Neighbours, look
 from nanotrain_plan.explain.owners import Owners
 from nanotrain_plan.explain.talk import Exchanged, exchanges
-from nanotrain_plan.memory import RankMemory, rank_memory
+from nanotrain_plan.memory import RankMemory, kept_by_forward, rank_memory
 from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.words import starred
 
@@ -110,9 +111,19 @@ class Subject:
         """Return a rank's collectives of a step."""
         return self._exchanges[pp_rank]
 
+    @property
+    def offloads_state(self) -> bool:
+        """Whether masters and optimizer state leave the device; on a CPU there is nowhere else."""
+        return offloads_state(self.recipe) and not self.host
+
     def memory(self, pp_rank: int) -> RankMemory:
-        """Return a rank's memory over the step."""
-        return rank_memory(self.stages, pp_rank)
+        """Return the memory of a rank's device over the step."""
+        return rank_memory(self.stages, pp_rank, offloaded=self.offloads_state)
+
+    def kept_for_backward(self, pp_rank: int) -> int:
+        """Return the bytes that a microbatch's forward passes leave on a rank's device, of all its stages."""
+        stages = self.stages.stages_of(pp_rank)
+        return sum(storage.bytes for s in stages for storage in kept_by_forward(self.stages, pp_rank, s))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -1,0 +1,69 @@
+"""Published runs, planned from recipes in ``published/``: docs/planning.md prints predictions and errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanotrain_core.cli import main
+
+FOLDER = Path(__file__).parent / "published"
+DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
+
+#: Recipe, hardware, key of ``time`` in JSON, what was published, how the docs print it, other packages.
+RUNS = [
+    ("deepseek_v3_h800", "h800_deepseek.toml", "tokens_per_second_per_device", 1542, "{:,.0f} tokens/s",
+     ("deepseek", "ep_deepseek", "zero12", "fp8_deepseek_v3", "pp_1f1b")),
+    ("llama_3_1_8b_h100", "h100", "tokens_per_second_per_device", 81222 / 8, "{:,.0f} tokens/s", ("zero12",)),
+    ("llama_3_1_8b_h100_fp8", "h100", "tokens_per_second_per_device", 108436 / 8, "{:,.0f} tokens/s",
+     ("zero12", "fp8_deepseek_v3")),
+    ("megatron_175b_a100", "a100", "step", 13.75, "{:.2f} s a step", ("tp", "pp_1f1b")),
+    ("llama_7b_h200", "h200", "mfu", 0.578, "{:.1%} MFU", ()),
+]  # fmt: skip
+#: Whose error is larger: docs/planning.md says what its recipe lacks.
+LARGER = [
+    ("llama_3_1_8b_torchtitan", "h100_hbm2e", "tokens_per_second_per_device", 6667, "{:,.0f} tokens/s",
+     ("zero12",)),
+]  # fmt: skip
+
+
+def predicted(name, hardware, key, needed, capsys):
+    for package in needed:
+        pytest.importorskip(f"nanotrain_{package}")
+    file = str(FOLDER / hardware) if hardware.endswith(".toml") else hardware
+    command = ["plan", str(FOLDER / f"{name}.toml"), "--hardware", file, "--no-advice", "--json"]
+    assert main(command) in (0, 2)  # 2: does not fit
+    return json.loads(capsys.readouterr().out)["time"][key]
+
+
+def assert_documented(name, found, published, form):
+    """Expect a row: what it is, the recipe's file, what was published, what is predicted, the error."""
+    row = next(
+        line for line in DOCS.read_text().splitlines() if line.startswith("|") and f"{name}.toml" in line
+    )
+    *_, told, forecast, error = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (told, forecast) == (form.format(published), form.format(found))
+    assert error.strip("*") == f"{found / published - 1:+.0%}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "hardware", "key", "published", "form", "needed"), RUNS, ids=[r[0] for r in RUNS]
+)
+def test_published_runs_are_predicted_within_a_fifth(name, hardware, key, published, form, needed, capsys):
+    found = predicted(name, hardware, key, needed, capsys)
+    assert found == pytest.approx(published, rel=0.2)
+    assert_documented(name, found, published, form)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "hardware", "key", "published", "form", "needed"), LARGER, ids=[r[0] for r in LARGER]
+)
+def test_a_larger_error_is_documented(name, hardware, key, published, form, needed, capsys):
+    assert_documented(name, predicted(name, hardware, key, needed, capsys), published, form)
+
+
+def test_every_recipe_here_is_planned():
+    planned = {name for name, *_ in (*RUNS, *LARGER)}
+    assert planned == {path.stem for path in FOLDER.glob("*.toml")} - {"h800_deepseek"}
