@@ -75,6 +75,11 @@ def test_the_contract_of_a_page_has_every_method_with_its_arguments(kind):
                 assert [word.strip(" .=") for word in told.split(",") if word] == wanted, name
 
 
+def test_every_field_of_a_component_is_explained():
+    for field in Component.__attrs_attrs__:
+        assert re.search(rf"^\|.*`{field.name}`", PLUGINS, re.MULTILINE), field.name
+
+
 def write_example(folder, name, old="", new=""):
     """Write a file of the documentation, ``old`` in it replaced by ``new``; return its path."""
     source = file_of(name)
@@ -153,6 +158,7 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
         pytest.param("kernels", "lean", marks=pytest.mark.full),
         ("monitor", "agreement"),
         pytest.param("optimizer", "rmsprop", marks=pytest.mark.full),
+        pytest.param("optimizer", "heavy_ball", marks=pytest.mark.full),
         pytest.param("precision", "wide_wgrad", marks=pytest.mark.full),
     ],
 )
@@ -164,6 +170,7 @@ def test_the_small_examples_pass_every_check(tmp_path, kind, use):
     ("kind", "use", "topology", "label"),
     [
         ("optimizer", "rmsprop", {}, "resume_is_bit_equal"),
+        ("optimizer", "heavy_ball", {}, "loss_scale_divides_out"),
         ("precision", "wide_wgrad", {}, "every_weight_has_its_gradient"),
         ("checkpoint", "one_file", {}, "every_bit_comes_back"),
     ],

@@ -241,6 +241,10 @@ def test_a_clash_names_only_the_plugin_that_may_go(tmp_path):
         ({"head": "\nimport attrs, ()\n"}, "SyntaxError: invalid syntax ("),
         ({"factory": "check"}, "is not of the form 'module:attribute'"),
         (
+            {"register": 'Component(name="mine", survey=len, config=Config, '},
+            "survey <built-in function len> is not of the form 'module:attribute'",
+        ),
+        (
             {"register": 'Component(name="mine", provides="sync", config=Config, '},
             "provides, requires, conflicts and mesh_dims are sets of words, got the string 'sync': write {",
         ),

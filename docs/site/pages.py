@@ -102,7 +102,8 @@ def plugin_page(name: str, readme: Path, registry: Registry) -> str:
     return (
         text
         + "\n".join(lines)
-        + f"\n\nDistribution `{plugin.distribution}` {plugin.version}, for `nanotrain-core` {plugin.requires_core}.\n"
+        + f"\n\nDistribution `{plugin.distribution}` {plugin.version}, for `nanotrain-core` "
+        + f"{plugin.requires_core}.\n"
     )
 
 
@@ -359,7 +360,7 @@ GENERATED = ("plugins", "recipe", "commands", "source")
 
 
 def relinked(text: str, folder: Path, to: Path) -> str:
-    """Return Markdown whose relative links, from ``folder``, lead to the same files from the folder ``to``."""
+    """Return Markdown whose relative links from ``folder`` lead to the same files from the folder ``to``."""
 
     def moved(match: re.Match[str]) -> str:
         return posixpath.relpath(posixpath.normpath(folder / match[1]), to)

@@ -272,8 +272,11 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     label, config = f"{kind} '{component.name}'", component.config
     if not re.fullmatch(r"[a-z0-9_]+", component.name):
         raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")
-    if not re.fullmatch(r"[^:\s]+:[^:\s]+", str(component.factory)):
-        raise PluginError(f"{label}: factory {component.factory!r} is not of the form 'module:attribute'")
+    for field in ("factory", "hf", "weights", "listing", "survey"):
+        reference = getattr(component, field)
+        optional = field != "factory" and reference is None
+        if not optional and not re.fullmatch(r"[^:\s]+:[^:\s]+", str(reference)):
+            raise PluginError(f"{label}: {field} {reference!r} is not of the form 'module:attribute'")
     if any(kind == other and component.name == it.name for other, it in earlier):
         raise PluginError(f"{label} is registered twice")
     if not _is_frozen(config):
