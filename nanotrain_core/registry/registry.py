@@ -190,10 +190,7 @@ class Registry:
         """Return distribution -> version of the core, torch and every usable plugin, sorted."""
         found = {plugin.distribution: plugin.version for plugin in self.plugins if not plugin.error}
         found["nanotrain-core"] = nanotrain_core.__version__
-        try:
-            found["torch"] = version("torch")
-        except PackageNotFoundError:
-            found["torch"] = "not installed"
+        found["torch"] = _torch_version()
         return dict(sorted(found.items()))
 
     def _clash(self, kind: str, use: str) -> str:
@@ -260,6 +257,14 @@ def load_plugins(*, block: Iterable[str] = (), local: Iterable[str] = ()) -> Reg
         PluginError: there is no plugin at a path of ``local``, or a name of ``block`` is not installed.
     """
     return _load_plugins(os.getpid(), PluginArguments(local=local, blocked=block))
+
+
+@cache
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @cache
