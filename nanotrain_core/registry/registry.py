@@ -190,7 +190,10 @@ class Registry:
         """Return distribution -> version of the core, torch and every usable plugin, sorted."""
         found = {plugin.distribution: plugin.version for plugin in self.plugins if not plugin.error}
         found["nanotrain-core"] = nanotrain_core.__version__
-        found["torch"] = _torch_version()
+        try:
+            found["torch"] = cached_version("torch")
+        except PackageNotFoundError:
+            found["torch"] = "not installed"
         return dict(sorted(found.items()))
 
     def _clash(self, kind: str, use: str) -> str:
@@ -233,6 +236,9 @@ def _clash(kind: str, name: str, plugins: list[PluginInfo]) -> str:
     return f"{kind} '{name}' is announced by {owners}; {options}, or rename the {what}"
 
 
+cached_version = cache(version)  # which reads and parses a file of metadata
+
+
 def header(kind: str) -> str:
     """Return how a recipe begins the table of a kind: ``[model]``, ``[[parallel]]``."""
     return f"[[{kind}]]" if kind in LISTED_KINDS else f"[{kind}]"
@@ -257,14 +263,6 @@ def load_plugins(*, block: Iterable[str] = (), local: Iterable[str] = ()) -> Reg
         PluginError: there is no plugin at a path of ``local``, or a name of ``block`` is not installed.
     """
     return _load_plugins(os.getpid(), PluginArguments(local=local, blocked=block))
-
-
-@cache
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @cache
