@@ -42,6 +42,7 @@ Apply = Callable[[nn.Module, Passes], None]
 EACH: Mapping[str, tuple[tuple[str, ...], tuple[Apply, ...]]] = {
     "attention": (("attention",), ()),
     "experts": (("experts",), ()),
+    "norm and rope": (("rms_norm", "rope"), ()),
     "matmul": ((), (use_faster_products,)),
     "loss": (("linear_cross_entropy",), ()),
 }

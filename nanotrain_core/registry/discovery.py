@@ -102,12 +102,13 @@ def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
 def _installed(entry: EntryPoint) -> tuple[PluginInfo, Import]:
     distribution = entry.dist
     assert distribution is not None, "importlib.metadata sets dist on all that entry_points() returns"
+    metadata = distribution.metadata  # read and parsed anew whenever it is asked for
     info = PluginInfo(
         name=entry.name,
-        distribution=canonicalize_name(distribution.name),
-        version=distribution.version,
+        distribution=canonicalize_name(metadata["Name"]),
+        version=metadata["Version"],
         module=entry.value,
-        requires_core=_requires_core(distribution.requires or ()),
+        requires_core=_requires_core(metadata.get_all("Requires-Dist") or distribution.requires or ()),
     )
     return info, entry.load
 

@@ -191,7 +191,7 @@ class Registry:
         found = {plugin.distribution: plugin.version for plugin in self.plugins if not plugin.error}
         found["nanotrain-core"] = nanotrain_core.__version__
         try:
-            found["torch"] = version("torch")
+            found["torch"] = cached_version("torch")
         except PackageNotFoundError:
             found["torch"] = "not installed"
         return dict(sorted(found.items()))
@@ -234,6 +234,9 @@ def _clash(kind: str, name: str, plugins: list[PluginInfo]) -> str:
     options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
     what = "command" if kind == "command" else "component"
     return f"{kind} '{name}' is announced by {owners}; {options}, or rename the {what}"
+
+
+cached_version = cache(version)  # which reads and parses a file of metadata
 
 
 def header(kind: str) -> str:

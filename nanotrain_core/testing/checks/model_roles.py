@@ -16,7 +16,7 @@ from nanotrain_core.recipe.divisibility import divisors_near
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.model import batch_of, on_meta, parts_of, run_parts
-from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.checks.parallel import one_process
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import train
@@ -48,7 +48,7 @@ def _assert_roles_at(case: Case, degree: int) -> None:
     }
     try:
         ranks = run_ranks(train, degree, case.alone(), wrapped)
-        (alone,) = traces(case.alone(), **once)
+        alone = one_process(case, **once)
         assert_same(whole([t.gradients for t in ranks], atol=EXACT), whole([alone.gradients]), "gradients")
         for trace in ranks:
             assert_numbers([trace.reports[0].loss], [alone.reports[0].loss], "loss", atol=EXACT)

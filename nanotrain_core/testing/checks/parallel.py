@@ -24,6 +24,26 @@ def traces(case: Case, **changes: Any) -> list[Trace]:
     return trained(case, changes)
 
 
+#: How many runs of one process are kept, the latest.
+KEPT = 16
+_kept: dict[str, Trace] = {}
+
+
+def one_process(case: Case, **changes: Any) -> Trace:
+    """Train the case in one process, without layout, wrappers or pipeline; return its trace.
+
+    It is kept for the next check that asks for the same recipe, of this case or of another wrapper's: do
+    not change it.
+    """
+    plain = case.alone()
+    key = repr((plain.tables(**changes), plain.plugins))
+    if key not in _kept:
+        if len(_kept) == KEPT:
+            del _kept[next(iter(_kept))]
+        (_kept[key],) = traces(plain, **changes)
+    return _kept[key]
+
+
 def trained(case: Case, changes: dict[str, Any], **options: Any) -> list[Trace]:
     """Train with options of :func:`run_ranks` and of :func:`train`."""
     found: list[Trace] = run_ranks(train, case.world_size, case, changes, **options)
@@ -46,7 +66,7 @@ def gradients_equal(case: Case, precision: str) -> None:
     # Where torch compares collectives, they go through the process group, as they do between hosts.
     through_group = True if precision == "fp32" else None
     ranks = trained(case, changes, check_collectives=through_group)
-    (alone,) = traces(case.alone(), **changes)
+    alone = one_process(case, **changes)
     expected = whole([alone.gradients])
     assert_same(whole([t.gradients for t in ranks], atol=atol), expected, "gradients", atol=atol, rtol=rtol)
     for trace in ranks:
@@ -57,7 +77,7 @@ def gradients_equal(case: Case, precision: str) -> None:
 def weights_equal(case: Case, optimizer: str) -> None:
     """After 3 clipped steps, weights and each step's loss and norm equal those of one process to 1e-10."""
     changes = {"optimizer": SGD if optimizer == "sgd" else ADAMW}
-    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    ranks, alone = traces(case, **changes), one_process(case, **changes)
     assert_same(whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 3 steps")
     for trace in ranks:
         assert_same_reports(trace, alone, atol=EXACT)
@@ -86,7 +106,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
     """Gradients are right too when a precision puts other modules in the place of all tagged linears."""
     changes = {"run": {"steps": 1}}
     ranks = run_ranks(train_with_replaced, case.world_size, case, changes)
-    (alone,) = traces(case.alone(), **changes)
+    alone = one_process(case, **changes)
     try:
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
     except AssertionError as error:
@@ -120,7 +140,7 @@ def inner_shared_and_biased_layers(case: Case) -> None:
 def nothing_at_degree_one(case: Case) -> None:
     """Applied in a world of one process, the wrapper changes no gradient and no weight."""
     (wrapped,) = traces(attrs.evolve(case, topology={}, world_size=1))
-    (alone,) = traces(case.alone())
+    alone = one_process(case)
     assert_same(whole([wrapped.gradients]), whole([alone.gradients]), "gradients of the first step")
     assert_same(whole([wrapped.weights]), whole([alone.weights]), "weights after 3 steps")
 
@@ -155,7 +175,7 @@ def unused_parameter_does_not_hang(case: Case, used: str) -> None:
     """A parameter used by no rank, or by one data rank, gets zero, or that rank's gradient, on all ranks."""
     ranks = run_ranks(train_with_extra, case.world_size, case, {"run": {"steps": 1}}, used)
     gradients = whole([t.gradients for t in ranks])
-    (alone,) = traces(case.alone(), run={"steps": 1})
+    alone = one_process(case, run={"steps": 1})
     extra = {name: gradients.pop(name) for name in list(gradients) if name.startswith("extra_")}
     assert_same(gradients, whole([alone.gradients]), "gradients of the used parameters")
     largest = max(torch.linalg.vector_norm(g, torch.inf).item() for g in extra.values())

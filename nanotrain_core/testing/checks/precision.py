@@ -16,7 +16,7 @@ from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, de
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.optimizer import whole_of
-from nanotrain_core.testing.checks.parallel import traces
+from nanotrain_core.testing.checks.parallel import one_process
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, Trace, drive, make_run, train
@@ -215,8 +215,8 @@ def master_keeps_small_updates(case: Case) -> None:
 def loss_follows_float32(case: Case) -> None:
     """Over 20 steps of the tiny model, losses are float32's: each within 10%, and their mean within 1%."""
     changes = {"run": {"steps": 20}, "optimizer": ADAMW, "batch": {"microbatch": 4}}
-    (narrow,) = traces(case.alone(), **changes)
-    (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
+    narrow = one_process(case, **changes)
+    wide = one_process(case, **changes, precision={"use": "fp32"})
     away = [got.loss / want.loss - 1 for got, want in zip(narrow.reports, wide.reports, strict=True)]
     worst = max(range(len(away)), key=lambda step: abs(away[step]))
     mean = sum(away) / len(away)
@@ -235,8 +235,8 @@ def loss_follows_float32(case: Case) -> None:
 def every_weight_has_its_gradient(case: Case) -> None:
     """In the first step each parameter's gradient is nearer to float32's than none would be."""
     changes = {"run": {"steps": 1}, "batch": {"microbatch": 4}}
-    (narrow,) = traces(case.alone(), **changes)
-    (wide,) = traces(case.alone(), **changes, precision={"use": "fp32"})
+    narrow = one_process(case, **changes)
+    wide = one_process(case, **changes, precision={"use": "fp32"})
     scale = precision_of(case).loss_scale.value
     got, want = whole([narrow.gradients]), whole([wide.gradients])
     largest = max(gradient.norm() for gradient in want.values())

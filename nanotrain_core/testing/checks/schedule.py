@@ -11,7 +11,7 @@ from nanotrain_core.pipeline.actions import Action, Costs, Part
 from nanotrain_core.pipeline.simulator import peak
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
-from nanotrain_core.testing.checks.parallel import assert_same_reports, traces
+from nanotrain_core.testing.checks.parallel import assert_same_reports, one_process
 from nanotrain_core.testing.compare import EXACT, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import train
@@ -131,7 +131,7 @@ def gradients_equal(case: Case) -> None:
         batch = {"sequences": sequences, "microbatch": 1}
         changes = {"batch": batch, "model": {"layers": layers}, "run": {"steps": 1}}
         ranks = run_ranks(train, case.world_size, case, changes)
-        (alone,) = traces(case.alone(), **{**changes, "batch": {**batch, "microbatch": sequences}})
+        alone = one_process(case, **{**changes, "batch": {**batch, "microbatch": sequences}})
         what = f"gradients with {count} microbatches"
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), what)
         for trace in ranks:

@@ -12,6 +12,6 @@ from nanotrain_core.models.ops import TORCH
 def test_a_cpu_gets_faster_functions_and_every_other_device_plain_pytorch():
     kernels = CPUKernels(CPUKernelsConfig())
     assert kernels.ops(torch.device("cpu")).attention is attention
-    assert kernels.ops(torch.device("cpu")).rms_norm is TORCH.rms_norm
+    assert kernels.ops(torch.device("cpu")).swiglu is TORCH.swiglu
     assert kernels.ops(torch.device("cuda")) is TORCH
     assert isinstance(kernels.gemm(), CPUGEMM)

@@ -45,7 +45,6 @@ def counted_here(tallies, rows):
 
 
 test_conformance = conformance(
-    Case("monitor", use="fp8", overrides=WITH_FP8),
     Case(
         "monitor",
         use="fp8",
@@ -54,9 +53,12 @@ test_conformance = conformance(
         overrides={**WITH_FP8, "parallel": [{"use": "summed"}]},
     ),
 )
-test_hybrid = pytest.mark.full(
+
+# Two ranks promise all that one does.
+test_exhaustively = pytest.mark.full(
     conformance(
-        Case("monitor", use="fp8", config={"every": 1}, overrides={"precision": {"use": "fp8_hybrid"}})
+        Case("monitor", use="fp8", overrides=WITH_FP8),
+        Case("monitor", use="fp8", config={"every": 1}, overrides={"precision": {"use": "fp8_hybrid"}}),
     )
 )
 
