@@ -72,6 +72,9 @@ class LoadsTheLastText(SimpleCheckpoint):
 class DropsTheFirstText(SimpleCheckpoint):
     """Keeps two checkpoints: of three it drops the first in the order of a dictionary."""
 
+    def __init__(self, config):
+        super().__init__(attrs.evolve(config, keep=100))
+
     def _write(self, step, tensors, meta):
         super()._write(step, tensors, meta)
         for old in sorted(self.steps(), key=str)[:-2]:

@@ -1,6 +1,7 @@
 """``nanotrain conformance`` runs the checks of a component and says which failed and why."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from nanotrain_core.cli import conformance
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.testing import Case
+from nanotrain_core.testing.campaign import Result, Verdict
 
 TWINS, FLAT = (str(Path(__file__).with_name(f"{name}.py")) for name in ("broken_twins", "flat_topology"))
 
@@ -22,21 +24,92 @@ def call(*words):
 
 
 def test_a_component_that_passes_exits_with_0(capsys):
-    assert call("topology:grid", "--set", "tp=2", "--nproc", "2") == Exit.DONE
+    assert call("topology:grid", "--set", "tp=2", "--nproc", "2", "--quick") == Exit.DONE
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "all checks passed"
-    assert any(line.startswith("ok     grid-w2-groups_are_real: All ranks derive") for line in lines)
+    assert lines[-1] == f"all {len(lines) - 1} checks passed"
+    assert any(line.startswith("ok      grid-w2-groups_are_real: All ranks derive") for line in lines)
 
 
-def test_checks_that_need_several_ranks_are_named(capsys):
-    assert call("topology:grid") == Exit.DONE
-    assert capsys.readouterr().out.endswith("(--degree DIM=N): groups_are_real\n")
+def test_without_options_it_is_listed_on_every_layout_that_it_admits(capsys):
+    assert call("parallel:summed", "--list", "--json") == Exit.DONE
+    listed = json.loads(capsys.readouterr().out)
+    ids = {check["id"] for check in listed["checks"]}
+    for layout in ("dp2", "dp4", "tp2", "dp2-tp2", "pp2-tied", "dp2-ep2", "dp2-uneven", "dp2-biased"):
+        assert f"summed-{layout}-gradients_equal[fp64]" in ids
+    assert all(check["since"] and check["invariant"] for check in listed["checks"])
+    assert listed["skipped"] == []
+
+
+def test_what_a_component_declares_not_to_do_is_skipped_by_name(tmp_path, capsys):
+    plugin = tmp_path / "alone.py"
+    plugin.write_text(
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.component import Component, Support\n"
+        "from nanotrain_core.testing.staged import StagedConfig\n"
+        "@hookimpl\n"
+        "def nanotrain_register_schedule(register):\n"
+        "    register(Component(name='alone', config=StagedConfig, mesh_dims={'pp'}, summary='s',\n"
+        "        factory='nanotrain_core.testing.staged:build', supports={'pp': Support.UNSUPPORTED}))\n"
+    )
+    call("schedule:alone", "--plugin", str(plugin), "--list")
+    assert "skipped alone-pp2: it declares pp: unsupported" in capsys.readouterr().out
+
+
+def test_a_check_that_hangs_is_named_and_the_others_go_on(tmp_path, capsys):
+    plugin = tmp_path / "hangs.py"
+    plugin.write_text(
+        "import time\n"
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.builtin.configs import AccumulateConfig\n"
+        "from nanotrain_core.component import Component\n"
+        "from nanotrain_core.pipeline.accumulate import Accumulate\n"
+        "class Hangs(Accumulate):\n"
+        "    def actions(self, pp, microbatches):\n"
+        "        while microbatches == 33:\n"
+        "            time.sleep(1)\n"
+        "        return super().actions(pp, microbatches)\n"
+        "@hookimpl\n"
+        "def nanotrain_register_schedule(register):\n"
+        "    register(Component(name='hangs', config=AccumulateConfig, factory=f'{__name__}:Hangs'))\n"
+    )
+    words = ("--plugin", str(plugin), "--quick", "--timeout", "15", "--jobs", "2")
+    assert call("schedule:hangs", *words, "-k", "e*s-w1-[ep]*", "--json") == Exit.DONE  # selects nothing
+    capsys.readouterr()
+    assert call("schedule:hangs", *words, "-k", "hangs-w1-[ep]*", "--json") == Exit.FAILED
+    found = {result["label"]: result for result in json.loads(capsys.readouterr().out)["results"]}
+    assert found["every_pass_happens_once"]["verdict"] == "hung"
+    assert found["every_pass_happens_once"]["reason"] == "did not end within 15 s (--timeout)"
+    assert found["parts_cover_the_layers"]["verdict"] == "passed"
+
+
+def test_a_plugin_that_ends_the_process_when_it_is_imported_is_named(tmp_path):
+    plugin = tmp_path / "ends.py"
+    plugin.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(NanotrainError, match=r"it calls sys\.exit\(3\) when it is imported"):
+        call("schedule:ends", "--plugin", str(plugin))
+
+
+def test_an_expected_failure_is_none_and_one_that_passes_is_one(capsys):
+    words = ("schedule:drops_backward", "--plugin", TWINS, "--quick", "-k", "every_")
+    assert call(*words, "--expect-failure", "every_pass_happens_once") == Exit.DONE
+    assert "xfail   drops_backward-w1-every_pass_happens_once" in capsys.readouterr().out
+    assert call(*words, "--expect-failure", "every_rank_gets_the_same", "-x") == Exit.FAILED
+    with pytest.raises(NanotrainError, match=r"no check is named 'every_pass' \(did you mean"):
+        call(*words, "--expect-failure", "every_pass")
+
+
+def test_a_service_is_started_before_the_checks_and_ended_behind_them(tmp_path, capfd):
+    up, down = (f"touch {tmp_path / name}" for name in ("up", "down"))
+    assert call("topology:grid", "--quick", "--list", "--setup", up, "--teardown", down) == Exit.DONE
+    assert {path.name for path in tmp_path.iterdir()} == {"up", "down"}
+    with pytest.raises(NanotrainError, match=r"^--setup: 'exit 4' ended with code 4$"):
+        call("topology:grid", "--setup", "exit 4")
 
 
 def test_a_broken_component_is_told_with_its_numbers(capsys):
-    assert call("schedule:drops_backward", "--plugin", TWINS) == Exit.FAILED
+    assert call("schedule:drops_backward", "--plugin", TWINS, "--quick") == Exit.FAILED
     output = capsys.readouterr().out
-    assert "FAILED drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
+    assert "FAILED  drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
     assert "rank 0, 3 microbatches: missing ['B0.2']" in output
 
 
@@ -48,24 +121,24 @@ def test_tables_are_written_as_with_set_of_a_recipe():
 
 
 def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
-    done = nanotrain("conformance", "monitor:jsonl", cwd=tmp_path)
+    done = nanotrain("conformance", "monitor:jsonl", "--quick", "-k", "its_failure", cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")
-    assert all(line.startswith("ok     jsonl-w1-") for line in done.out.splitlines()[:-1])
+    assert all(line.startswith("ok      jsonl-w1-") for line in done.out.splitlines()[:-1])
 
 
 def test_one_reason_for_several_failures_is_told_once():
-    error = RuntimeError("no licence")
+    failed = Result("id", "label", Verdict.FAILED, "", "no licence")
     told = set()
-    assert conformance._reason(error, told) == ["no licence"]
-    assert conformance._reason(error, told) == ["for the same reason"]
-    assert conformance._reason(None, told) == []
+    assert conformance._reason(failed, told) == ["no licence"]
+    assert conformance._reason(failed, told) == ["for the same reason"]
+    assert conformance._reason(Result("id", "label", Verdict.PASSED, ""), told) == []
 
 
 def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(capsys):
-    assert call("schedule:accumulate", "--with", "batch.sequences=0") == Exit.FAILED
+    assert call("schedule:accumulate", "--with", "batch.sequences=0", "--quick") == Exit.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert lines[0].startswith("FAILED accumulate-w1-makes_a_recipe: ")
+    assert lines[0].startswith("FAILED  accumulate-w1-makes_a_recipe: ")
     assert "batch.sequences" in lines[2]
     assert "--with KEY=VALUE" in lines[3]
 

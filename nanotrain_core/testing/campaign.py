@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -73,9 +74,13 @@ class Options:
     """Stop at the first that fails."""
     expected: Sequence[str] = ()
     """Labels of checks that are to fail."""
+    without: Sequence[str] = ()
+    """Labels of checks to leave out."""
 
     def wants(self, trial: Listed) -> bool:
         """Return whether ``keyword`` selects a check."""
+        if trial.label in self.without:
+            return False
         return self.keyword in trial.id or fnmatch.fnmatchcase(trial.id, self.keyword)
 
 
@@ -86,7 +91,8 @@ class Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(LOADED)
         self.connection, theirs = context.Pipe()
-        self.process: Any = context.Process(target=serve, args=(theirs, arguments, quick, dict(os.environ)))
+        told = (theirs, arguments, quick, dict(os.environ), [*sys.path])
+        self.process: Any = context.Process(target=serve, args=told)
         self.process.start()
         theirs.close()
         self.running: Listed | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ import attrs
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import Check, checks_of
+from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 from nanotrain_core.testing.surroundings import Skip, surroundings_of
 
 
@@ -37,7 +40,23 @@ class Trial:
             AssertionError: the component breaks the invariant; the text has the numbers.
         """
         arguments = (self.variant,) if self.variant else ()
-        self.check.function(self.case, *arguments)
+        with _torch_as_it_is():
+            self.check.function(self.case, *arguments)
+
+
+@contextlib.contextmanager
+def _torch_as_it_is() -> Iterator[None]:
+    """Have torch not compare collectives between ranks, unless somebody asks for it.
+
+    It does so at the debug level DETAIL, at which it fails with some of its own, as DistributedDataParallel.
+    """
+    asked = COLLECTIVE_CHECKS in os.environ
+    os.environ.setdefault(COLLECTIVE_CHECKS, "off")
+    try:
+        yield
+    finally:
+        if not asked:
+            del os.environ[COLLECTIVE_CHECKS]
 
 
 def trials(case: Case) -> Iterator[Trial]:

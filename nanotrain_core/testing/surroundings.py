@@ -199,7 +199,7 @@ def _made(base: Case, wish: Wish) -> Case:
         names = {table["use"] for table in theirs}
         around["parallel"] = [*(table for table in listed if table["use"] not in names), *theirs]
     own = {key: value for key, value in base.overrides.items() if key != "parallel"}
-    ranks = {} if wish.topology else {"world_size": wish.world or base.world_size}
+    ranks: Any = {} if wish.topology else {"world_size": wish.world or base.world_size}
     return Case(
         base.kind,
         use=base.use,

@@ -100,13 +100,18 @@ class TrialProcess:
 
 
 def serve(
-    connection: Connection, arguments: Mapping[str, Any], quick: bool, environment: Mapping[str, str]
+    connection: Connection,
+    arguments: Mapping[str, Any],
+    quick: bool,
+    environment: Mapping[str, str],
+    path: Sequence[str],
 ) -> None:
     """Answer with a listing, then with the outcome of each number that is asked for."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
     os.environ.update(environment)
+    sys.path[:] = path
     process = TrialProcess(arguments, quick)
     try:
         connection.send(process.listing())

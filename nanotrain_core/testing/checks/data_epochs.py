@@ -21,7 +21,8 @@ MOST = 300
 
 def first_epoch(case: Case) -> int:
     """Return how many batches are drawn before sequences come again; :data:`MOST` if none do."""
-    data, seen = opened(case), set()
+    data = opened(case)
+    seen: set[tuple[int, ...]] = set()
     for number in range(MOST):
         rows = {tuple(row.tolist()) for row in batches(data, 1)[0, 0]}
         if rows & seen:

@@ -63,9 +63,9 @@ def gradients_equal(case: Case, precision: str) -> None:
     rtol = 1e-5 if precision == "fp32" else 0.0
     atol = 1e-6 if precision == "fp32" else EXACT
     changes: dict[str, Any] = {"precision": {"use": precision}, "run": {"steps": 1}}
-    # Where torch compares collectives, they go through the process group, as they do between hosts.
-    through_group = True if precision == "fp32" else None
-    ranks = trained(case, changes, check_collectives=through_group)
+    if precision == "fp32":  # plain kernels exchange through process groups, as they do between hosts
+        changes["kernels"] = {"use": "torch"}
+    ranks = trained(case, changes)
     alone = one_process(case, **changes)
     expected = whole([alone.gradients])
     assert_same(whole([t.gradients for t in ranks], atol=atol), expected, "gradients", atol=atol, rtol=rtol)
@@ -157,7 +157,9 @@ def accumulation_changes_nothing(case: Case) -> None:
 @check("parallel", since="0.1", applies=distributed)
 def collectives_in_one_order(case: Case) -> None:
     """The members of every process group call the same collectives on it, in the same order."""
-    logs = [trace.collectives for trace in trained(case, {}, check_collectives=True, log_collectives=True)]
+    # Plain kernels exchange through process groups, where they can be seen, and not through shared memory.
+    plain = {"kernels": {"use": "torch"}}
+    logs = [t.collectives for t in trained(case, plain, check_collectives=None, log_collectives=True)]
     shared = {group for log in logs for _, group, _ in log if len(group) > 1}
     for group in sorted(shared):
         orders = {r: [e for e in logs[r] if e[1] == group and not _message(e[0])] for r in group}
