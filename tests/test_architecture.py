@@ -177,7 +177,7 @@ SMALL = {
     "api": 560,
     "builtin": 455,
     "checkpoint": 870,
-    "cli": 1180,
+    "cli": 1420,
     "compile": 350,
     "contracts": 575,
     "data": 575,

@@ -4,6 +4,8 @@ Files of the core may move; these names stay.
 """
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint
+from nanotrain_core.checkpoint.simple import open_weights as open_simple_weights
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
@@ -227,6 +229,7 @@ __all__ = [
     "Schedule",
     "SequenceData",
     "Shard",
+    "SimpleCheckpoint",
     "Sink",
     "SinkQueue",
     "SkipsAhead",
@@ -269,6 +272,7 @@ __all__ = [
     "linear_cross_entropy",
     "memory_like",
     "move_into",
+    "open_simple_weights",
     "open_weights",
     "ops_of",
     "plain_ops",
