@@ -28,6 +28,7 @@ from nanotrain_core.cli.drawing import draw as draw_timeline
 from nanotrain_core.command import Command
 from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
+from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.errors import (
     CheckpointError,
     DataError,
@@ -236,3 +237,5 @@ __all__ = [
     "write_text_atomically",
     "yarn_magnitude",
 ]
+
+__getattr__ = attribute_of(__name__)

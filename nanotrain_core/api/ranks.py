@@ -3,6 +3,7 @@
 Torch-free until ranks start. Files of the core may move; these names stay.
 """
 
+from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.launch.environment import Ranks, is_port, loopback, rendezvous_address
 from nanotrain_core.launch.launcher import EXIT_OF, Nodes
 from nanotrain_core.launch.launcher import prepare as prepare_ranks
@@ -28,3 +29,5 @@ __all__ = [
     "run_ranks",
     "start_ranks",
 ]
+
+__getattr__ = attribute_of(__name__)

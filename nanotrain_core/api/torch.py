@@ -17,6 +17,7 @@ from nanotrain_core.contracts import (
     ErrorFeedback,
     EvaluationReport,
     FailedSaveReport,
+    GathersWeights,
     GradientSync,
     Initializer,
     Kernels,
@@ -47,6 +48,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.contracts.update import PieceGradient
 from nanotrain_core.data.order import SequenceData
+from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.open_weights import Weights, open_weights
 from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
@@ -55,14 +57,7 @@ from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialisation import hold
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
-from nanotrain_core.layout.placement import (
-    RANGE,
-    Piece,
-    PlacedParameter,
-    Placement,
-    Placements,
-    share_of,
-)
+from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, share_of
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
@@ -101,6 +96,7 @@ from nanotrain_core.monitors.sink_queue import SinkQueue
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.whole_tensors import WholeTensors
 from nanotrain_core.pipeline.executor import Executor
 from nanotrain_core.pipeline.p2p import describe as describe_message
 from nanotrain_core.pipeline.passes import Passes
@@ -174,6 +170,7 @@ __all__ = [
     "FailedSaveReport",
     "Float32Master",
     "GEMMBackend",
+    "GathersWeights",
     "GlooExchange",
     "GradientSync",
     "Head",
@@ -247,6 +244,7 @@ __all__ = [
     "UpdateReport",
     "WeightReader",
     "Weights",
+    "WholeTensors",
     "Write",
     "attention",
     "balance",
@@ -298,3 +296,5 @@ __all__ = [
     "write_range",
     "yarn_frequencies",
 ]
+
+__getattr__ = attribute_of(__name__)
