@@ -205,7 +205,7 @@ def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
         raise ValueError(
             f"parameter {name} is a DTensor, as torch's fully_shard and parallelize_module make them; "
             "expected a plain tensor with this rank's block, which its placement tells. To shard optimizer "
-            " state and gradients: zero12"
+            "state and gradients: zero12"
         )
 
 
