@@ -18,6 +18,7 @@ from nanotrain_core.compile.loss import compile_losses
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,
+    GathersWeights,
     GradientSync,
     Kernels,
     LossScale,
@@ -34,12 +35,20 @@ from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import equalise, materialise
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
+from nanotrain_core.layout.placement import (
+    PlacedParameter,
+    Placement,
+    Placements,
+    note_roles,
+    place,
+    placed_parameters,
+)
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.moe.routing import any_routers
+from nanotrain_core.optim.gathering import GatheringOptimizer
 from nanotrain_core.phases.in_run import RunPhases
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
@@ -53,6 +62,7 @@ from nanotrain_core.run.returned import (
     check_costs,
     check_experts,
     check_meta,
+    check_per_head,
     check_vocabulary,
     check_wrapped,
     expect_lengths,
@@ -179,8 +189,8 @@ def compose(
     equalise(placed, mesh)
     precision.pack(tuple(stages.values()))
     placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
-    gradients = _gradient_sync(
-        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True), (recipe.optimizer, optimizer)]
+    gradients, optimizer = _gradient_sync(
+        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer
     )
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
@@ -304,6 +314,8 @@ def _wrap(
     for selection, wrapper in wrappers:
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         check_wrapped(selection, stages.values(), placements)
+    note_roles(stages.values(), placements)
+    check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
     return stages
 
@@ -332,11 +344,15 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _gradient_sync(
-    recipe: Recipe, registry: Registry, built: Sequence[tuple[Selection, Any]]
-) -> GradientSync:
-    """Return the one component that provides gradient sync, else the core's plain one."""
+    recipe: Recipe, registry: Registry, wrappers: Sequence[tuple[Selection, Any]], optimizer: Optimizer
+) -> tuple[GradientSync, Optimizer]:
+    """Return the one component that provides gradient sync, else the core's plain one, and the optimizer.
+
+    One that shards gathers weights after each step of an optimizer that knows nothing of it.
+    """
+    built: Sequence[tuple[Selection, Any]] = [*wrappers, (recipe.optimizer, optimizer)]
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
-            sync: GradientSync = component
-            return sync
-    return AllReduceGradients()
+            apart = component is not optimizer and isinstance(component, GathersWeights)
+            return component, GatheringOptimizer(optimizer, component) if apart else optimizer
+    return AllReduceGradients(), optimizer

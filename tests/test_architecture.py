@@ -16,7 +16,8 @@ CORE = ROOT / "nanotrain_core"
 LEVELS = (
     (
         "vocabulary",
-        "errors batch registry registry.local_plugins watch.* checkpoint checkpoint.box_cover compile "
+        "errors batch deprecated registry registry.local_plugins watch.* checkpoint checkpoint.box_cover "
+        "compile "
         "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope "
         "layout layout.layout "
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
@@ -173,22 +174,22 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 920,
-    "api": 560,
+    "": 930,
+    "api": 580,
     "builtin": 455,
     "checkpoint": 870,
-    "cli": 1210,
+    "cli": 1450,
     "compile": 350,
     "contracts": 600,
     "data": 610,
     "hf": 860,
     "launch": 1120,
-    "layout": 1020,
+    "layout": 1060,
     "models": 630,
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,
-    "optim": 520,
+    "optim": 660,
     "phases": 365,
     "pipeline": 570,
     "precision": 610,

@@ -120,3 +120,25 @@ def test_a_parameter_whose_wrapper_forgot_its_placement_is_named():
     model.weight = torch.nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="bias has no placement"):
         placed_parameters([model], placements)
+
+
+def shard_with_torch():
+    """Return what is told of a model that torch's fully_shard has taken."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    part, layout = torch.nn.Linear(4, 2), Layout({"dense": View(("dp",), (2,))})
+    placements = place([part], layout)
+    placed = [placed.placement.name for placed in placed_parameters([part], placements)]
+    fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="is a DTensor") as caught:
+        placed_parameters([part], placements)
+    return placed, str(caught.value)
+
+
+def test_a_parameter_of_torchs_fully_shard_is_refused_by_what_it_is():
+    """Its shape is that of the whole tensor, so that the placement seemed to be right."""
+    for placed, told in run_ranks(shard_with_torch, 2):
+        assert placed == ["weight", "bias"]
+        assert told.startswith("parameter weight is a DTensor, as torch's fully_shard")
+        assert told.endswith("To shard optimizer state and gradients: zero12")

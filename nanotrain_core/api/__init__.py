@@ -4,7 +4,7 @@ Files of the core may move; these names stay. What needs torch is in :mod:`nanot
 """
 
 from nanotrain_core import __version__, hookimpl
-from nanotrain_core.builtin.configs import AdamWConfig, yarn_magnitude
+from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig, yarn_magnitude
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
 from nanotrain_core.checkpoint.run_state import (
@@ -14,6 +14,7 @@ from nanotrain_core.checkpoint.run_state import (
     state_problems,
     streams_problem,
 )
+from nanotrain_core.checkpoint.simple_listing import list_checkpoints as list_simple_checkpoints
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.cli.common import (
     PIPED_WIDTH,
@@ -28,6 +29,7 @@ from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.command import Command
 from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
+from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.errors import (
     CheckpointError,
     DataError,
@@ -154,6 +156,7 @@ __all__ = [
     "Seam",
     "Selection",
     "Shape",
+    "SimpleCheckpointConfig",
     "Slot",
     "Span",
     "StaysEager",
@@ -193,6 +196,7 @@ __all__ = [
     "is_run",
     "is_secret",
     "json_text",
+    "list_simple_checkpoints",
     "load_json",
     "load_plugins",
     "main_layers",
@@ -237,3 +241,5 @@ __all__ = [
     "write_text_atomically",
     "yarn_magnitude",
 ]
+
+__getattr__ = attribute_of(__name__)

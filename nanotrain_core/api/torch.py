@@ -4,6 +4,8 @@ Files of the core may move; these names stay.
 """
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint
+from nanotrain_core.checkpoint.simple import open_weights as open_simple_weights
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
@@ -16,6 +18,7 @@ from nanotrain_core.contracts import (
     ErrorFeedback,
     EvaluationReport,
     FailedSaveReport,
+    GathersWeights,
     GradientSync,
     Initializer,
     Kernels,
@@ -46,6 +49,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.contracts.update import PieceGradient
 from nanotrain_core.data.order import SequenceData
+from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.open_weights import Weights, open_weights
 from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
@@ -54,14 +58,7 @@ from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialisation import hold
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
-from nanotrain_core.layout.placement import (
-    RANGE,
-    Piece,
-    PlacedParameter,
-    Placement,
-    Placements,
-    share_of,
-)
+from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, share_of
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
@@ -100,6 +97,7 @@ from nanotrain_core.monitors.sink_queue import SinkQueue
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.whole_tensors import WholeTensors
 from nanotrain_core.pipeline.executor import Executor
 from nanotrain_core.pipeline.p2p import describe as describe_message
 from nanotrain_core.pipeline.passes import Passes
@@ -174,6 +172,7 @@ __all__ = [
     "FailedSaveReport",
     "Float32Master",
     "GEMMBackend",
+    "GathersWeights",
     "GlooExchange",
     "GradientSync",
     "Head",
@@ -229,6 +228,7 @@ __all__ = [
     "Schedule",
     "SequenceData",
     "Shard",
+    "SimpleCheckpoint",
     "Sink",
     "SinkQueue",
     "SkipsAhead",
@@ -246,6 +246,7 @@ __all__ = [
     "UpdateReport",
     "WeightReader",
     "Weights",
+    "WholeTensors",
     "Write",
     "attention",
     "balance",
@@ -271,6 +272,7 @@ __all__ = [
     "linear_cross_entropy",
     "memory_like",
     "move_into",
+    "open_simple_weights",
     "open_weights",
     "ops_of",
     "plain_ops",
@@ -296,3 +298,5 @@ __all__ = [
     "write_range",
     "yarn_frequencies",
 ]
+
+__getattr__ = attribute_of(__name__)

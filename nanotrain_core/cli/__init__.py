@@ -77,7 +77,7 @@ def _call(words: list[str]) -> int:
 
 def _module(name: str, registry: Registry | None) -> CommandModule:
     if registry is None:
-        found: CommandModule = import_module(f"nanotrain_core.cli.{name}")
+        found: CommandModule = import_module(f"nanotrain_core.cli.{name.replace('-', '_')}")
         return found
     return registry.command(name).load()
 

@@ -27,7 +27,7 @@ from nanotrain_core.contracts.model import (
 )
 from nanotrain_core.contracts.monitor import Monitor, Request, RunInfo
 from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
-from nanotrain_core.contracts.parallel import GradientSync, Parallel
+from nanotrain_core.contracts.parallel import GathersWeights, GradientSync, Parallel
 from nanotrain_core.contracts.precision import ErrorFeedback, LossScale, MasterWeight, Precision
 from nanotrain_core.contracts.reports import (
     CheckpointReport,
@@ -54,6 +54,7 @@ __all__ = [
     "ErrorFeedback",
     "EvaluationReport",
     "FailedSaveReport",
+    "GathersWeights",
     "GradientSync",
     "HasTokenizer",
     "Initializer",

@@ -44,6 +44,10 @@ class ModelPart(Protocol):
         """Return how the parameter of that global name starts."""
         ...
 
+    # One with buffers has ``constant(name) -> torch.Tensor`` too: the numbers of the whole model's buffer of
+    # that global name, of which each rank keeps the block that its placement says. Buffers never change in
+    # training, and checkpoints leave them out.
+
 
 class Model(Protocol):
     """A model's dimensions and its parts. Knows nothing of parallelism."""

@@ -102,3 +102,22 @@ class GradientSync(Protocol):
     def zero(self) -> None:
         """Forget all gradients."""
         ...
+
+
+@runtime_checkable
+class GathersWeights(Protocol):
+    """What a gradient sync offers beside whose pieces are ranges, so that any optimizer can update them.
+
+    The core calls it; the optimizer knows of no other ranks. Not of one that is the run's optimizer itself.
+    """
+
+    def gather_weights(self) -> None:
+        """Begin to bring this rank's updated ranges to all ranks that hold them. Collective.
+
+        Called after the optimizer's setup and after each step that was not skipped.
+        """
+        ...
+
+    def wait(self, parameters: Collection[nn.Parameter]) -> None:
+        """Return when ``parameters`` are gathered: called right before the modules that read them."""
+        ...

@@ -55,14 +55,16 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
     draw.
 
     Raises:
-        PluginError: a part has a buffer, which would come to life uninitialised, or a parameter for which
-            it knows no initializer.
+        PluginError: a part has a buffer of which it knows no numbers, or a parameter for which it knows no
+            initializer.
     """
     seen: dict[str, nn.Parameter] = {}
     for part in parts:
-        for name, _ in part.named_buffers():
-            raise PluginError(f"model buffer {name} would be uninitialised: compute it in forward instead")
+        constants = {name: _constant(part, name, placements) for name, _ in part.named_buffers()}
         part.to_empty(device=device)
+        for name, buffer in part.named_buffers():
+            if device.type != "meta":
+                buffer.copy_(constants[name])
         for name, parameter in part.named_parameters():
             if name not in placements:
                 raise PluginError(
@@ -75,6 +77,23 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
             if device.type != "meta":
                 parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
             seen[name] = parameter
+
+
+def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tensor:
+    """Return this rank's block of a buffer."""
+    placement, known = placements.get(name), getattr(part, "constant", None)
+    if placement is None or known is None:
+        raise PluginError(
+            f"model buffer {name} would be uninitialised: give the part a method constant(name), which "
+            "returns the whole model's tensor of that name, or compute it in forward; what training changes "
+            "is a parameter with requires_grad=False"
+        )
+    with torch.device("cpu"):  # under another default it would be made there
+        whole = known(name)
+    if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != placement.global_shape:
+        got = f"shape {tuple(whole.shape)}" if isinstance(whole, torch.Tensor) else type(whole).__name__
+        raise PluginError(f"constant('{name}') returned {got}; expected a tensor {placement.global_shape}")
+    return whole[placement.slices]
 
 
 def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:

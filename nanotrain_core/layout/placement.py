@@ -6,6 +6,7 @@ clipping, ZeRO, checkpoints, the planner, the replica check) reads placements an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import attrs
 
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
+from nanotrain_core.layout.roles import Role, tagged
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +56,8 @@ class Placement:
     """Mesh dimensions whose replicas already agree on the gradient."""
     stages: tuple[int, ...] = ()
     """Pipeline ranks that hold this block, if several do (a tied embedding): gradients are partial."""
+    role: Role | None = None
+    """Of the innermost tagged module that has it, layers aside: an optimizer may treat embeddings apart."""
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int], layout: Layout, view: str = "dense") -> Placement:
@@ -132,7 +136,7 @@ class Placement:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
-#: The placements of every parameter on this rank, by global name. Wrappers replace entries.
+#: The placements of every parameter and buffer on this rank, by global name. Wrappers replace entries.
 Placements = dict[str, Placement]
 
 
@@ -173,12 +177,36 @@ class Piece:
 
 
 def place(parts: Iterable[nn.Module], layout: Layout) -> Placements:
-    """Place every parameter of freshly built, unsplit model parts."""
+    """Place every parameter and buffer of freshly built, unsplit model parts."""
     return {
-        name: Placement.whole(name, parameter.shape, layout)
+        name: Placement.whole(name, tensor.shape, layout)
         for part in parts
-        for name, parameter in part.named_parameters()
+        for name, tensor in (*part.named_parameters(), *part.named_buffers())
     }
+
+
+def note_roles(parts: Iterable[nn.Module], placements: Placements) -> None:
+    """Note in placements the roles that parameters have in finished parts."""
+    for part in parts:
+        for module_name, module, tag in tagged(part):  # outermost first
+            for key, _ in module.named_parameters() if tag.role is not Role.BLOCK else ():
+                name = f"{module_name}.{key}"
+                placements[name] = attrs.evolve(placements[name], role=tag.role)
+
+
+def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
+    """Refuse a parameter of ``torch.distributed.tensor``: its shape is the whole tensor's.
+
+    Raises:
+        ValueError: it is a DTensor.
+    """
+    loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes a second
+    if loaded is not None and isinstance(parameter, loaded.DTensor):
+        raise ValueError(
+            f"parameter {name} is a DTensor, as torch's fully_shard and parallelize_module make them; "
+            "expected a plain tensor with this rank's block, which its placement tells. To shard optimizer "
+            "state and gradients: zero12"
+        )
 
 
 def placed_parameters(
@@ -192,7 +220,13 @@ def placed_parameters(
     """
     found: dict[str, PlacedParameter] = {}
     for number, part in enumerate(parts):
+        for name, buffer in part.named_buffers():
+            if (where := placements.get(name)) and tuple(buffer.shape) != where.shape:
+                raise ValueError(
+                    f"buffer {name} has shape {tuple(buffer.shape)} but is placed as {where.shape}"
+                )
         for name, parameter in part.named_parameters():
+            refuse_dtensor(name, parameter)
             if name in found:  # tied: two parts on this rank hold one parameter
                 found[name] = attrs.evolve(found[name], parts=(*found[name].parts, number))
                 continue

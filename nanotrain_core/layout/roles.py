@@ -43,6 +43,10 @@ class Role(Enum):
         "between COLUMN and ROW, but not split, as a norm of each query head: each rank applies it to its own"
     )
     """Called as its model likes. Whole on every rank, and each rank's gradient of it is partial."""
+    PER_HEAD = (
+        "one entry for each head along axis 0 of every parameter and buffer, as ALiBi's slopes or decays"
+    )
+    """Called as its model likes, between COLUMN and ROW. Split with the heads, in whole units."""
     HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
     """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
     logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""

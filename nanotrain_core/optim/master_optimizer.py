@@ -43,12 +43,28 @@ class MasterOptimizer(Optimizer):
         self.config = config
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch optimizer for two parameter groups.
+        """Return the torch optimizer for parameter groups, which have the :meth:`options` of their slots.
 
-        Matrices have the config's ``weight_decay``, if it has that key; all else has 0. Of ``adamw``
-        (``adamw.py``) it is torch's fused AdamW (``fused_adamw.py``), or one for moments of other dtypes.
+        Of ``adamw`` it is torch's fused AdamW (``fused_adamw.py``), or one for moments of other dtypes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
+
+    def options(self, slot: Slot) -> dict[str, Any]:
+        """Return the options of the parameter group of a slot: those with equal ones share a group.
+
+        Here matrices have the config's ``weight_decay``, if it has that key, and all else has 0.
+        ``slot.placement`` has the name, the whole shape, and the role: embeddings are ``Role.VOCAB``.
+        """
+        matrix = len(slot.placement.global_shape) > 1
+        return {"weight_decay": getattr(self.config, "weight_decay", 0.0) if matrix else 0.0}
+
+    def precondition(self, gradients: list[torch.Tensor]) -> None:
+        """Replace gradients, which are in the order of ``slots``, after clipping and before any update.
+
+        Called on all ranks in the same steps, so it may use collectives: what needs whole matrices gathers
+        them here, with :class:`~nanotrain_core.optim.whole_tensors.WholeTensors`. Not called for a step that
+        is skipped.
+        """
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state torch would create for ``weight`` at the first step."""
@@ -81,11 +97,7 @@ class MasterOptimizer(Optimizer):
         """Make masters and allocate state."""
         self.gradients, self.mesh = gradients, mesh
         self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
-        decayed = [s.weight for s in self.slots if len(s.placement.global_shape) > 1]
-        others = [s.weight for s in self.slots if len(s.placement.global_shape) <= 1]
-        decay = getattr(self.config, "weight_decay", 0.0)
-        groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-        self.inner = self.make([group for group in groups if group["params"]] or groups)
+        self.inner = self.make(self._groups())
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
             slot.group = group_of[slot.weight]
@@ -96,6 +108,17 @@ class MasterOptimizer(Optimizer):
         self.encoded = [slot for slot in self.slots if not slot.plain]
         self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
         self._require_error_feedback()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return parameter groups of slots with the same options; without any slot one that is empty."""
+        groups: list[dict[str, Any]] = []
+        for slot in self.slots:
+            options = self.options(slot)
+            found = next((each for each in groups if {**each, "params": 0} == {**options, "params": 0}), None)
+            if found is None:
+                groups.append(found := {"params": [], **options})
+            found["params"].append(slot.weight)
+        return groups or [{"params": [], "weight_decay": 0.0}]
 
     def _require_error_feedback(self) -> None:
         """Refuse lossy masters without error feedback: their weights would stand still or wander."""
@@ -122,6 +145,7 @@ class MasterOptimizer(Optimizer):
         if not late and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
+        self.precondition(gradients)
         self._update(gradients, skipped.float() if late else None)
         return StepStats(norm, skipped if late else False)
 

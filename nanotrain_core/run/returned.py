@@ -84,6 +84,26 @@ def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> l
         raise PluginError(f"{who}: {problem}") from None
 
 
+def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
+    """Refuse what has an entry for each head and is whole where a wrapper has split the heads beside it."""
+    for part in parts:
+        split: dict[str, frozenset[str]] = {}
+        for name, _, found in tagged(part):
+            if found.role is Role.COLUMN:
+                beside = name.rpartition(".")[0]
+                split[beside] = split.get(beside, frozenset()) | placements[f"{name}.weight"].sharded
+        for name, module, found in tagged(part):
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            for key, _ in tensors if found.role is Role.PER_HEAD else ():
+                needed = split.get(name.rpartition(".")[0], frozenset())
+                missing = needed - placements[f"{name}.{key}"].sharded
+                if missing:
+                    raise PluginError(
+                        f"{name}.{key} has an entry for each head, and is whole along {min(missing)}, where "
+                        "the heads beside it are split: expected a wrapper that knows the role PER_HEAD"
+                    )
+
+
 def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
     layout = mesh.layout

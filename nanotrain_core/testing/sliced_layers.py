@@ -66,7 +66,9 @@ class Sliced(Parallel):
             return total if bias is None else total + bias
 
         for name, module, found in tagged(part):
-            for key, axis in AXES.get(found.role, {}).items():
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            axes = {key: 0 for key, _ in own} if found.role is Role.PER_HEAD else AXES.get(found.role, {})
+            for key, axis in axes.items():
                 slice_parameter(module, key, axis, f"{name}.{key}", placements, mesh)
             if found.role in (Role.COLUMN, Role.SHARED):
                 module.register_forward_pre_hook(enter)
@@ -83,11 +85,12 @@ class Sliced(Parallel):
 def slice_parameter(
     module: nn.Module, key: str, axis: int, name: str, placements: Placements, mesh: Mesh
 ) -> None:
-    """Leave this rank its block along ``axis`` of the parameter ``key`` of ``module``, if it has one."""
+    """Leave this rank its block along ``axis`` of a parameter or buffer of ``module``, if it has it."""
     old = getattr(module, key, None)
     if old is None:
         return
     placement = placements[name].split(axis, "tp", mesh.coordinate("tp"), mesh.size("tp"))
     placements[name] = placement
     block = torch.empty(placement.shape, dtype=old.dtype, device=old.device)
-    setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad))
+    parameter = isinstance(old, nn.Parameter)
+    setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad) if parameter else block)

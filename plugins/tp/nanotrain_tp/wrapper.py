@@ -2,6 +2,7 @@
 
 COLUMN  weight [out, in] and bias by rows; the input enters.
 ROW     weight [out, in] by columns; the output leaves.
+PER_HEAD every parameter and buffer by its first axis.
 VOCAB   table [V, D] by rows; the output leaves.
 HEAD    weight [V, D] by rows; the input enters, the loss is summed.
 
@@ -170,7 +171,9 @@ def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks:
     Raises:
         SplitError: the units do not divide.
     """
-    for key, axis in AXES.get(tag.role, {}).items():
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    axes = {key: 0 for key, _ in own} if tag.role is Role.PER_HEAD else AXES.get(tag.role, {})
+    for key, axis in axes.items():
         old = getattr(module, key, None)
         if old is None:
             continue
@@ -181,7 +184,8 @@ def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks:
             placement = placement.split(axis, "tp", ranks.index, ranks.size, uneven=uneven)
             placements[f"{name}.{key}"] = placement
         block = torch.empty(placement.shape, dtype=old.dtype, device=old.device)
-        setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad))
+        parameter = isinstance(old, nn.Parameter)
+        setattr(module, key, nn.Parameter(block, requires_grad=old.requires_grad) if parameter else block)
 
 
 def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:

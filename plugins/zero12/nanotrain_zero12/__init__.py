@@ -32,6 +32,33 @@ class Zero12Config(AdamWConfig):
     """Keep master weights and moments in the host's memory, and update them there. On CPU they are there."""
 
 
+@attrs.define(frozen=True, kw_only=True)
+class ShardConfig:
+    """``[[parallel]] use = "zero12"``: the same sharding for any optimizer."""
+
+    stage: int = attrs.field(default=1, validator=in_((1, 2)))
+    """1 shards optimizer state; 2 also gradients, between microbatches."""
+    bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
+    """Megabytes of gradient that travel at once; a transport may ask for less."""
+    overlap: bool = True
+    """Send gradients during backward, and gather new weights during the next forward where a backend can."""
+
+
+@hookimpl
+def nanotrain_register_parallel(register: Register) -> None:
+    """Announce ``zero12`` for the optimizers of others."""
+    register(
+        Component(
+            name="zero12",
+            config=ShardConfig,
+            factory="nanotrain_zero12.wrapper:Sharded",
+            summary="any optimizer with state (stage 1) and gradients (stage 2) sharded over data ranks",
+            provides={"gradient_sync"},
+            mesh_dims={"dp"},
+        )
+    )
+
+
 @hookimpl
 def nanotrain_register_optimizer(register: Register) -> None:
     """Announce ``zero12``."""

@@ -29,7 +29,7 @@ from nanotrain_core.api.torch import (
     PlacedParameter,
     form_of,
 )
-from nanotrain_zero12 import Zero12Config
+from nanotrain_zero12 import ShardConfig, Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
 from nanotrain_zero12.transport import choose
 
@@ -86,7 +86,7 @@ class Line:
 class ShardedGradients(LocalGradients):
     """The gradient sync of ``zero12``, and what brings updated weights back together."""
 
-    config: Zero12Config
+    config: Zero12Config | ShardConfig
 
     def attach(
         self,

@@ -35,6 +35,25 @@ test_sockets = conformance(
     marks=dict.fromkeys(AFTER_THE_SUM, pytest.mark.full),
 )
 
+#: Around the optimizers of others, here the harness's plain SGD.
+BEHIND = {"stage": 2, "bucket_mb": 0.01}
+
+test_around_other_optimizers = pytest.mark.full(
+    conformance(
+        Case("parallel", use="zero12", config=BEHIND, topology={"dp": 2}),
+        Case("parallel", use="zero12", config={"stage": 1}, topology={"dp": 4}, name="stage1"),
+        Case(
+            "optimizer",
+            use="adamw",
+            topology={"dp": 2},
+            overrides={"parallel": [{"use": "zero12", **BEHIND}]},
+        ),
+        Case(
+            "precision", use="bf16", topology={"dp": 2}, overrides={"parallel": [{"use": "zero12", **BEHIND}]}
+        ),
+    )
+)
+
 test_exhaustively = pytest.mark.full(
     conformance(
         case(1, SMALL, {"dp": 2}, "stage1"),

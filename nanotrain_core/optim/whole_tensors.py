@@ -1,0 +1,101 @@
+"""Makes tensors whole of which each rank has pieces: for an optimizer whose update needs whole matrices.
+
+Ranks may have blocks of a matrix (tensor parallelism) and ranges of these (optimizer-state sharding). Which,
+placements say; this code names no dimension but the pipeline's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.checkpoint.tensor_boxes import boxes
+from nanotrain_core.layout.layout import Span
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Piece, Placement, Shape
+
+#: Where a box sits in the whole tensor, and its shape.
+Box = tuple[Shape, Shape]
+
+
+def boxes_of(piece: Piece) -> list[Box]:
+    """Return the boxes of the whole tensor that a piece is, in the order of its elements."""
+    where: Placement = piece.placement
+    if piece.span is None:
+        return [(where.offset, where.shape)]
+    return [
+        (tuple(a + b for a, b in zip(where.offset, offset, strict=True)), shape)
+        for offset, shape in boxes(where.shape, *piece.span)
+    ]
+
+
+class WholeTensors:
+    """Gathers tensors shaped as the weights of ``pieces`` on all ranks of a pipeline stage. Collective."""
+
+    def __init__(self, pieces: Sequence[Piece], mesh: Mesh) -> None:
+        """Agree on who has what: every rank of the world calls it, with the pieces of its own."""
+        self.mesh, self.own = mesh, defaultdict[str, list[Piece]](list)
+        for piece in pieces:
+            self.own[piece.placement.name].append(piece)
+        dims = tuple(dim for dim in mesh.layout.views["dense"].dims if dim != "pp" and mesh.size(dim) > 1)
+        self.dims, span = dims, Span(dims)
+        mesh.agree_on_groups([span] if dims else [])
+        self.group = mesh.group_of(span) if dims else None
+        mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
+        self.boxes: Sequence[Mapping[str, list[Box]]] = self._of_all(mine)
+        shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
+        self.shapes: dict[str, Shape] = {}
+        for theirs in self._of_all(shapes):
+            self.shapes.update(theirs)
+        self.dtype: torch.dtype | None = None
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """Return every rank's value, of the ranks of this pipeline stage."""
+        return self.mesh.gather(value, *self.dims) if self.dims else [value]
+
+    def gather(self, tensors: Mapping[Piece, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, whole tensor) of all parameters that ranks have pieces of, in one order on all ranks.
+
+        ``tensors`` has one of each piece of this rank, in its weight's shape and in one dtype on all ranks.
+        """
+        if self.dtype is None:  # a rank without any piece receives in the dtype of the others
+            own_dtype = next((tensor.dtype for tensor in tensors.values()), None)
+            self.dtype = next((found for found in self._of_all(own_dtype) if found), torch.float32)
+        like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+        for name in sorted(self.shapes):
+            own = [tensors[piece].reshape(-1) for piece in self.own.get(name, ())]
+            flat = torch.cat(own) if own else like.new_empty(0)
+            whole = like.new_zeros(self.shapes[name])
+            for shares, theirs in zip(self._exchanged(flat, name), self.boxes, strict=True):
+                first = 0
+                for offset, shape in theirs.get(name, ()):
+                    index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                    whole[index] = shares[first : first + prod(shape)].view(shape)
+                    first += prod(shape)
+            yield name, whole
+
+    def _exchanged(self, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """Return every rank's elements of a parameter, this rank's own among them; others may be padded."""
+        if self.group is None:
+            return [flat]
+        length = max(sum(prod(shape) for _, shape in theirs.get(name, ())) for theirs in self.boxes)
+        sent = flat.new_zeros(length)
+        sent[: len(flat)] = flat
+        received = [torch.empty_like(sent) for _ in self.boxes]
+        with self.mesh.waits.collectives:
+            dist.all_gather(received, sent, group=self.group)
+        return received
+
+    def pieces(self, name: str, whole: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield this rank's pieces of a parameter, each with its part of ``whole``, in its weight's shape."""
+        for piece in self.own.get(name, ()):
+            found = []
+            for offset, shape in boxes_of(piece):
+                index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                found.append(whole[index].reshape(-1))
+            yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)

@@ -1,0 +1,201 @@
+"""The plugins of docs/examples/plugins pass every check, and do what they are there for."""
+
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from test_docs import failed
+
+from nanotrain_core.errors import DataError, PluginError
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import make_engine
+
+PLUGINS = Path(__file__).parents[1] / "docs/examples/plugins"
+ALIBI = {"layers": 2, "heads": 4, "head_size": 8, "vocab": 64}
+TP = {"parallel": [{"use": "tp"}, {"use": "summed"}]}
+
+
+def example(kind, use, **options):
+    return Case(kind, use=use, plugins=[PLUGINS / f"{use}.py"], **options)
+
+
+@pytest.mark.parametrize("path", sorted(PLUGINS.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short(path):
+    assert len(path.read_text().splitlines()) < 120
+
+
+def slopes(case):
+    engine = make_engine(case, {})
+    parts = engine.run.stages.values()
+    return [buffer.tolist() for part in parts for _, buffer in part.named_buffers()]
+
+
+def test_each_rank_has_the_slopes_of_its_heads():
+    case = example("model", "alibi", config=ALIBI, topology={"tp": 2}, overrides=TP)
+    expected = [0.25, 0.0625, 0.015625, 0.00390625]
+    assert run_ranks(slopes, 2, case) == [[expected[:2]] * 2, [expected[2:]] * 2]
+
+
+def test_alibi_with_tensor_parallelism_trains_as_one_process_does():
+    model = {"model": {"use": "alibi", **ALIBI}}
+    case = example("model", "alibi", config=ALIBI)
+    wrapped = attrs.evolve(case, kind="parallel", use="tp", config={}, topology={"tp": 2}, world_size=2)
+    wrapped = attrs.evolve(wrapped, overrides={**model, "parallel": [{"use": "summed"}]})
+    assert failed(wrapped, "gradients_equal[fp64]") == {}
+
+
+@pytest.mark.full
+def test_alibi_passes_every_check():
+    assert failed(example("model", "alibi", config=ALIBI)) == {}
+
+
+def whole_per_head(case):
+    """Return what a wrapper is told that leaves what each head has an entry of as it is."""
+    import nanotrain_core.testing.sliced_layers as sliced
+
+    rows = sliced.slice_parameter
+    sliced.slice_parameter = lambda module, key, *rest: rows(module, key, *rest) if key != "slopes" else None
+    try:
+        make_engine(case, {})
+    except PluginError as error:
+        return str(error)
+    finally:
+        sliced.slice_parameter = rows
+
+
+def test_a_wrapper_that_leaves_an_entry_for_each_head_whole_is_refused():
+    around = {"parallel": [{"use": "sliced"}, {"use": "summed"}]}
+    case = example("model", "alibi", config=ALIBI, topology={"tp": 2}, overrides=around)
+    for told in run_ranks(whole_per_head, 2, case):
+        assert told.startswith("layers.0.alibi.slopes has an entry for each head, and is whole along tp")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("def constant(self, name)", "def other(self, name)", "give the part a method constant(name)"),
+        (
+            "for head in range(config.heads)]",
+            "for head in range(3)]",
+            "returned shape (3,); expected a tensor (4,)",
+        ),
+        ("return torch.tensor([2", "return list([2", "returned list; expected a tensor (4,)"),
+    ],
+)
+def test_a_buffer_of_which_the_part_has_no_numbers_is_refused(tmp_path, old, new, told):
+    source = (PLUGINS / "alibi.py").read_text()
+    assert old in source
+    path = tmp_path / "without_numbers.py"  # its name is the module's: alibi.py is loaded already
+    path.write_text(source.replace(old, new))
+    case = Case("model", use="alibi", config=ALIBI, plugins=[path])
+    with pytest.raises(PluginError) as caught:
+        make_engine(case, {})
+    assert "layers.0.alibi.slopes" in str(caught.value)
+    assert told in str(caught.value)
+
+
+def roles(case):
+    run = make_engine(case, {}).run
+    return {
+        placed.placement.name: placed.placement.role and placed.placement.role.name for placed in run.placed
+    }
+
+
+def test_placements_say_the_roles_of_parameters_on_every_layout():
+    alone = roles(example("model", "alibi", config=ALIBI))
+    assert alone["embed.weight"] == "VOCAB"
+    assert alone["head.weight"] == "HEAD"
+    assert alone["layers.0.q.weight"] == "COLUMN"
+    assert alone["layers.1.norm_1.weight"] == "NORM"
+    case = example("model", "alibi", config=ALIBI, topology={"tp": 2}, overrides=TP)
+    assert run_ranks(roles, 2, case) == [alone, alone]
+
+
+# --- muon -------------------------------------------------------------------------------------------
+
+
+def blocks_of_state(case):
+    """Return (name, elements) of each tensor of the optimizer's state on this rank, after a step."""
+    engine = make_engine(case, {"run": {"steps": 1}})
+    engine.fit()
+    return [(block.name, block.tensor.numel()) for block in engine.run.optimizer.blocks()]
+
+
+def elements(found, slot):
+    return sum(count for name, count in found if name.startswith(f"{slot}/"))
+
+
+def test_embeddings_and_head_have_moments_and_matrices_a_momentum():
+    (found,) = run_ranks(blocks_of_state, 1, example("optimizer", "muon"))
+    slots = {name.partition("/")[2]: name.partition("/")[0] for name, _ in found}
+    assert slots["embed.weight"] == slots["head.weight"] == slots["norm.weight"] == "exp_avg_sq"
+    assert slots["layers.0.attn.q.weight"] == slots["layers.1.ffn.down.weight"] == "momentum"
+
+
+def test_zero12_shards_the_state_of_an_optimizer_that_knows_nothing_of_it():
+    sharded = example("optimizer", "muon", topology={"dp": 2}, overrides={"parallel": [{"use": "zero12"}]})
+    (whole,) = run_ranks(blocks_of_state, 1, example("optimizer", "muon"))
+    for slot in ("momentum", "exp_avg"):
+        halves = [elements(found, slot) for found in run_ranks(blocks_of_state, 2, sharded)]
+        assert sum(halves) == elements(whole, slot)
+        assert max(halves) < 0.6 * sum(halves)
+
+
+@pytest.mark.parametrize(
+    ("topology", "wrappers"),
+    [
+        ({"dp": 2}, [{"use": "zero12"}]),
+        pytest.param({"dp": 2}, [{"use": "zero12", "stage": 2, "bucket_mb": 0.01}], marks=pytest.mark.full),
+        pytest.param({"tp": 2}, [{"use": "tp"}], marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2}, [{"use": "tp"}, {"use": "zero12"}], marks=pytest.mark.full),
+        pytest.param({"dp": 2, "pp": 2}, [{"use": "zero12"}], marks=pytest.mark.full),
+    ],
+    ids=["zero1", "zero2", "tp", "tp x zero1", "pp x zero1"],
+)
+def test_muon_gives_every_layout_the_weights_of_one_process(topology, wrappers):
+    around = {"parallel": wrappers, **({"schedule": {"use": "1f1b"}} if "pp" in topology else {})}
+    case = example("optimizer", "muon", config={"lr": 0.02}, topology=topology, overrides=around)
+    assert failed(case, "layout_changes_nothing") == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("topology", [{}, {"dp": 2}], ids=["alone", "zero1"])
+def test_muon_passes_every_check(topology):
+    around = {"parallel": [{"use": "zero12"}]} if topology else {}
+    assert failed(example("optimizer", "muon", topology=topology, overrides=around)) == {}
+
+
+# --- npy --------------------------------------------------------------------------------------------
+
+
+def tokens_in(path, tokens):
+    np.save(path, tokens)
+    around = {"batch": {"length": 16}}
+    return example("data", "npy", config={"path": str(path), "vocab": 64}, overrides=around)
+
+
+def test_tokens_of_a_file_pass_every_check(tmp_path):
+    rng = np.random.default_rng(3)
+    assert failed(tokens_in(tmp_path / "tokens.npy", rng.integers(0, 64, 3000, dtype=np.uint16))) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (
+            np.zeros((2, 3), dtype=np.int64),
+            "expected whole numbers in one dimension, got int64 of shape (2, 3)",
+        ),
+        (np.zeros(300), "expected whole numbers in one dimension, got float64 of shape (300,)"),
+        (np.full(3000, 64), "token 64; expected 0 to 63"),
+        (None, "there is no file"),
+    ],
+)
+def test_a_file_that_has_no_tokens_is_refused(tmp_path, tokens, told):
+    case = tokens_in(tmp_path / "tokens.npy", np.zeros(3) if tokens is None else tokens)
+    if tokens is None:
+        (tmp_path / "tokens.npy").unlink()
+    with pytest.raises(DataError) as caught:
+        make_engine(case, {}).fit()
+    assert told in str(caught.value)
