@@ -22,6 +22,7 @@ from nanotrain_core.api import Role, tag
 from nanotrain_core.api import torch as door
 from nanotrain_core.cli import main
 from nanotrain_core.command import CORE_COMMANDS
+from nanotrain_core.deprecated import Deprecation
 from nanotrain_core.errors import Exit
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.recipe import load_recipe
@@ -133,6 +134,14 @@ def write_files(folder):
         if (name := block.marked("file")) is not None:
             (folder / name).write_text(block.text)
     (folder / "mine.py").write_text(file_of("lion.py"))
+    write_plugin(folder)
+    shutil.copytree(ROOT / "docs/examples", folder / "docs/examples")
+
+
+def write_plugin(folder):
+    """Write the plugin that docs/new_plugin.md has written."""
+    with chdir(folder):
+        assert main(["new-plugin", "my_optimizer", "--kind", "optimizer"]) == Exit.DONE
 
 
 def parsed(words, folder, monkeypatch):
@@ -142,7 +151,8 @@ def parsed(words, folder, monkeypatch):
     with chdir(folder), monkeypatch.context() as patched:
         registry = load_plugins(local=local)
         core = name in CORE_COMMANDS
-        modules = [import_module(f"nanotrain_core.cli.{name}") if core else registry.command(name).load()]
+        own = f"nanotrain_core.cli.{name.replace('-', '_')}"
+        modules = [import_module(own) if core else registry.command(name).load()]
         modules += [] if core else [extension.load() for extension in registry.extensions(name)]
         for module in modules:
             patched.setattr(module, "run", lambda args: seen.append(args) or Exit.DONE)
@@ -181,7 +191,7 @@ def surroundings(block, folder):
         **{name: getattr(api, name) for name in api.__all__},
         **{name: getattr(door, name) for name in door.__all__},
         **{"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "attrs": attrs, "Path": Path},
-        **{"Case": Case, "conformance": conformance, "distributed": distributed},
+        **{"Deprecation": Deprecation, "Case": Case, "conformance": conformance, "distributed": distributed},
         "check": lambda *args, **options: (
             lambda function: function
         ),  # of the harness: it keeps what it is given
@@ -263,7 +273,7 @@ CANNOT_RUN = {
     "nanotrain run recipes/deepseek_4d.toml": "takes 8 ranks; tests/test_recipe_shipped.py runs it",
     "model:mine": "a component of yours",
     "data:mine": "a component of yours",
-    "optimizer:mine": "a component of yours",
+    "nanotrain new-plugin": "writes files; tests/test_new_plugin.py runs it",
     "--step": "needs that step; tests/test_cli_ckpt.py makes some",
     "--sweep": "plans for minutes; tests/test_plan_sweep.py runs it",
     "--simulate": "plans for minutes; tests/test_simulator.py runs it",

@@ -251,7 +251,11 @@ def parser_of(name: str, registry: Registry) -> argparse.ArgumentParser:
     """Return the parser of one command, extensions of other plugins included."""
     parser = argparse.ArgumentParser(prog=f"nanotrain {name}", add_help=False)
     core = name in CORE_COMMANDS
-    modules = [import_module(f"nanotrain_core.cli.{name}") if core else registry.command(name).load()]
+    modules = [
+        import_module(f"nanotrain_core.cli.{name.replace('-', '_')}")
+        if core
+        else registry.command(name).load()
+    ]
     modules += [] if core else [extension.load() for extension in registry.extensions(name)]
     for module in modules:
         module.add_arguments(parser)

@@ -186,7 +186,7 @@ def uneven_stages_train_alike(case: Case) -> None:
         "batch": {"sequences": sequences, "microbatch": 1},
         "run": {"steps": 1},
     }
-    ranks, (alone,) = run_ranks(train, case.world_size, case, changes), traces(case.alone(), **changes)
+    ranks, alone = run_ranks(train, case.world_size, case, changes), one_process(case, **changes)
     assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
 
 
