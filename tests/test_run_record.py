@@ -46,7 +46,7 @@ def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
     sample = Sample(SampleConfig(prompt="def "))
     data = SimpleNamespace(encode=lambda text: [1], decode=lambda tokens: "def f():\né")
     monkeypatch.setattr(Sample, "_tokens", lambda self, seed: [])
-    sample.on_start(SimpleNamespace(rank=0, folder=tmp_path, data=data, steps=9))
+    sample.on_start(SimpleNamespace(rank=0, folder=tmp_path, data=data, steps=9, length=16))
     sample._write(3)
     (row,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert (row["step"], row["prompt"], row["text"]) == (3, "def ", "def f():\né")

@@ -7,7 +7,7 @@ from typing import Any
 from nanotrain_core.testing.altered import train_with_extra
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
-from nanotrain_core.testing.checks.parallel import ADAMW, assert_same_reports, traces
+from nanotrain_core.testing.checks.parallel import ADAMW, assert_same_reports, one_process, traces
 from nanotrain_core.testing.compare import EXACT, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 
@@ -24,7 +24,7 @@ def any_number_of_microbatches(case: Case) -> None:
         changes: dict[str, Any] = {"run": {"steps": 2}, "batch": {"sequences": sequences, "microbatch": 1}}
         ranks = traces(case, **changes)
         alone_in = {**changes, "batch": {"sequences": sequences, "microbatch": sequences}}
-        (alone,) = traces(case.alone(), **alone_in)
+        alone = one_process(case, **alone_in)
         what = f"with {count} microbatches on each rank"
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), f"gradients {what}")
         assert_same(
@@ -36,7 +36,7 @@ def any_number_of_microbatches(case: Case) -> None:
 def twenty_steps_are_those_of_one_process(case: Case) -> None:
     """After 20 clipped steps, past the end of the data's first epoch, losses and weights agree to 1e-7."""
     changes = {"optimizer": ADAMW, "run": {"steps": 20}}
-    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    ranks, alone = traces(case, **changes), one_process(case, **changes)
     for trace in ranks:
         assert_same_reports(trace, alone, atol=1e-7)
     assert_same(
@@ -44,7 +44,12 @@ def twenty_steps_are_those_of_one_process(case: Case) -> None:
     )
 
 
-@check("parallel", since="0.2", applies=lambda case: case.topology.get("pp", 1) == 1)
+def _data_parallel_alone(case: Case) -> bool:
+    """Return whether each rank has the whole model: one more parameter's loss is summed over data alone."""
+    return all(degree == 1 or dim == "dp" for dim, degree in case.topology.items())
+
+
+@check("parallel", since="0.2", applies=_data_parallel_alone)
 def a_parameter_may_be_used_later(case: Case) -> None:
     """A parameter that no rank uses in the first step has its gradient from the second on."""
     changes: dict[str, Any] = {"run": {"steps": 4}}
@@ -59,6 +64,6 @@ def a_parameter_may_be_used_later(case: Case) -> None:
 def mixed_dtypes(case: Case) -> None:
     """Gradients are right with matrices in float32 and vectors in float64, to 1e-5 of them."""
     changes: dict[str, Any] = {"precision": {"use": "wide_norms"}, "run": {"steps": 1}}
-    ranks, (alone,) = traces(case, **changes), traces(case.alone(), **changes)
+    ranks, alone = traces(case, **changes), one_process(case, **changes)
     got, want = whole([t.gradients for t in ranks], atol=1e-6), whole([alone.gradients])
     assert_same(got, want, "gradients", atol=1e-6, rtol=1e-5)

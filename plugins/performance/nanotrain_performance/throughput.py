@@ -45,7 +45,7 @@ class Throughput(Monitor):
         """Whether the first logged step is over: until then data is opened, and layers compile."""
         self.last: tuple[float, float] | None = None
         self.paced: tuple[float, int] | None = None
-        self.effective: torch.Tensor | float | None = None
+        self.effective: torch.Tensor | None = None
         """Tokens that the loss does not ignore, since the last logged step; None where nobody counts them."""
 
     def _peak(self) -> float | None:
@@ -64,9 +64,7 @@ class Throughput(Monitor):
         self.last = now, beside
         self.steps += 1
         if (counted := update.counts.get("lm")) is not None:
-            self.effective = (0.0 if self.effective is None else self.effective) + (
-                counted.item() if counted.is_cpu else counted
-            )
+            self.effective = counted if self.effective is None else self.effective + counted
 
     def on_step(self, report: StepReport) -> None:
         """Publish."""

@@ -31,6 +31,10 @@ class Works:
         return dict(self.spent)
 
 
+#: Of a logged step.
+REPORT = {"step": 1, "seconds": 3.0, "tokens_per_second": 1.0, "length": 16, "flops_per_token": 0.0}
+
+
 def started(progress, told):
     monitor = Throughput(ThroughputConfig())
     monitor.on_start(
@@ -50,7 +54,7 @@ def started(progress, told):
 
 def test_saves_and_evaluations_are_told_in_seconds_since_the_last_logged_step_and_are_in_no_step():
     told, progress = {}, Works()
-    monitor, report = started(progress, told), SimpleNamespace(step=1, seconds=3.0, tokens_per_second=1.0)
+    monitor, report = started(progress, told), SimpleNamespace(**REPORT)
     for evaluation, checkpoint in ((0.0, 0.0), (0.5, 4.0), (0.25, 0.0)):
         progress.pass_time("evaluation", evaluation)
         for _ in range(4):
@@ -73,7 +77,7 @@ def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollb
             progress.step()
             monitor.on_before_update(SimpleNamespace(counts={"lm": torch.tensor(6.0)}))
             if step % 10 == 0:
-                monitor.on_step(SimpleNamespace(step=step, seconds=3.0, tokens_per_second=1.0))
+                monitor.on_step(SimpleNamespace(**{**REPORT, "step": step}))
                 found.append({name: float(told[name]) for name in names})
 
     names = ("time/forward_backward", "time/data", "speed/effective_tokens_per_second")

@@ -36,6 +36,9 @@ def test_samples_are_those_of_the_batch_now(tmp_path):
         world_size=1,
         flops_per_token=0.0,
     )
-    monitor.effective, monitor.paced = 0.0, None
-    monitor._speed(SimpleNamespace(step=1, seconds=2.0, tokens_per_second=32 * 16 / 2.0), 1)
+    monitor.effective, monitor.paced = None, None
+    monitor._speed(
+        SimpleNamespace(step=1, seconds=2.0, tokens_per_second=32 * 16 / 2.0, length=16, flops_per_token=0.0),
+        1,
+    )
     assert told["speed/samples_per_second"] == pytest.approx(32 / 2.0)

@@ -39,6 +39,8 @@ class Around:
 
     work: Work
     above: float
+    lasting: int = 0
+    """Bytes of buffers that are there in later steps too."""
 
 
 @attrs.define(eq=False)
@@ -153,7 +155,7 @@ def together(several: Sequence[Blocks]) -> Blocks:
 def around_of(step: RankStep, probe: Probe) -> dict[str, Around]:
     """Return what a rank of a probe does around its actions."""
     axis = probe.axis
-    return {name: Around(Work.of(p, axis), p.transient) for name, p in step.around.items()}
+    return {name: Around(Work.of(p, axis), p.transient, p.lasting) for name, p in step.around.items()}
 
 
 def stage_of(step: RankStep, probe: Probe, stage: int) -> Block:

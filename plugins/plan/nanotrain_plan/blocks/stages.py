@@ -203,4 +203,4 @@ def _around(
         count=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.count.items()}),
         sent=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.sent.items()}),
     )
-    return _phase("around", work, found.above, seconds)
+    return attrs.evolve(_phase("around", work, found.above, seconds), lasting=round(found.lasting * full))
