@@ -9,10 +9,10 @@ DP = {"topology": {"dp": 2}, "overrides": OVERRIDES}
 
 test_conformance = conformance(
     Case("monitor", use="throughput", config={"peak_tflops": 0.1}, **DP),
-    Case("monitor", use="goodput"),
 )
 test_exhaustively = pytest.mark.full(
     conformance(
+        Case("monitor", use="goodput"),
         Case("monitor", use="memory", config={"account_every": 1}, **DP),
         Case("monitor", use="pipeline", **DP),
         Case("monitor", use="goodput", **DP),
