@@ -352,7 +352,7 @@ def test_pieces_of_text_are_as_long_as_their_key_says(tmp_path, piece):
     assert torch.equal(*(batch.tokens for batch in batches))
     assert sorted(bytes(row) for row in batches[0].tokens.tolist()) == expected
     last = data.read_sequences(np.array([data.train - 1]), validation=False)[0]
-    assert bytes(last.tolist()) == (tokens + b"\0")[begins[-1] :][:17]  # 64: up to the token that ends the document
+    assert bytes(last.tolist()) == (tokens + b"\0")[begins[-1] :][:17]
     resumed = text_of(tmp_path, 16, piece)
     resumed.load_meta(data.meta())
     for one in (data, resumed):
