@@ -3,6 +3,7 @@
 import shutil
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from recipe_files import SMALL, write
@@ -317,3 +318,81 @@ def test_a_position_in_text_is_one_of_tokens_and_holds_at_any_length(tmp_path):
         other.load_meta(meta)
         other.set_length(20)
         assert torch.equal(other.train_batch(2, Shard()).tokens, first.tokens)
+
+
+def text_of(folder, *lengths, length=16, piece_length=0):
+    from nanotrain_core.builtin.configs import TextConfig
+    from nanotrain_core.data.text import Text
+
+    options = {"validation_fraction": 0.2, "piece_length": piece_length}
+    data = Text(TextConfig(paths=(str(folder),), suffixes=(".txt",), **options))
+    if lengths:
+        data.expect_lengths(lengths)
+    data.open(length=length, seed=3)
+    return data
+
+
+@pytest.mark.parametrize("piece", [24, 64])
+def test_pieces_of_text_are_as_long_as_their_key_says(tmp_path, piece):
+    """As if a phase had that length; so a run is resumed by a recipe that has such a phase."""
+    from nanotrain_core.batch import Shard
+
+    tokens = bytes(number % 251 for number in range(20 * piece))
+    (tmp_path / "a.txt").write_bytes(tokens)  # 20 pieces: its end is a token too
+    data, wanted = text_of(tmp_path, piece_length=piece), text_of(tmp_path, 16, piece)
+    assert (data.fingerprint, data.train, data.validation) == (
+        wanted.fingerprint,
+        wanted.train,
+        wanted.validation,
+    )
+    assert (data.train, data.validation) == (16 * (piece // 16), 4 * (piece // 16))
+    begins = [each * piece + cut * 16 for each in range(20) if each % 5 != 2 for cut in range(piece // 16)]
+    expected = sorted(tokens[begin : begin + 16] for begin in begins)
+    batches = data.train_batch(data.train, Shard()), wanted.train_batch(wanted.train, Shard())
+    assert torch.equal(*(batch.tokens for batch in batches))
+    assert sorted(bytes(row) for row in batches[0].tokens.tolist()) == expected
+    last = data.read_sequences(np.array([data.train - 1]), validation=False)[0]
+    assert bytes(last.tolist()) == (tokens + b"\0")[begins[-1] :][:17]
+    resumed = text_of(tmp_path, 16, piece)
+    resumed.load_meta(data.meta())
+    for one in (data, resumed):
+        one.set_length(piece)
+    assert torch.equal(data.train_batch(3, Shard()).tokens, resumed.train_batch(3, Shard()).tokens)
+    assert (data.position, resumed.position) == (16 + 3, 16 + 3)  # one epoch of 16 pieces, and three
+
+
+def test_after_whole_epochs_another_length_begins_an_epoch(tmp_path):
+    """Also a length that does not divide the longest, and so leaves out the rest of each piece."""
+    from nanotrain_core.batch import Shard
+
+    (tmp_path / "a.txt").write_bytes(bytes(20 * 20))
+    data = text_of(tmp_path, 5, 8, 20, length=5)
+    assert data.train == 16 * 4
+    data.train_batch(64, Shard())
+    old = {name: value for name, value in data.meta().items() if name != "train"}
+    data.set_length(8)
+    data.train_batch(1, Shard())
+    assert (data.train, data.position) == (32, 32 + 1)
+    data.skip(8)  # 9 of 32
+    data.set_length(5)
+    data.skip(0)
+    assert data.position == 64 + 18
+    before = text_of(tmp_path, 5, 8, 20, length=20)
+    before.load_meta(old)  # a checkpoint from before positions were shares of an epoch: by its tokens
+    before.skip(0)
+    assert before.position == 16
+
+
+def test_a_rollback_warns_if_what_it_skips_is_of_several_lengths():
+    from structlog.testing import capture_logs
+
+    from nanotrain_core.run.rollback import warn_of_lengths
+
+    timeline = Timeline(ALONE.case().recipe(**BASE, phase=PHASES))  # steps 1 to 3 of 8 tokens, then 16, 24
+    with capture_logs() as logs:
+        warn_of_lengths(timeline, 48, first=1, last=2)  # a checkpoint of step 1, steps 2 and 3
+        warn_of_lengths(timeline, 48, first=3, last=4)  # steps 4 and 5
+    assert logs == []
+    with capture_logs() as logs:
+        warn_of_lengths(timeline, 48, first=2, last=5)  # steps 3 to 6
+    assert [(entry["log_level"], entry["lengths"]) for entry in logs] == [("warning", [8, 16, 24])]

@@ -67,6 +67,15 @@ def test_a_line_has_the_mean_of_all_steps_since_the_line_before():
     assert attrs.evolve(found, seconds=4.0, tokens_per_second=25.0) == last
 
 
+def test_a_line_over_a_border_of_phases_has_the_mean_flops_of_a_token():
+    """A step of 100 tokens at 10 FLOPs each, then one of 300 at 30."""
+    since = SinceLine(0)
+    for step, (tokens, flops) in enumerate([(100.0, 10.0), (300.0, 30.0)], 1):
+        last = report(step, 1.0, seconds=2.0)
+        since.add(last := attrs.evolve(last, tokens_per_second=tokens / 2, flops_per_token=flops))
+    assert since.mean(last).flops_per_token == (100 * 10 + 300 * 30) / 400
+
+
 def test_a_panel_says_what_matters_in_lines_of_their_own(panel):
     panel.run(100, losses={"lm": 0.07, "mtp": 0.01})
     panel.evaluated(EvaluationReport(50, 3.5, 1.5, 9))

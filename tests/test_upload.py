@@ -90,7 +90,7 @@ def test_what_arrives_on_a_gpu_is_what_was_sent():
 # --- what people see --------------------------------------------------------------------------------------
 
 
-def lines(device, capsys, flops=989e6):
+def lines(device, capsys, flops=989e6, step_flops=0.0):
     console = Console(ConsoleConfig(style="lines"))
     names = {
         "name": "small",
@@ -112,7 +112,15 @@ def lines(device, capsys, flops=989e6):
     console.on_start(run)
     console.on_step(
         StepReport(
-            step=1, loss=1.0, losses={}, grad_norm=1.0, lr=1.0, tokens=1, tokens_per_second=1e6, seconds=1.0
+            step=1,
+            loss=1.0,
+            losses={},
+            grad_norm=1.0,
+            lr=1.0,
+            tokens=1,
+            tokens_per_second=1e6,
+            seconds=1.0,
+            flops_per_token=step_flops,
         )
     )
     return capsys.readouterr().out
@@ -123,6 +131,8 @@ def test_the_console_shows_mfu_and_the_peak_that_it_is_of(monkeypatch, capsys):
     said = lines("cuda", capsys)
     assert "MFU is of 989 TFLOP/s a rank: dense bfloat16, NVIDIA H100 80GB HBM3\n" in said
     assert said.endswith(" mfu=50.0%\n")  # 989e6 x 1e6 of two ranks' 989e12
+    longer = lines("cuda", capsys, step_flops=1.5 * 989e6)
+    assert longer.endswith(" mfu=75.0%\n")  # of sequences of the step's length
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,9 @@ class SequenceData:
     """
 
     position_in_tokens = True
-    """Whether a position is carried over to sequences of another length by its tokens, rounded up to a whole
-    sequence. False: by sequences, where the n-th one of each length has tokens of its own."""
+    """Whether a position is carried over to sequences of another length by its share of the epoch, rounded up
+    to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
+    n-th one of each length has tokens of its own."""
     _expected = 0
 
     def expect_lengths(self, lengths: Collection[int]) -> None:
@@ -71,7 +72,7 @@ class SequenceData:
         """
         self.longest, self._seed = max(self._expected, length), seed
         self.fingerprint = f"{fingerprint}, sequences of {self.longest}, seed {seed}"
-        self.position, self._position_length = 0, length
+        self.position, self._position_length, self._position_train = 0, length, train
         self.prepare_length(length, train=train, validation=validation)
 
     def prepare_length(self, length: int, *, train: int, validation: int) -> None:
@@ -83,9 +84,13 @@ class SequenceData:
 
     def _carry_position_over(self) -> None:
         """Count the position in sequences of the length in force. Only what advances does so."""
-        if self.position_in_tokens:
-            self.position = -(-self.position * self._position_length // self.length)
-        self._position_length = self.length
+        if self.position_in_tokens and self._position_length != self.length:
+            if self._position_train > 0:
+                epochs, rest = divmod(self.position, self._position_train)
+                self.position = epochs * self.train - (-rest * self.train // self._position_train)
+            else:  # of a checkpoint that lacks it
+                self.position = -(-self.position * self._position_length // self.length)
+        self._position_length, self._position_train = self.length, self.train
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return tokens [len(numbers), length + 1] of the sequences of those numbers in a split."""
@@ -123,9 +128,9 @@ class SequenceData:
         return _padded(_batch(self.read_sequences(numbers, validation=True)), len(rows))
 
     def meta(self) -> dict[str, Any]:
-        """Return sequences consumed so far, the tokens of each, and of what data."""
-        length = self._position_length
-        return {"position": self.position, "length": length, "fingerprint": self.fingerprint}
+        """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""
+        counted_in = {"length": self._position_length, "train": self._position_train}
+        return {"position": self.position, **counted_in, "fingerprint": self.fingerprint}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position.
@@ -140,6 +145,7 @@ class SequenceData:
             )
         self.position = int(meta["position"])
         self._position_length = int(meta.get("length", self.longest))
+        self._position_train = int(meta.get("train", 0))
 
 
 def _batch(sequences: Integers) -> Batch:

@@ -48,7 +48,8 @@ class Text(SequenceData):
         self.vocab_size = self.tokenizer.vocab_size
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
-        piece = self.longest = max(self._expected, length, self.config.piece_length)
+        self._expected = max(self._expected, self.config.piece_length)  # prepare() has the pieces as long
+        piece = self.longest = max(self._expected, length)
         count = (len(self.tokens) - 1) // piece
         if count < 1:
             raise DataError(

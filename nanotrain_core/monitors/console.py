@@ -92,8 +92,8 @@ class Console(Monitor):
         report, self.since = self.since.mean(report), SinceLine(report.step)
         mfu = None
         if self.peak:
-            flops = self.run.flops_per_token * report.tokens_per_second
-            mfu = flops / (self.peak * self.run.world_size)
+            flops_per_token = report.flops_per_token or self.run.flops_per_token
+            mfu = flops_per_token * report.tokens_per_second / (self.peak * self.run.world_size)
         fields = step_fields(report, self.run.steps, mfu)
         if self.panel is not None:
             self.panel.step(report, fields)

@@ -14,18 +14,20 @@ COLUMNS = {"step": 13, "loss": 8, "grad_norm": 9, "lr": 8, "tokens/s": 9, "ms/st
 
 
 class SinceLine:
-    """Seconds and tokens of the steps since the last line: a report has those since the last report."""
+    """Means over the steps since the last line: a report has those since the last report."""
 
     def __init__(self, step: int) -> None:
         """``step``: the last one that a line showed."""
         self.begun = self.step = step
-        self.seconds = self.tokens = 0.0
+        self.seconds = self.tokens = self.flops = 0.0
 
     def add(self, report: StepReport) -> None:
         """Take a report."""
         seconds = report.seconds * (report.step - self.step)
         self.seconds += seconds
-        self.tokens += seconds * report.tokens_per_second
+        tokens = seconds * report.tokens_per_second
+        self.tokens += tokens
+        self.flops += tokens * report.flops_per_token
         self.step = report.step
 
     def mean(self, report: StepReport) -> StepReport:
@@ -33,7 +35,8 @@ class SinceLine:
         if self.seconds <= 0:
             return report
         each, pace = self.seconds / (self.step - self.begun), self.tokens / self.seconds
-        return attrs.evolve(report, seconds=each, tokens_per_second=pace)
+        flops = self.flops / self.tokens if self.tokens else report.flops_per_token
+        return attrs.evolve(report, seconds=each, tokens_per_second=pace, flops_per_token=flops)
 
 
 def step_fields(report: StepReport, steps: int, mfu: float | None = None) -> dict[str, Any]:

@@ -171,6 +171,12 @@ class Timeline:
             found = attrs.evolve(found, microbatch=batch.microbatch) if same else batch
         return found
 
+    def batches(self, tokens: int) -> Iterator[BatchConfig]:
+        """Yield the batches of the steps after so many tokens, without end."""
+        while True:
+            yield (batch := self.batch_at(self.at(tokens).values))
+            tokens += batch.tokens
+
     # --- steps --------------------------------------------------------------------------------
 
     @property

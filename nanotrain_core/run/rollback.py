@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -11,6 +12,7 @@ from nanotrain_core.checkpoint.run_state import state_problems
 from nanotrain_core.contracts import RollbackReport, TrainState
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.model_table import refuse_other_model
 from nanotrain_core.run import random_state
 from nanotrain_core.run.stop import Rollback
@@ -68,6 +70,10 @@ def roll_back(engine: RuntimeEngine) -> None:
     request = earliest(engine.stop.rollback, run.mesh)
     skipped = [*run.feed.skipped, run.feed.of_last(step - request.onset + 1)]
     restored = load_newest_before(request.onset, engine)
+    if run.phases is not None and run.mesh.rank == 0:
+        warn_of_lengths(
+            run.phases.timeline, run.feed.tokens, first=request.onset - restored, last=step - restored
+        )
     run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
     # Who requested a stop still does: a step more is taken, with which the range is saved.
     engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
@@ -79,6 +85,23 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)
     )
+
+
+def warn_of_lengths(timeline: Timeline, tokens: int, *, first: int, last: int) -> None:
+    """Log a warning if sequences of several lengths are skipped: taken again, they are all of the first one.
+
+    Args:
+        timeline: of the run.
+        tokens: trained on at the checkpoint.
+        first: of the suspect steps, counted from 1 behind the checkpoint.
+        last: of them.
+    """
+    lengths = {batch.length for batch in islice(timeline.batches(tokens), first - 1, last)}
+    if len(lengths) > 1:
+        log.warning(
+            "the sequences to skip are of several lengths: not all that are suspect are left out",
+            lengths=sorted(lengths),
+        )
 
 
 def earliest(request: Rollback | None, mesh: Mesh) -> Rollback:
