@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, GradientSync, Model, Optimizer
+from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, GradientSync, Model
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
@@ -105,7 +105,7 @@ def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
                     )
 
 
-def check_ranges(gradients: GradientSync, optimizer: Optimizer, recipe: Recipe, registry: Registry) -> None:
+def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, registry: Registry) -> None:
     """Refuse a gradient sync that hands out ranges of weights which nobody would gather after a step."""
     if gradients is optimizer or isinstance(gradients, GathersWeights):
         return
