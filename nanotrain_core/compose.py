@@ -63,6 +63,7 @@ from nanotrain_core.run.returned import (
     check_experts,
     check_meta,
     check_per_head,
+    check_ranges,
     check_vocabulary,
     check_wrapped,
     expect_lengths,
@@ -86,6 +87,8 @@ class Run:
     has_routers: bool = False
     """Whether any stage of the model has a router that tells how many tokens each expert got."""
     placed: Sequence[PlacedParameter]
+    placements: Placements = attrs.field(factory=dict)
+    """Of parameters and buffers by name. Empty: it is a script's."""
     model: Selection | None = None
     """What the recipe says of the model: a checkpoint of another one is refused. None: it is a script's."""
     loss_weights: Mapping[str, float]
@@ -194,6 +197,7 @@ def compose(
     )
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
+        check_ranges(gradients, optimizer, recipe, registry)
         optimizer.setup(placed, precision, gradients, mesh)
     for parameter in placed:
         settle(parameter.parameter)
@@ -207,6 +211,7 @@ def compose(
         owners=[part.rank for part in parts],
         has_routers=any_routers(stages.values(), mesh),
         placed=placed,
+        placements=placements,
         model=recipe.model,
         loss_weights=model.loss_weights,
         flops_per_token=costs.total,

@@ -184,7 +184,7 @@ SMALL = {
     "data": 610,
     "hf": 860,
     "launch": 1140,
-    "layout": 1060,
+    "layout": 1070,
     "models": 630,
     "moe": 315,
     "metrics": 1150,

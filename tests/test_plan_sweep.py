@@ -2,6 +2,7 @@
 
 import attrs
 import pytest
+import torch
 from nanotrain_plan.advice import (
     try_plan,
     with_component,
@@ -12,6 +13,8 @@ from nanotrain_plan.advice import (
 )
 from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
+from nanotrain_plan.compare import _held
+from nanotrain_plan.dry.operators import key_of
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import sweep
 
@@ -85,6 +88,27 @@ def assert_as_planned_whole(found, hardware, changes, tolerance=0.01):
 
 def test_blocks_make_the_layouts_that_are_planned_whole(dense):
     assert_as_planned_whole(dense, "h100", [{}, {"pp": 4, "schedule": "zb_h1"}], SMALL)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "tokens"), [(True, 256), (False, 512)])
+def test_activations_count_as_split_along_tp_with_sequence_parallelism_alone(
+    dense, sequence_parallel, tokens
+):
+    (tp,) = dense.recipe.parallel
+    tp = attrs.evolve(tp, config=attrs.evolve(tp.config, sequence_parallel=sequence_parallel))
+    recipe = attrs.evolve(dense.recipe, parallel=[tp])
+    held = _held(recipe, find_problems(recipe, dense.registry)[0], 0)
+    assert (held.tokens, held.pp) == (tokens, 2)
+
+
+def test_operators_are_remembered_apart_by_default_dtype():
+    add = torch.ops.aten.add.Tensor
+    before, key = torch.get_default_dtype(), key_of(add, (torch.empty(2, device="meta"), 1), {})
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert key_of(add, (torch.empty(2, dtype=torch.float32, device="meta"), 1), {}) != key
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.full

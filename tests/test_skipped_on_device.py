@@ -112,6 +112,23 @@ def test_masters_that_are_decoded_have_the_host_read_the_norm():
     assert made.step(2).skipped is False
 
 
+class Preconditioned(AdamW):
+    """Notes for which steps it was called."""
+
+    calls = 0
+
+    def precondition(self, gradients):
+        self.calls += 1
+
+
+def test_gradients_of_a_skipped_step_are_not_preconditioned():
+    made = Setup(Preconditioned, AdamWConfig(), bf16(PrecisionConfig()))
+    assert made.step(1, float("inf")).skipped is True
+    assert made.optimizer.calls == 0
+    made.step(2)
+    assert made.optimizer.calls == 1
+
+
 # --- sharded over ranks -----------------------------------------------------------------------------
 
 

@@ -96,6 +96,20 @@ def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tenso
     return whole[placement.slices]
 
 
+def changed_buffers(parts: Iterable[nn.Module], placements: Placements) -> list[str]:
+    """Return the names of buffers that are not what ``constant`` says any more: checkpoints leave them out.
+
+    A script's parts have no placements, and its checkpoints hold buffers.
+    """
+    return [
+        name
+        for part in parts
+        for name, buffer in part.named_buffers()
+        if name in placements and not buffer.is_meta
+        if not torch.equal(buffer, _constant(part, name, placements).to(buffer))
+    ]
+
+
 def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Have ``part`` hold ``parameter`` under a name that it has one under."""
     owner, _, last = name.rpartition(".")

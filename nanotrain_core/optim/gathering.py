@@ -32,7 +32,7 @@ class GatheringOptimizer(Optimizer):
         self.mesh = mesh
         self.every = [placed.parameter for placed in parameters]
         self.behind.setup(parameters, precision, gradients, mesh)
-        self.weights.gather_weights()
+        self._gather()
         self.weights.wait(self.every)
 
     @property
@@ -45,8 +45,14 @@ class GatheringOptimizer(Optimizer):
         self.wait(self.every)  # what no module asked for must not arrive on top of newer weights
         stats = self.behind.step(loss_scale=loss_scale)
         if self.mesh.device_is_async or not stats.skipped:  # all ranks alike
-            self.weights.gather_weights()
+            self._gather()
         return stats
+
+    def _gather(self) -> None:
+        """Begin to gather weights, once an optimizer that returns early has written this rank's."""
+        if self.behind.returns_early:
+            self.behind.wait(self.every)
+        self.weights.gather_weights()
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
         """Return when ``parameters`` are there."""

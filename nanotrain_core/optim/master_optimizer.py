@@ -141,7 +141,8 @@ class MasterOptimizer(Optimizer):
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
-        late = self.mesh.device_is_async and not self.encoded and self.skips_on_device
+        plain = type(self).precondition is MasterOptimizer.precondition  # others' is not for skipped steps
+        late = self.mesh.device_is_async and not self.encoded and self.skips_on_device and plain
         if not late and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)

@@ -10,7 +10,8 @@ import torch
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, LossScale, TrainState
-from nanotrain_core.errors import Diverged
+from nanotrain_core.errors import Diverged, PluginError
+from nanotrain_core.layout.initialisation import changed_buffers
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run.step_readback import StepFlags
 
@@ -81,7 +82,15 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
 
     Raises:
         Diverged: they are not, and this save is the last.
+        PluginError: training changed a buffer on any rank, which a checkpoint would lose. On all ranks alike.
     """
+    gathered = run.mesh.gather(changed_buffers(run.stages.values(), run.placements))
+    changed = sorted({name for names in gathered for name in names})
+    if changed:
+        saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
+        raise PluginError(
+            f"buffer {changed[0]} changed in training: make it a parameter with requires_grad=False"
+        )
     blocks = zip(run.placed, state.blocks, strict=False)  # weights come first
     trained = [block for placed, block in blocks if placed.parameter.requires_grad]
     problem = not_finite(trained, run.mesh, step)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from nanotrain_core.contracts import ChangesLength, Data, Model
+from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, GradientSync, Model
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
@@ -18,6 +18,7 @@ from nanotrain_core.layout.roles import Role, shared_tokens, tagged
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import OWN_KEYS
 
 
@@ -102,6 +103,21 @@ def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
                         f"{name}.{key} has an entry for each head, and is whole along {min(missing)}, where "
                         "the heads beside it are split: expected a wrapper that knows the role PER_HEAD"
                     )
+
+
+def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, registry: Registry) -> None:
+    """Refuse a gradient sync that hands out ranges of weights which nobody would gather after a step."""
+    if gradients is optimizer or isinstance(gradients, GathersWeights):
+        return
+    ranges = [piece.name for piece in gradients.pieces() if piece.span is not None]
+    if ranges:
+        syncs = [s.use for s in recipe.parallel if "gradient_sync" in registry.get(s.kind, s.use).provides]
+        name = syncs[0] if syncs else type(gradients).__name__
+        raise PluginError(
+            f"gradient sync '{name}' hands out a range of {ranges[0]}, and has no gather_weights() and "
+            "wait(parameters), which bring updated ranges to all ranks: see "
+            "nanotrain_core.api.torch.GathersWeights"
+        )
 
 
 def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:

@@ -51,7 +51,7 @@ def check_view(layout: Layout) -> None:
 
 
 def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: Placements, mesh: Mesh) -> int:
-    """Leave this rank its block of every parameter of ``module``; return how many experts the layer has.
+    """Leave this rank its block of ``module``'s parameters and buffers; return its experts' number.
 
     Args:
         name: of the module in its part.
@@ -62,21 +62,23 @@ def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: P
     """
     parameters = dict(module.named_parameters())
     experts = len(next(iter(parameters.values())))
-    for key, parameter in parameters.items():
+    for key, old in (*parameters.items(), *module.named_buffers()):
         full = f"{name}.{key}" if name else key
         placement = expert_placement(placements[full], mesh)
-        if len(parameter) != experts:
+        length = len(old) if old.dim() else "missing"
+        if length != experts:
             raise NanotrainError(
-                f"ep_deepseek: axis 0 of {full} is {len(parameter)}, but of another parameter of {name} it "
+                f"ep_deepseek: axis 0 of {full} is {length}, but of another parameter of {name} it "
                 f"is {experts}: expected the number of experts in all of them"
             )
         placement = split_axis(placement, 0, "experts", "ep", mesh)
-        if mesh.size("etp") > 1:
+        if mesh.size("etp") > 1 and (key in parameters or key in widths):  # a buffer may have no width
             placement = split_axis(placement, width_axis(full, key, widths), "columns", "etp", mesh)
         placements[full] = placement
         parent, _, last = key.rpartition(".")
-        block = torch.empty(placement.shape, dtype=parameter.dtype, device="meta")
-        setattr(module.get_submodule(parent), last, nn.Parameter(block, parameter.requires_grad))
+        block = torch.empty(placement.shape, dtype=old.dtype, device="meta")
+        new = nn.Parameter(block, old.requires_grad) if key in parameters else block
+        setattr(module.get_submodule(parent), last, new)
     return experts
 
 

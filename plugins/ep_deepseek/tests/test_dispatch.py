@@ -281,6 +281,24 @@ def test_a_topology_without_etp_is_refused():
     check_view(Grid(GridConfig(ep=2)).layout(4))
 
 
+def buffers_of(degrees):
+    """Return the shape and the offset of a buffer of experts, as this rank has it."""
+    part = Routed(RoutedConfig(layers=1, experts=E, width=D, ffn=WIDTH)).build(Part.whole(1))
+    experts = part.layers["0"].experts
+    experts.register_buffer("scale", torch.empty(E, device="meta"))
+    layout = Grid(GridConfig(**degrees)).layout(dist.get_world_size())
+    placements = place([part], layout)
+    ExpertParallel(ExpertParallelConfig()).apply(part, placements, Mesh(layout, rank=dist.get_rank()))
+    (own,) = [name for name, _ in part.named_buffers() if name.endswith("scale")]
+    return tuple(experts.scale.shape), placements[own].offset
+
+
+@pytest.mark.parametrize(("degrees", "second"), [({"ep": 2}, (E // 2,)), ({"etp": 2}, (0,))])
+def test_a_buffer_of_experts_is_split_as_they_are(degrees, second):
+    size = E // degrees.get("ep", 1)
+    assert run_ranks(buffers_of, 2, degrees) == [((size,), (0,)), ((size,), second)]
+
+
 def logged(degrees, tokens_by_rank):
     """Return the collectives of one pass, as (dtype, ranks of the group)."""
     with CollectiveLog() as log:

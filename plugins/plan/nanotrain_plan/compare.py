@@ -55,6 +55,8 @@ class Held:
     """Activations of a layout of which each layer had a microbatch in flight."""
 
     granularity: str | None
+    pp: int
+    """Pipeline ranks: only layouts of as many are compared."""
     tokens: float
     """In a microbatch, of a rank."""
     bytes: int
@@ -221,7 +223,7 @@ class Comparison:
             and any(
                 LEAST * held.bytes > self.plan.hardware.usable
                 for held in self.known.held
-                if held.granularity == own.granularity and held.tokens <= own.tokens
+                if (held.granularity, held.pp) == (own.granularity, own.pp) and held.tokens <= own.tokens
             )
         )
 
@@ -277,8 +279,10 @@ def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
     if recipe.batch.microbatches(sizes["dp"]) < sizes["pp"]:
         return None
     recomputed = find(recipe, "recompute")
-    tokens = recipe.batch.microbatch * recipe.batch.length / (sizes["tp"] * sizes["cp"])
-    return Held(recomputed.config.granularity if recomputed else None, tokens, size)
+    tp = find(recipe, "tp")
+    split = sizes["tp"] if getattr(tp and tp.config, "sequence_parallel", False) else 1
+    tokens = recipe.batch.microbatch * recipe.batch.length / (split * sizes["cp"])
+    return Held(recomputed.config.granularity if recomputed else None, sizes["pp"], tokens, size)
 
 
 def describe(recipe: Recipe, layout: Layout) -> str:

@@ -145,10 +145,11 @@ def key_of(func: Any, args: Any, kwargs: Any) -> Any:
     own = form_of(args)
     if own is None:
         return None
+    default = torch.get_default_dtype()  # that of what an operator makes of Python's numbers
     if not kwargs:
-        return func, own
+        return func, default, own
     named = form_of(kwargs)
-    return None if named is None else (func, own, named)
+    return None if named is None else (func, default, own, named)
 
 
 #: Of this process: forms say nothing of the run that asked first.
