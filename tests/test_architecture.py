@@ -195,7 +195,7 @@ SMALL = {
     "precision": 610,
     "recipe": 1685,
     "registry": 600,
-    "run": 1830,
+    "run": 1860,
     "script": 500,
     "watch": 375,
 }

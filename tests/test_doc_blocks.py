@@ -80,7 +80,7 @@ def test_recipes_load(block, tmp_path, monkeypatch):
     (tmp_path / "llama/model.toml").write_text(MODEL_FROM_WEIGHTS)
     page = str(block.page.relative_to(ROOT))
     before, overrides = SURROUNDINGS.get(page, ('extends = "laptop"\n', []))
-    if "[[parallel]]" in block.text:
+    if block.text.startswith("[[parallel]]"):
         before = before.replace("parallel = []\n", "")
     if "model.mtp_weight" in block.text:
         before, overrides = V3

@@ -22,6 +22,9 @@ def any_number_of_microbatches(case: Case) -> None:
     for count in COUNTS:
         sequences = count * shards
         changes: dict[str, Any] = {"run": {"steps": 2}, "batch": {"sequences": sequences, "microbatch": 1}}
+        data = case.tables()["data"]
+        if data["use"] == "synthetic":  # as many as a batch takes
+            changes["data"] = {"sequences": max(data["sequences"], sequences)}
         ranks = traces(case, **changes)
         alone_in = {**changes, "batch": {"sequences": sequences, "microbatch": sequences}}
         alone = one_process(case, **alone_in)
