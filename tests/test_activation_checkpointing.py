@@ -24,7 +24,13 @@ def case(every, granularity="full", **around):
     )
 
 
-test_conformance = conformance(case(1))
+test_conformance = conformance(
+    case(1),
+    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
+    marks=dict.fromkeys(
+        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
+    ),
+)
 test_exhaustively = pytest.mark.full(
     conformance(case(1, granularity="selective"), case(2), case(2, schedule={"use": "accumulate"}))
 )

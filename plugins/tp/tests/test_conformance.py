@@ -30,6 +30,10 @@ test_conformance = conformance(
     case("one-key-head-tp2-again", ONE_KEY_HEAD, {"tp": 2}, {"gather_again": True}),
     # Without sequence parallelism every gradient is complete: nothing need be summed.
     Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
+    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
+    marks=dict.fromkeys(
+        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
+    ),
 )
 
 LAYOUTS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
