@@ -6,6 +6,7 @@ import torch
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
+from nanotrain_core.testing.saving import load, open_state, save_steps
 
 CASE = Case("optimizer", use="adamw")
 
@@ -40,3 +41,13 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     again.fit()
     assert again.run.checkpoint.steps() == [1, 2, 3, 4]
     assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
+def test_steps_of_more_digits_are_later_ones(tmp_path, kind):
+    """As text ``step-100000000`` comes before ``step-99999999``: it stayed, as if it were of the branch that the run goes on with."""
+    case = Case("checkpoint", use=kind, config={"keep": 9})
+    save_steps(case, tmp_path, [99_999_999, 100_000_000])
+    assert load(case, tmp_path, "99999999").meta["step"] == 99_999_999
+    checkpoint, _ = open_state(case, tmp_path)
+    assert checkpoint.steps() == [99_999_999]

@@ -26,6 +26,7 @@ from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import strange_kinds
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
+from nanotrain_core.checkpoint.simple_aside import quarantine, set_aside
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, strange_entries
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
@@ -142,7 +143,7 @@ class SimpleCheckpoint:
                 block.tensor.copy_(read_block(file, block))
             same_layout = meta.get("degrees") == self.mesh.layout.degrees
             prefix = f"rng/{self.mesh.rank}/"
-            self._set_aside_after(path)
+            self._set_aside_after(path, meta["step"])
             streams = [name for name in names if same_layout and name.startswith(prefix)]
             return TrainState(
                 state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
@@ -172,17 +173,12 @@ class SimpleCheckpoint:
                 raise CheckpointError(f"rank {rank}: {where} is another checkpoint there than on rank 0")
         return file
 
-    def _set_aside_after(self, path: Path) -> None:
-        """Move checkpoints of later steps aside, all if ``path`` is not one of them: the run leaves them."""
+    def _set_aside_after(self, path: Path, step: int) -> None:
+        """Move checkpoints later than ``step`` aside, all if ``path`` is not one of them: the run leaves them."""
         if self.mesh.rank == 0:
             own = path.resolve().parent == self.folder.resolve()
-            there = map(self.path, self.steps())
-            later = [saved for saved in there if saved.name > path.name or not own]
-            aside = self.folder / time.strftime("superseded-%Y%m%d-%H%M%S")
-            for old in later:
-                aside.mkdir(exist_ok=True)
-                old.rename(aside / old.name)
-            if later:
+            later = [saved for saved in self.steps() if saved > step or not own]
+            if aside := set_aside(self.folder, map(self.path, later)):
                 log = structlog.get_logger("nanotrain.checkpoint")
                 log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
 
@@ -207,8 +203,7 @@ class SimpleCheckpoint:
     def _quarantine(self, damaged: Mapping[Path, str]) -> None:
         """Rename damaged files, on rank 0, once there is another one to go on from."""
         for path, problem in damaged.items():
-            aside = path.with_name(time.strftime(f".corrupt-{path.stem.removeprefix('step-')}-%Y%m%d-%H%M%S"))
-            path.rename(aside)
+            aside = quarantine(path)
             log = structlog.get_logger("nanotrain.checkpoint")
             log.warning("a damaged checkpoint was set aside", problem=problem, now=str(aside))
 
