@@ -45,7 +45,7 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
 
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 def test_steps_of_more_digits_are_later_ones(tmp_path, kind):
-    """As text ``step-100000000`` comes before ``step-99999999``: it stayed, as if it were of the branch that the run goes on with."""
+    """As text ``step-100000000`` comes before ``step-99999999``, and stayed in place."""
     case = Case("checkpoint", use=kind, config={"keep": 9})
     save_steps(case, tmp_path, [99_999_999, 100_000_000])
     assert load(case, tmp_path, "99999999").meta["step"] == 99_999_999

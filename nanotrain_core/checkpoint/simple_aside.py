@@ -1,4 +1,4 @@
-"""``simple`` checkpoints that a run renames and keeps: damaged ones, and those of a branch it leaves. Torch-free."""
+"""Renames of ``simple`` checkpoints: damaged ones, and those of a branch that a run leaves. Torch-free."""
 
 from __future__ import annotations
 
