@@ -174,7 +174,7 @@ class SimpleCheckpoint:
         return file
 
     def _set_aside_after(self, path: Path, step: int) -> None:
-        """Move aside the checkpoints of a branch that is left: of later steps, or all if ``path`` is not one."""
+        """Move aside the checkpoints of a branch that is left: later ones, or all if ``path`` is not one."""
         if self.mesh.rank == 0:
             own = path.resolve().parent == self.folder.resolve()
             later = [saved for saved in self.steps() if saved > step or not own]
