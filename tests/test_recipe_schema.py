@@ -33,6 +33,8 @@ def test_shipped_recipes_are_valid(validator, path):
         SMALL,
         SMALL + "[optimizer]\nmomentum = 0.5\n",
         SMALL + '[[monitor]]\nuse = "sample"\ntokens = 3\n',
+        SMALL
+        + '[[monitor]]\nuse = "alerts"\nrules = [{ metric = "loss", above = 9.0 }]\nto = { file = "alerts.jsonl" }\n',
         'extends = "base.toml"\n[run]\nseed = 1\n',
         SMALL + "[[phase]]\nuntil_tokens = 9\nbatch.sequences = 4\noptimizer.lr = { end = 1e-4 }\n",
     ],
@@ -52,6 +54,7 @@ def test_right_recipes_are_valid(validator, text):
         (SMALL + '[optimizer]\nuse = "adamw"\nmomentum = 0.5\n', "optimizer"),
         (SMALL + "[optimizer]\nbetas = [0.9]\n", "optimizer"),
         (SMALL + '[optimizer]\nlr_schedule = {use = "cosin"}\n', "optimizer"),
+        (SMALL + '[[monitor]]\nuse = "alerts"\nrules = [{ metric = "loss", over = 9.0 }]\n', "rules"),
         (SMALL + "[surprise]\n", None),
         ("[run]\nsteps = 1\n", None),
         (SMALL + "[[phase]]\nbatch.width = 4\n", "phase"),

@@ -15,7 +15,7 @@ from nanotrain_core.component import KINDS, LISTED_KINDS, Component
 from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
 from nanotrain_core.recipe.ranges import Range
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
-from nanotrain_core.recipe.types import field_types, members, type_schema
+from nanotrain_core.recipe.types import field_types, type_schema
 from nanotrain_core.registry.registry import Registry
 
 Schema = dict[str, Any]
@@ -99,7 +99,7 @@ def _table(config: type, without: str = "") -> Schema:
     types, texts = field_types(config), field_docs(config)
     properties = {}
     for field in (field for field in attrs.fields(config) if field.name != without):
-        schema = _nested(types[field.name]) or type_schema(types[field.name])
+        schema = type_schema(types[field.name], _table)
         for validator in getattr(field.validator, "_validators", (field.validator,)):  # what and_() joins
             if isinstance(validator, Range):
                 items = schema.get("items", schema)
@@ -111,13 +111,6 @@ def _table(config: type, without: str = "") -> Schema:
             schema["default"] = field.default
         properties[field.name] = schema
     return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _nested(type_: Any) -> Schema | None:
-    for member in members(type_) or (type_,):
-        if isinstance(member, type) and attrs.has(member):
-            return _table(member)
-    return None
 
 
 def field_docs(config: type) -> dict[str, str]:

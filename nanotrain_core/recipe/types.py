@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
@@ -68,8 +68,12 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def type_schema(type_: Any) -> dict[str, Any]:
-    """Return the draft-07 JSON Schema of a field's type; an attrs class becomes a bare object.
+def _any_table(_: type) -> dict[str, Any]:
+    return {"type": "object"}
+
+
+def type_schema(type_: Any, table: Callable[[type], dict[str, Any]] = _any_table) -> dict[str, Any]:
+    """Return the draft-07 JSON Schema of a field's type; ``table`` returns that of an attrs class in it.
 
     Raises:
         TypeError: a recipe cannot hold that type.
@@ -80,21 +84,21 @@ def type_schema(type_: Any) -> dict[str, Any]:
     if is_literal(type_):
         return {"enum": list(arguments)}
     if is_union(type_):
-        choices = [type_schema(member) for member in members(type_)]
+        choices = [type_schema(member, table) for member in members(type_)]
         return choices[0] if len(choices) == 1 else {"anyOf": choices}
     if is_tuple(type_):
-        return _array_schema(arguments)
+        return _array_schema(arguments, table)
     if is_mapping(type_) and arguments[0] is str:
-        return {"type": "object", "additionalProperties": type_schema(arguments[1])}
+        return {"type": "object", "additionalProperties": type_schema(arguments[1], table)}
     if isinstance(type_, type) and attrs.has(type_):
-        return {"type": "object"}
+        return table(type_)
     raise TypeError(_unsupported(type_))
 
 
-def _array_schema(types: tuple[Any, ...]) -> dict[str, Any]:
+def _array_schema(types: tuple[Any, ...], table: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
     if len(types) == 2 and types[1] is Ellipsis:
-        return {"type": "array", "items": type_schema(types[0])}
-    items = [type_schema(type_) for type_ in types]
+        return {"type": "array", "items": type_schema(types[0], table)}
+    items = [type_schema(type_, table) for type_ in types]
     return {"type": "array", "items": items, "minItems": len(types), "maxItems": len(types)}
 
 
