@@ -33,7 +33,7 @@ def test_shipped_recipes_are_valid(validator, path):
         SMALL,
         SMALL + "[optimizer]\nmomentum = 0.5\n",
         SMALL + '[[monitor]]\nuse = "sample"\ntokens = 3\n',
-        SMALL + '[[monitor]]\nuse = "alerts"\nrules = [{ metric = "loss" }]\nto = { file = "alerts.jsonl" }\n',
+        SMALL + '[[monitor]]\nuse = "alerts"\nrules = [{ metric = "loss" }]\nto = { file = "alerts" }\n',
         'extends = "base.toml"\n[run]\nseed = 1\n',
         SMALL + "[[phase]]\nuntil_tokens = 9\nbatch.sequences = 4\noptimizer.lr = { end = 1e-4 }\n",
     ],

@@ -19,6 +19,8 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, Placement, Shape
 
+#: Elements that one all-gather makes whole, as far as names allow: 128 MiB in float32.
+BUCKET = 32 * 2**20
 #: Where a box sits in the whole tensor, and its shape.
 Box = tuple[Shape, Shape]
 
@@ -52,6 +54,7 @@ class WholeTensors:
         self.shapes: dict[str, Shape] = {}
         for theirs in self._of_all(shapes):
             self.shapes.update(theirs)
+        self.buckets = [*_buckets(self.shapes)]
         self.dtype: torch.dtype | None = None
 
     def _of_all(self, value: Any) -> list[Any]:
@@ -67,24 +70,28 @@ class WholeTensors:
             own_dtype = next((tensor.dtype for tensor in tensors.values()), None)
             self.dtype = next((found for found in self._of_all(own_dtype) if found), torch.float32)
         like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
-        for name in sorted(self.shapes):
-            own = [tensors[piece].reshape(-1) for piece in self.own.get(name, ())]
-            flat = torch.cat(own) if own else like.new_empty(0)
-            whole = like.new_zeros(self.shapes[name])
-            for shares, theirs in zip(self._exchanged(flat, name), self.boxes, strict=True):
-                first = 0
-                for offset, shape in theirs.get(name, ()):
-                    index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-                    whole[index] = shares[first : first + prod(shape)].view(shape)
-                    first += prod(shape)
-            yield name, whole
+        for names in self.buckets:
+            own = [tensors[piece].reshape(-1) for name in names for piece in self.own.get(name, ())]
+            received = self._exchanged(torch.cat(own) if own else like, names)
+            firsts = [0] * len(received)
+            for name in names:
+                whole = like.new_zeros(self.shapes[name])
+                for rank, shares in enumerate(received):
+                    for offset, shape in self.boxes[rank].get(name, ()):
+                        index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+                        end = firsts[rank] + prod(shape)
+                        whole[index] = shares[firsts[rank] : end].view(shape)
+                        firsts[rank] = end
+                yield name, whole
 
-    def _exchanged(self, flat: torch.Tensor, name: str) -> list[torch.Tensor]:
-        """Return every rank's elements of a parameter, this rank's own among them; others may be padded."""
+    def _exchanged(self, flat: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return every rank's elements of some parameters, its own too; others may be padded."""
         if self.group is None:
             return [flat]
-        length = max(sum(prod(shape) for _, shape in theirs.get(name, ())) for theirs in self.boxes)
-        sent = flat.new_zeros(length)
+        lengths = [
+            sum(prod(shape) for name in names for _, shape in theirs.get(name, ())) for theirs in self.boxes
+        ]
+        sent = flat.new_zeros(max(lengths))
         sent[: len(flat)] = flat
         received = [torch.empty_like(sent) for _ in self.boxes]
         with self.mesh.waits.collectives:
@@ -99,3 +106,17 @@ class WholeTensors:
                 index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
                 found.append(whole[index].reshape(-1))
             yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)
+
+
+def _buckets(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
+    """Yield names in order, as many together as fit in ``BUCKET`` elements, but at least one."""
+    names: list[str] = []
+    elements = 0
+    for name in sorted(shapes):
+        elements += prod(shapes[name])
+        if names and elements > BUCKET:
+            yield names
+            names, elements = [], prod(shapes[name])
+        names.append(name)
+    if names:
+        yield names

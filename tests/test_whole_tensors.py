@@ -1,0 +1,44 @@
+"""``WholeTensors`` makes every parameter whole from blocks of tp and ranges of ZeRO, in few all-gathers."""
+
+from math import prod
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.api.torch import WholeTensors
+from nanotrain_core.optim import whole_tensors
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import make_engine
+
+LAYOUT = Case(
+    "optimizer",
+    use="adamw",
+    topology={"tp": 2, "dp": 2},
+    overrides={"parallel": [{"use": "tp"}, {"use": "zero12"}]},
+)
+
+
+def gathered(case, bucket):
+    """Return (parameters, all-gathers, names that came out wrong): elements have their place as value."""
+    run = make_engine(case, {}).run
+    with mock.patch.object(whole_tensors, "BUCKET", bucket):
+        whole = WholeTensors([slot.piece for slot in run.optimizer.behind.slots], run.mesh)
+    numbered = {
+        name: torch.arange(prod(shape), dtype=torch.float64).view(shape)
+        for name, shape in whole.shapes.items()
+    }
+    own = dict(pair for name, tensor in numbered.items() for pair in whole.pieces(name, tensor))
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
+        found = dict(whole.gather(own))
+    assert list(found) == sorted(numbered)
+    return len(found), calls.call_count, [name for name in found if not found[name].equal(numbered[name])]
+
+
+@pytest.mark.parametrize("bucket", [1, 3000, whole_tensors.BUCKET])
+def test_they_are_whole_on_every_rank_whatever_a_bucket_holds(bucket):
+    for parameters, calls, wrong in run_ranks(gathered, 4, LAYOUT, bucket):
+        assert wrong == []
+        assert calls == parameters if bucket == 1 else calls < parameters
+        assert calls == 1 or bucket < whole_tensors.BUCKET
