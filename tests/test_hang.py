@@ -11,9 +11,8 @@ from command import nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import DataError, Exit
-from nanotrain_core.launch.cause import first_cause
+from nanotrain_core.launch.cause import first_cause, in_one_line
 from nanotrain_core.launch.forward import SignalForwarder
-from nanotrain_core.launch.worker import told
 from nanotrain_core.watch.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
@@ -195,4 +194,4 @@ def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports
     ],
 )
 def test_an_error_that_nobody_meant_is_told_with_its_kind(problem, text):
-    assert told(problem) == text
+    assert in_one_line(problem) == text

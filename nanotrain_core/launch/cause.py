@@ -40,6 +40,19 @@ class Cause:
         return error
 
 
+def in_one_line(problem: BaseException) -> str:
+    """Return an error's text: what was said on purpose as it is, all else after its kind."""
+    kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
+    return f"{kind}: {problem}".strip(": ")
+
+
+def is_echo(text: str) -> bool:
+    """Return whether an error only tells that another rank went away."""
+    return any(
+        sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
+    )
+
+
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
     """Return the first cause: a hang, a crash, a death, a mistake; an echo of these only if alone.
 

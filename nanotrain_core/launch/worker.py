@@ -23,9 +23,12 @@ from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
+from nanotrain_core.launch.cause import in_one_line, is_echo
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
+from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.meeting import meet_ranks
+from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
@@ -100,7 +103,7 @@ def run_rank(job: Job) -> str:
         failure = {
             "rank": ranks.rank,
             "time": time.time(),
-            "text": told(problem),
+            "text": in_one_line(problem),
             "echo": is_echo(str(problem)),
             "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
             "code": code,
@@ -111,19 +114,6 @@ def run_rank(job: Job) -> str:
         if failure["echo"]:
             time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
-
-
-def told(problem: BaseException) -> str:
-    """Return an error in one line: what was said on purpose as it is, all else after its kind."""
-    kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
-    return f"{kind}: {problem}".strip(": ")
-
-
-def is_echo(text: str) -> bool:
-    """Return whether an error only tells that another rank went away."""
-    return any(
-        sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
-    )
 
 
 def _exit_with_launcher(pid: int | None) -> None:
@@ -166,25 +156,28 @@ def train(job: Job, ranks: Ranks) -> str:
     scratch = Path(job.scratch) if job.scratch else None
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
-        begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
-        resume = rank_0_says(begin, "resume", ranks, store)
-        engine = RuntimeEngine.from_recipe(
-            recipe,
-            registry=registry,
-            rank=ranks.rank,
-            device=device,
-            folder=folder,
-            resume=resume,
-        )
-        progress.waits = engine.run.mesh.waits
-        engine.progress, engine.stop.grace = progress, recipe.run.grace
-        stop_without(folder, held, engine.stop)
-        keep = AtStart(partial(keep_recipe, folder, write_resolved(recipe), explain(recipe, found.merged)))
-        marks = [Mark(mark)] if mark is not None else []
-        engine.events.monitors = [keep, *engine.events.monitors, *marks]
-        if "placements" in job.show:
-            show_placements(engine.run)
-        return engine.fit().reason
+        with _watched(job, ranks, recipe, store):
+            begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
+            resume = rank_0_says(begin, "resume", ranks, store)
+            engine = RuntimeEngine.from_recipe(
+                recipe,
+                registry=registry,
+                rank=ranks.rank,
+                device=device,
+                folder=folder,
+                resume=resume,
+            )
+            progress.waits = engine.run.mesh.waits
+            engine.progress, engine.stop.grace = progress, recipe.run.grace
+            stop_without(folder, held, engine.stop)
+            keep = AtStart(
+                partial(keep_recipe, folder, write_resolved(recipe), explain(recipe, found.merged))
+            )
+            marks = [Mark(mark)] if mark is not None else []
+            engine.events.monitors = [keep, *engine.events.monitors, *marks]
+            if "placements" in job.show:
+                show_placements(engine.run)
+            return engine.fit().reason
     finally:
         if watchdog is not None:
             watchdog.stop()
@@ -194,6 +187,15 @@ def train(job: Job, ranks: Ranks) -> str:
             lock.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _watched(
+    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
+) -> contextlib.AbstractContextManager[None]:
+    """Return what watches the other ranks where no launcher of ours does, nor the user wants nobody to."""
+    if store is None or job.scratch is not None or ranks.world_size == 1 or not recipe.run.hang_timeout:
+        return contextlib.nullcontext()
+    return watching_peers(store, ranks.rank, ranks.world_size)
 
 
 def attempt() -> int:
@@ -290,33 +292,6 @@ def keep_recipe(folder: Path, text: str, explained: str) -> None:
                 raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
         if path.read_text(encoding="utf-8") == text:
             return
-
-
-def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.device:
-    """Return this rank's device, ``shared`` with all others of its host.
-
-    Raises:
-        NanotrainError: CUDA was asked for and is not there.
-    """
-    import torch
-
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        if shared:
-            raise NanotrainError(
-                "run.share_device = true lets ranks share a GPU, and torch finds none here: leave it out"
-            )
-        return torch.device("cpu")
-    if shared and torch.cuda.device_count():
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
-    if ranks.local_rank >= torch.cuda.device_count():
-        raise NanotrainError(
-            f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
-            f'{torch.cuda.device_count()} GPUs: start fewer ranks, or set run.device = "cpu"'
-        )
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def join(

@@ -1,0 +1,38 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.launch.environment import Ranks
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.device:
+    """Return this rank's device, ``shared`` with all others of its host.
+
+    Raises:
+        NanotrainError: CUDA was asked for and is not there.
+    """
+    import torch
+
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if shared:
+            raise NanotrainError(
+                "run.share_device = true lets ranks share a GPU, and torch finds none here: leave it out"
+            )
+        return torch.device("cpu")
+    if shared and torch.cuda.device_count():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise NanotrainError(
+            f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
+            f'{torch.cuda.device_count()} GPUs: start fewer ranks, or set run.device = "cpu"'
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device

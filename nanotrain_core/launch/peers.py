@@ -1,0 +1,199 @@
+"""Ranks without a launcher of ours notice which of them is gone, and all say the same.
+
+Under `nanotrain run` the launcher of a host sees how its ranks end. Ranks that srun or torchrun started have
+only one another: when one dies, gloo closes the connections to it, which names an address, and NCCL waits for
+its timeout. So each rank writes a *beat* into the store where they met, from a thread. Rank 0's thread reads
+them, and announces the first rank that failed, or that is silent for too long; the others read this. That
+rank 0 is gone shows in its store, which goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.launch.cause import in_one_line, is_echo
+from nanotrain_core.run import log
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: Seconds without a beat after which a rank is taken for dead: stopped, or its host is.
+SILENCE = 60.0
+#: Beats that it may miss once a connection to some rank was closed.
+MISSED = 5
+#: Seconds that a rank gets to end by its own error before its thread ends it, and rank 0 keeps its store.
+LINGER = 5.0
+#: Ends that are no failure.
+ASKED_FOR = (Exit.PREEMPTED, Exit.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def watching_peers(store: Store, rank: int, world_size: int) -> Iterator[None]:
+    """Watch the other ranks while the block runs. Every rank of the world enters it.
+
+    Raises:
+        NanotrainError: in place of an error that only says that a connection was closed: which rank ended,
+            on which host, and why, if it said so.
+    """
+    peers = Peers(store, rank, world_size)
+    try:
+        yield
+    except BaseException as problem:
+        first = None
+        if getattr(problem, "exit_code", None) not in ASKED_FOR and isinstance(problem, Exception):
+            first = peers.failed(problem)
+        if first is not None:
+            raise first from problem
+        raise
+    finally:
+        peers.stop()
+
+
+class Peers(threading.Thread):
+    """One rank's beat, and its ear for what is announced. Runs until :meth:`stop`."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, silence: float = SILENCE) -> None:
+        """Begin to beat.
+
+        Args:
+            store: where the ranks of this attempt met; it is cloned, as others wait in it.
+            rank: this process's.
+            world_size: ranks that beat.
+            silence: seconds without a beat that are too many.
+        """
+        super().__init__(name="peers", daemon=True)
+        from torch.distributed import PrefixStore
+
+        self.rank, self.world_size = rank, world_size
+        #: Seconds between beats: a store has at most 100 a second to take.
+        self.interval = max(1.0, world_size / 100)
+        self.silence = max(silence, 2 * MISSED * self.interval)
+        self.linger = max(LINGER, 2 * self.interval)
+        self.store = PrefixStore("peers", store).clone()  # type: ignore[attr-defined]  # no stub has it
+        self.store.set_timeout(timedelta(seconds=self.silence))
+        self.store.set(f"at/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self.done, self.ending = threading.Event(), threading.Event()
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        """On rank 0: the last beat of each other rank, and for how many seconds it has been the last."""
+        self._where_met = "where the ranks met"
+        self._rank_0_ended = False
+        self.start()
+
+    def run(self) -> None:
+        """Beat, listen, and on rank 0 watch."""
+        count, last, unreachable = 0, time.monotonic(), 0
+        while not self.done.wait(self.interval):
+            # All processes of a job may be stopped and go on later: that is no silence.
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self.interval), now
+            count += 1
+            try:
+                self.store.set(f"beat/{self.rank}", str(count))
+                self._listen(passed)
+                if (first := self._first()) is not None:
+                    return self._end(first)
+                unreachable = 0
+            except RuntimeError:  # each error of a store is one
+                unreachable += 1
+                if unreachable == MISSED and not self._rank_0_ended:
+                    return self._end(self._without_store())
+
+    def failed(self, problem: Exception) -> NanotrainError | None:
+        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says."""
+        self.ending.set()
+        try:
+            if not is_echo(str(problem)):
+                code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
+                text = f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}"
+                self._announce(text, code)
+                return None
+            self.store.set("closed", "")
+            until = time.monotonic() + MISSED * self.interval + self.linger
+            while time.monotonic() < until:
+                if (first := self._first()) is not None:
+                    return first
+                time.sleep(0.1)
+        except RuntimeError:
+            return self._without_store()
+        return None
+
+    def stop(self) -> None:
+        """End the thread. Rank 0 stays until the others have heard of its end, or for some seconds."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"ended/{self.rank}", "")
+            until = time.monotonic() + self.linger
+            while self.rank == 0 and time.monotonic() < until:
+                if all(self._knows(other) for other in range(1, self.world_size)):
+                    break
+                time.sleep(0.05)
+        self.done.set()
+        self.join(self.linger)
+
+    def _listen(self, passed: float) -> None:
+        if self.rank == 0:
+            return self._look(passed)
+        if self.store.check(["at/0"]):
+            host, _ = json.loads(self.store.get("at/0"))
+            self._where_met = f"where the ranks met, on {host}"
+        self._rank_0_ended = self.store.check(["ended/0"])
+
+    def _look(self, passed: float) -> None:
+        """Announce a rank that is silent. Rank 0 alone."""
+        limit = MISSED * self.interval if self.store.check(["closed"]) else self.silence
+        for other in range(1, self.world_size):
+            key = f"beat/{other}"
+            beat = self.store.get(key) if self.store.check([key]) else b""
+            before, waited = self._heard.get(other, (b"", 0.0))
+            waited = waited + passed if beat == before else 0.0
+            self._heard[other] = (beat, waited)
+            if waited > limit and not self.store.check([f"ended/{other}"]):
+                there = self.store.check([f"at/{other}"])
+                host, pid = json.loads(self.store.get(f"at/{other}")) if there else ("an unknown host", "?")
+                text = (
+                    f"rank {other} on {host} (process {pid}) is gone: no sign of it for {waited:.0f} seconds"
+                )
+                self._announce(text, Exit.FAILED)
+
+    def _announce(self, text: str, code: int) -> None:
+        """Say what went wrong, unless somebody has."""
+        self.store.compare_set("first", "", json.dumps([text, code]))
+
+    def _first(self) -> NanotrainError | None:
+        """Return what was announced."""
+        if not self.store.check(["first"]):
+            return None
+        text, code = json.loads(self.store.get("first"))
+        self.store.set(f"heard/{self.rank}", "")
+        return _error(text, code)
+
+    def _knows(self, other: int) -> bool:
+        return any(self.store.check([f"{end}/{other}"]) for end in ("ended", "heard"))
+
+    def _without_store(self) -> NanotrainError:
+        return _error(
+            f"rank 0, or its host, is gone: the store {self._where_met} does not answer", Exit.FAILED
+        )
+
+    def _end(self, first: NanotrainError) -> None:
+        """End this rank, which may wait for one that does not come, unless it ends by itself."""
+        until = time.monotonic() + self.linger
+        while time.monotonic() < until:
+            if self.ending.is_set() or self.done.wait(0.1):
+                return
+        log.say(str(first))
+        os._exit(first.exit_code)
+
+
+def _error(text: str, code: int) -> NanotrainError:
+    error = NanotrainError(text)
+    error.exit_code = code
+    return error
