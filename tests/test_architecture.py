@@ -183,7 +183,7 @@ SMALL = {
     "contracts": 620,
     "data": 610,
     "hf": 860,
-    "launch": 1140,
+    "launch": 1290,
     "layout": 1070,
     "models": 630,
     "moe": 315,
