@@ -1,9 +1,9 @@
 """Every metric that a training run should show is declared, and compared with a definition of it.
 
-Of ``STEP``, ``HISTOGRAMS`` and ``SERIES`` every value of one process is compared with its definition by the tests
-of the plugin health, and every value on pp x tp x ep x dp with that of one process by tests/test_health.py. Of
-``MEASURED`` every value of both is compared with its definition by tests/test_performance.py. A row without a
-definition fails here; a definition of which there is no value fails there.
+Of ``STEP``, ``HISTOGRAMS`` and ``SERIES`` every value of one process is compared with its definition by tests
+of the plugin health, and those on pp x tp x ep x dp with those of one process by tests/test_health.py. Of
+``MEASURED`` every value of both is compared with its definition by tests/test_performance.py. A row without
+a definition fails here; a definition of which there is no value fails there.
 """
 
 import pytest
