@@ -1,4 +1,4 @@
-"""Losses, weights and random-number streams are bitwise those of a run without monitors: with each, with all."""
+"""Losses, weights and random streams are bitwise those of a run without monitors: with each, and with all."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
