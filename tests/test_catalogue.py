@@ -1,6 +1,19 @@
-"""Every metric that a training run should show is declared by the core or by a monitor of this repository."""
+"""Every metric that a training run should show is declared, and compared with a definition of it.
+
+Of ``STEP``, ``HISTOGRAMS`` and ``SERIES`` every value of one process is compared with its definition by tests
+of the plugin health, and those on pp x tp x ep x dp with those of one process by tests/test_health.py. Of
+``MEASURED`` every value of both is compared with its definition by tests/test_performance.py. A row without
+a definition fails here; a definition of which there is no value fails there.
+"""
 
 import pytest
+import test_health
+import test_mtp
+import test_performance
+import test_series
+from definitions import HISTOGRAMS, STEP, matching
+from measured import MEASURED
+from series import SERIES
 
 from nanotrain_core.api import CORE_METRICS, MetricNames, load_plugins
 
@@ -39,14 +52,55 @@ CATALOGUE = {
 }
 
 
-@pytest.mark.parametrize("group", CATALOGUE)
-def test_every_row_of_the_catalogue_is_declared_in_its_group(group):
+#: Of one process and of many alike.
+SAME = {**STEP, **HISTOGRAMS, **SERIES}
+#: What is no number of every run, with the tests of it: on one process and on ranks.
+OTHERWISE = {
+    "losses/mtp": (test_mtp.test_loss_is_the_sum_of_cross_entropies_of_tokens_two_and_three_on, test_health),
+    "probes/batch": (test_series.test_histograms_of_loads_and_the_hash_of_the_batch, test_health),
+    "memory/ranks": (test_performance.test_every_rank_is_told_the_memory_of_each,) * 2,
+    "moe/all_to_all_bytes/{experts}": (test_health.test_ranks_count_the_bytes_that_they_send_to_experts,) * 2,
+}
+ROWS = [(group, name) for group, names in CATALOGUE.items() for name in names.split()]
+
+
+def held(name, table):
+    """Return the entries of a table that are of a name."""
+    return [pattern for pattern in table if any(matching(pattern, [name]))]
+
+
+@pytest.fixture(scope="module")
+def declared():
     registry = load_plugins()
     monitors = [registry.get("monitor", use) for use in registry.names("monitor")]
-    declared = MetricNames([*CORE_METRICS, *(metric for each in monitors for metric in each.metrics)])
+    return MetricNames([*CORE_METRICS, *(metric for each in monitors for metric in each.metrics)])
+
+
+@pytest.mark.parametrize("group", CATALOGUE)
+def test_every_row_of_the_catalogue_is_declared_in_its_group(declared, group):
     for name in CATALOGUE[group].split():
         found = declared.find(name)
         assert found is not None, name
         assert found.group == group, name
         assert found.summary
         assert found.unit or found.kind == "text", name
+
+
+def test_every_row_has_a_definition_that_values_are_compared_with():
+    without = [
+        name for _, name in ROWS if not any(held(name, table) for table in (SAME, MEASURED, OTHERWISE))
+    ]
+    assert without == []
+
+
+def test_every_row_is_compared_on_many_ranks():
+    """What :mod:`test_health` leaves out of the comparison with one process has a definition on ranks."""
+    left_out = [name for _, name in ROWS if name.startswith(test_health.OF_LAYOUT)]
+    assert left_out
+    assert [name for name in left_out if not held(name, {**MEASURED, **OTHERWISE})] == []
+
+
+def test_every_definition_is_of_a_metric_that_is_declared(declared):
+    names = [metric.name for metric in declared.metrics]
+    for pattern in {**SAME, **MEASURED, **OTHERWISE}:
+        assert declared.find(pattern) or any(matching(pattern, names)), pattern

@@ -1,4 +1,4 @@
-"""The schedule that a report draws, of a run whose batch grows."""
+"""The schedule that a report draws: of a run, and of one whose batch grows."""
 
 import pytest
 from made_up import MadeUp
@@ -23,6 +23,8 @@ vocab = 64
 pp = 2
 [schedule]
 use = "1f1b"
+"""
+PHASES = """
 [[phase]]
 until_tokens = 384
 [[phase]]
@@ -44,7 +46,18 @@ def test_the_schedule_is_of_the_newest_batch_and_so_is_the_bubble(
     for step in range(1, steps + 1):
         run.step(step, bubble=0.5 if step <= 3 else 0.1)
     run.write()
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(RECIPE + PHASES)
     (chart,) = timeline_of(Shown(open_run(tmp_path), "a run"), alone=True)
     assert f"{microbatches} microbatches of a batch of {sequences} sequences" in chart.title
     assert f"Bubble {ideal} on paper; measured {measured}, median" in chart.note
+
+
+def test_without_phases_it_is_that_of_the_recipe(tmp_path):
+    run = MadeUp(tmp_path, steps=9)
+    run.start()
+    run.step(1, bubble=0.5)
+    run.write()
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (chart,) = timeline_of(Shown(open_run(tmp_path), "a run"), alone=True)
+    assert chart.title == "1f1b: 2 stages' ranks, 4 microbatches"
+    assert "Bubble 20% on paper; measured 50%, median" in chart.note

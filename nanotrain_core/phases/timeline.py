@@ -135,8 +135,9 @@ class Timeline:
                 yield number, range(first + by, last, by)
 
     def with_batch(self, number: int, sequences: int) -> Recipe:
-        """Return the recipe at the beginning of a phase, but with batches of this size."""
-        return self.recipe_with({**self.spans[number].values, "batch.sequences": sequences})
+        """Return the recipe at the beginning of a phase, if it has phases, but with batches of this size."""
+        values = self.spans[number].values if self.spans else {}
+        return self.recipe_with({**values, "batch.sequences": sequences})
 
     def largest(self) -> Recipe:
         """Return the recipe of the phase that needs most memory, of those that the run's steps reach.

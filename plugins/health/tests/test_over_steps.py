@@ -1,4 +1,4 @@
-"""What is over several logged steps, or of many layers: averages, rates and percentiles."""
+"""Averages over steps of which one has no loss, and percentiles of many layers."""
 
 import math
 from types import SimpleNamespace
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nanotrain_health import HealthConfig
-from nanotrain_health.data import DataWatcher
 from nanotrain_health.losses import Losses
 from nanotrain_health.ratios import Ratios
 
@@ -48,25 +47,6 @@ def test_the_loss_over_its_average_before():
         assert found["loss/ema"] == pytest.approx(average)
 
 
-def test_the_share_of_clipped_and_of_skipped_steps():
-    watcher, clipped, skipped = Ratios(scene(clip_norm=1.0)), [], []
-    for number in range(1, 131):
-        skips, norm = number % 4 == 0, 3.0 if number % 5 == 0 else 0.5
-        found = watcher.derive(step(number, skipped=float(skips), grad_norm=norm))
-        skipped.append(skips)
-        if len(skipped) >= 10:
-            assert found["optimizer/skip_rate"] == pytest.approx(sum(skipped[-20:]) / len(skipped[-20:]))
-        else:
-            assert "optimizer/skip_rate" not in found
-        if skips:
-            assert "gradients/clip_rate" not in found
-            continue
-        clipped.append(norm > 1)
-        assert ("gradients/clip_rate" in found) == (len(clipped) >= 100)
-        if len(clipped) == 100:
-            assert found["gradients/clip_rate"] == sum(clipped) / 100 > 0
-
-
 def test_percentiles_of_the_layers_proxies():
     layers = tuple(f"layers.{n}" for n in range(40))
     gradients = {f"gradients/norm/{name}": float((7 * n) % 40 + 1) for n, name in enumerate(layers)}
@@ -76,27 +56,3 @@ def test_percentiles_of_the_layers_proxies():
     assert found["updates/proxy_max"] == pytest.approx(ratios[-1])
     assert found["updates/proxy_p95"] == pytest.approx(ratios[37])  # of 40, 38 are at most as large
     assert found["updates/proxy_median"] == pytest.approx((ratios[19] + ratios[20]) / 2)
-
-
-class Mixed:
-    """Data of two sources."""
-
-    def tokens_by_source(self):
-        return {"web": 300, "code": 100}
-
-
-def test_tokens_that_teach_and_where_they_come_from():
-    watched = scene(HealthConfig(ema=0.5), data=Mixed())
-    watcher = DataWatcher(watched)
-    for number, effective in enumerate((80, 80, 60), start=1):
-        counts = {"lm": torch.tensor(float(effective), dtype=torch.float64)}
-        watcher.before_update(SimpleNamespace(step=number, tokens=100, counts=counts, logged=True))
-        published = {name: float(value) for name, value in watched.metrics.published.items()}
-        found = watcher.derive(step(number, loss=1.0, **published))
-    assert published["data/effective_tokens"] == 220
-    assert (published["data/mixture/web"], published["data/mixture/code"]) == (0.75, 0.25)
-    assert found == {
-        "data/tokens_per_update": 100.0,
-        "data/ignored": pytest.approx(0.4),
-        "data/drift": pytest.approx(0.25),  # from 80 on average to 60
-    }
