@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit, NanotrainError, PluginError, RecipeError, describe
+from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.pipeline.simulator import simulate
 from nanotrain_core.recipe.load import resolve_recipe
@@ -108,7 +109,7 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
         schedule,
         pipeline_of(found.layout),
         microbatches_of(found.recipe, found.layout),
-        model.flops(found.recipe.batch.length),
+        model.flops(Timeline(found.recipe).largest().batch.length),  # for which a run cuts its stages, once
     )
 
 

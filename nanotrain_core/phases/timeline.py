@@ -230,7 +230,7 @@ class Timeline:
         return end if most is None else min(end, most)
 
     def _size(self, tokens: int) -> int:
-        return self.batch_at(self.at(tokens).values).sequences
+        return int(self.at(tokens).values["batch.sequences"])  # of a phase that changes it
 
 
 def value_of(recipe: Recipe, key: str) -> Value:

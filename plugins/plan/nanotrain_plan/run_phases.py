@@ -41,7 +41,8 @@ def run_phases(
 
     A step is simulated at the first and the last batch size of a phase; between them its time grows by as
     much for each sequence, since every microbatch takes as long as another. Microbatches of another shape
-    than those of ``stages`` are measured by a dry step of their own.
+    than those of ``stages`` are measured by a dry step of their own, on the same pipeline stages: a run cuts
+    them once.
 
     Args:
         recipe: with its phases.
@@ -57,7 +58,7 @@ def run_phases(
     def seconds(now: Recipe) -> float:
         shape, count = _microbatch(now), now.batch.microbatches(stages.layout.size("dp"))
         if shape not in measured:
-            measured[shape] = dry_stages(now, registry, stages.layout, host=hardware.gloo)
+            measured[shape] = dry_stages(now, registry, stages.layout, host=hardware.gloo, parts=stages.parts)
         if (shape, count) not in known:
             actions = tuple(map(tuple, schedule.actions(stages.pp, count)))
             sorts = [sorts_of(own, count) for own in actions]

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry
+from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
 from nanotrain_core.api.torch import Model, Run, Schedule
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
 from nanotrain_plan.dry.recorder import Phase
@@ -61,12 +61,13 @@ class Stages:
 
 def dry_stages(
     recipe: Recipe,
-    registry: Registry,
+    registry: Any,
     layout: Layout,
     *,
     host: bool,
     every_rank: bool = False,
     look: Callable[[Run], Any] | None = None,
+    parts: tuple[Part, ...] | None = None,
 ) -> Stages:
     """Take a step of one rank of each kind.
 
@@ -77,14 +78,17 @@ def dry_stages(
         host: whether ranks are CPUs, which exchange tensors through gloo.
         every_rank: do not take pipeline ranks of a kind for one another.
         look: of :func:`~nanotrain_plan.dry.rank.dry_rank`, for each rank whose step is taken.
+        parts: the model's pipeline stages, if the schedule is not to cut them for this recipe.
     """
+    if parts is not None:
+        registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
     recipe = dry_recipe(recipe, registry, host=host)
     pp = layout.size("pp") if "pp" in layout.dims else 1
     stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     model: Model = registry.build(recipe.model)
     schedule: Schedule = registry.build(recipe.schedule)
     costs = model.flops(recipe.batch.length)
-    parts = schedule.parts(costs, pp)
+    parts = tuple(schedule.parts(costs, pp))
     microbatches = recipe.batch.microbatches(layout.size("dp"))
     ranks = [number * stride for number in range(pp)]
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
@@ -104,7 +108,7 @@ def dry_stages(
     return Stages(
         recipe=recipe,
         layout=layout,
-        parts=tuple(parts),
+        parts=parts,
         costs=costs,
         actions=actions,
         sorts=sorts,
@@ -112,6 +116,34 @@ def dry_stages(
         steps=steps,
         like=like,
     )
+
+
+class ReplacedSchedule:
+    """The plugins, with another schedule in place of the recipe's."""
+
+    def __init__(self, registry: Registry, schedule: Any) -> None:
+        self._registry, self._schedule = registry, schedule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+    def build(self, selection: Selection) -> Any:
+        """Return the component, or that schedule."""
+        return self._schedule if selection.kind == "schedule" else self._registry.build(selection)
+
+
+class CutAlready:
+    """A schedule whose pipeline stages were cut before."""
+
+    def __init__(self, schedule: Schedule, parts: tuple[Part, ...]) -> None:
+        self._schedule, self._parts = schedule, parts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)
+
+    def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
+        """Return the stages, whatever layers cost now."""
+        return self._parts
 
 
 def kind_of(parts: Mapping[int, Part], sorts: Mapping[Action, Sort], costs: Costs) -> Kind:

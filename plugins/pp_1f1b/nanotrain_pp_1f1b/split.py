@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
@@ -103,6 +104,11 @@ def balance(costs: Costs, ranks: Sequence[int]) -> list[int]:
     >>> balance(Costs(layers=(1.0, 1.0, 1.0, 2.0, 2.0), head=4.0), [0, 1, 2])
     [3, 2, 0]
     """
+    return list(_balanced(costs, tuple(ranks)))
+
+
+@lru_cache(64)  # a plan composes a rank of every stage, and each asks
+def _balanced(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, ...]:
     total, count, final = costs.total or 1.0, len(costs.layers), len(ranks) - 1
     ends = [0.0] * len(ranks)
     ends[0] += costs.embedding / total
@@ -121,7 +127,7 @@ def balance(costs: Costs, ranks: Sequence[int]) -> list[int]:
                 new = [each.then(size, cost, end, rank, final=stage == final) for each in found[first]]
                 longer.setdefault(last, []).extend(new)
         found = {last: sorted(each)[:KEPT] for last, each in longer.items()}
-    return list(found[count][0].sizes)
+    return found[count][0].sizes
 
 
 def slowest(edges: Sequence[float], ends: Sequence[float]) -> float:

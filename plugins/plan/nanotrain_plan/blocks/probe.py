@@ -13,10 +13,11 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
+from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.rank import RankStep, dry_rank, survey
 from nanotrain_plan.dry.values import Values
+from nanotrain_plan.stages import ReplacedSchedule
 
 
 class NotComposable(Exception):
@@ -121,20 +122,6 @@ class ProbeSchedule:
         return self.halves.any and m == 1
 
 
-class ProbeRegistry:
-    """The plugins, with the schedule of a probe in place of the recipe's."""
-
-    def __init__(self, registry: Registry, schedule: ProbeSchedule) -> None:
-        self._registry, self._schedule = registry, schedule
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._registry, name)
-
-    def build(self, selection: Selection) -> Any:
-        """Return the component, or the probe's schedule."""
-        return self._schedule if selection.kind == "schedule" else self._registry.build(selection)
-
-
 @attrs.define(frozen=True)
 class Probe:
     """Steps of the ranks that hold the blocks, and which stage is which block."""
@@ -181,7 +168,7 @@ def take_probe(
         host: whether ranks are CPUs.
     """
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
-    probing: Any = ProbeRegistry(registry, ProbeSchedule(parts, halves))
+    probing: Any = ReplacedSchedule(registry, ProbeSchedule(parts, halves))
     pp = 1 + max(part.rank for part in parts)
     stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     ranks = [number * stride for number in range(pp)]

@@ -18,6 +18,8 @@ MOST = 200_000
 #: Operators that move numbers and compute little.
 OTHER = "other"
 
+_SCALARS = frozenset((int, float, bool, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
 #: Operators that change what a tensor is, not only its numbers.
 _RESHAPED = ("resize", "set_", "_set", "swap", "as_strided_")
 
@@ -129,6 +131,8 @@ def form_of(value: Any) -> Any:
 
     What cannot be told apart by ``==`` alone, as 1 and 1.0, has its type beside it.
     """
+    if type(value) in _SCALARS:  # most arguments
+        return type(value), value
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.shape, value.stride()) if value.is_meta else None
     if isinstance(value, (tuple, list)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nanotrain_core.api import Action, Layout, Recipe, Registry, Selection
 from nanotrain_core.api.torch import (
@@ -211,7 +212,8 @@ def dry_rank(
         recorder.enter("compose")
         run = compose_dry(recipe, registry, rank, told, host=host, lasting=lasting)
         recorder.named({m: name for part in run.stages.values() for name, m in part.named_modules()})
-        blocks = list(run.optimizer.blocks())
+        with _disable_current_modes():  # views of what is there, many thousands
+            blocks = list(run.optimizer.blocks())
         state = held_by(run, recorder, blocks)
         saved = saved_bytes(run, state)
         shares, owned = held_of_parts(run, blocks)
@@ -268,7 +270,7 @@ def held_by(run: Run, recorder: Recorder, blocks: Sequence[Block] | None = None)
     blocks = list(run.optimizer.blocks()) if blocks is None else blocks
     claim("masters", (b.tensor for b in blocks if b.name.startswith("master")))
     claim("optimizer", (b.tensor for b in blocks))
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         claim("gradients", (run.gradients.gradient_of(piece) for piece in run.gradients.pieces()))
     found["other"] = sum(storage.bytes for storage in left.values())
     return found

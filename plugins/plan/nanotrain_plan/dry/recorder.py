@@ -104,11 +104,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device, self.values, self.origins = device, values, origins
         self.live = 0
         self.alive: dict[int, Storage] = {}
+        self._references: dict[int, weakref.KeyedRef[int, Any]] = {}
         self._made: dict[int, Storage] = {}
         """Those of the phase under way."""
         self.phases: list[Phase] = [Phase("start", 0, 0)]
         self._modules: list[str] = []
         self._names: dict[nn.Module, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping :meth:`__torch_dispatch__`: nothing is compiled under a recorder."""
+        return False
 
     # --- phases -------------------------------------------------------------------------------
 
@@ -170,6 +176,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and note it."""
         kwargs = kwargs or {}
         traits = OPERATORS.traits(func)
+        if traits.view and _is_floating(args[0]):  # most calls: they compute nothing, and nobody reads them
+            return func(*args, **kwargs)
         if traits.collective:
             return self._collective(func, args, kwargs)
         if self.values is None:
@@ -279,12 +287,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive[key] = self._made[key] = Storage(size, module, op, shape, tensor.dtype, source)
         self.live += size
         self.phase.peak = max(self.phase.peak, self.live)
-        weakref.finalize(storage, self._free, key).atexit = False
+        self._references[key] = weakref.KeyedRef(storage, self._free, key)
         return True
 
-    def _free(self, key: int) -> None:
+    def _free(self, reference: weakref.KeyedRef[int, Any]) -> None:
+        key = reference.key
+        del self._references[key]
         self._made.pop(key, None)
         self.live -= self.alive.pop(key).bytes
+
+
+def _is_floating(value: Any) -> bool:
+    """Return whether the numbers of a tensor are none that a dry run follows: see :class:`Values`."""
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

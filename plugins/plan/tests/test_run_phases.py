@@ -1,0 +1,53 @@
+"""Phases of a run, each planned on the pipeline stages that the run cuts once."""
+
+from nanotrain_plan.hardware import find_hardware
+from nanotrain_plan.plan import make_plan
+
+from nanotrain_core.api import resolve_recipe
+from nanotrain_core.cli import main
+
+#: A head costs 2.7 layers where sequences are short, less than half of one where attention is long.
+RECIPE = """
+[run]
+steps = 20
+ranks = 2
+[batch]
+sequences = 4
+microbatch = 1
+length = 16
+[model]
+use = "transformer"
+layers = 6
+width = 64
+heads = 4
+vocab = 2048
+[topology]
+use = "grid"
+pp = 2
+[schedule]
+use = "1f1b"
+{layers}
+[data]
+use = "synthetic"
+vocab = 256
+[[phase]]
+name = "short"
+until_tokens = 640
+[[phase]]
+name = "long"
+batch.length = 4096
+"""
+
+
+def test_all_phases_have_the_stages_that_the_run_cuts_for_its_longest_sequences(tmp_path, capsys):
+    steps, stages = [], []
+    for number, layers in enumerate(("", "layers = [3, 3]", "layers = [4, 2]")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(RECIPE.replace("{layers}", layers))
+        found = resolve_recipe(str(path))
+        plan = make_plan(found.recipe, found.registry, found.layout, find_hardware("h100"))
+        steps.append([phase.step for phase in plan.phases])
+        assert main(["schedule", str(path)]) == 0
+        stages.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("stage")])
+    for cut, as_for_long, as_for_short in (steps, stages):
+        assert cut == as_for_long != as_for_short
