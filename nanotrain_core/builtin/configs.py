@@ -340,12 +340,6 @@ class SampleConfig:
     """Steps between samples; 0 writes one at the end."""
 
 
-def check_sample(recipe: Recipe, config: SampleConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse context parallelism, whose ranks each return the logits of their own tokens."""
-    if "cp" in layout.dims and layout.size("cp") > 1:
-        yield Problem("monitor", f"'sample' reads logits of whole sequences, but cp = {layout.size('cp')}")
-
-
 @attrs.define(frozen=True, kw_only=True)
 class ReplicasConfig:
     """``[[monitor]] use = "replicas"``: every bit of the weights compared, and memory of every rank."""
