@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 import torch
+import torch.nn.functional as F
 
+from nanotrain_core.layout.placement import share_of
 from nanotrain_core.models.cache import Cache, LayerCache
 
 #: A target with this value is not predicted and not counted.
@@ -22,12 +24,22 @@ class Batch:
     """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
     cache: Cache | None = None
     """What the model's layers kept of the tokens before these, while text is generated: these tokens follow
-    :attr:`start` others. None: they are whole sequences."""
+    :attr:`start` others. None: no others come before."""
+    whole: Batch | None = None
+    """The whole sequences, where ranks share each of them (context parallelism) and these tokens are this
+    rank's part. None: they are whole."""
+    first: int = 0
+    """Position in :attr:`whole` of the first token."""
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
-        return 0 if self.cache is None else self.cache.start
+        """The position of the first token in its sequence."""
+        return self.first if self.cache is None else self.cache.start
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence, of which this rank may have a part."""
+        return self.tokens.shape[1] if self.whole is None else self.whole.tokens.shape[1]
 
     def cache_of(self, layer: str) -> LayerCache | None:
         """Return what that layer kept of the tokens before; None where there is no cache, as in training."""
@@ -37,17 +49,48 @@ class Batch:
     def sequences(self) -> int:
         return self.tokens.shape[0]
 
-    def to(self, device: torch.device) -> Batch:
-        move = {"device": device, "non_blocking": True}
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch of changed tokens and targets, those of :attr:`whole` among them."""
         return Batch(
-            self.tokens.to(**move),  # type: ignore[call-overload]
-            None if self.targets is None else self.targets.to(**move),  # type: ignore[call-overload]
+            change(self.tokens),
+            None if self.targets is None else change(self.targets),
+            whole=None if self.whole is None else self.whole._each(change),
+            first=self.first,
         )
+
+    def to(self, device: torch.device) -> Batch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
         """Return it in memory that a GPU copies from while the host goes on."""
-        targets = self.targets
-        return Batch(self.tokens.pin_memory(), None if targets is None else targets.pin_memory())
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def part(self, index: int, count: int) -> Batch:
+        """Return the ``index``-th of ``count`` consecutive parts of each sequence.
+
+        Parts are as long as one another, or one token longer. Of one part: the batch itself.
+        """
+        if count == 1:
+            return self
+        begin, end = share_of(self.tokens.shape[1], index, count)
+        targets = None if self.targets is None else self.targets[:, begin:end].contiguous()
+        return Batch(self.tokens[:, begin:end].contiguous(), targets, whole=self, first=begin)
+
+    def later(self, depth: int) -> Batch:
+        """Return tokens and targets that lie ``depth`` positions after these, of the same shape.
+
+        Behind the end of a sequence token 0, and :data:`IGNORE`. Of a part, those that follow it in its
+        sequence, which other ranks have too: a model must not shift a batch by itself.
+        """
+        known = self if self.whole is None else self.whole
+        begin, size = self.first + depth, self.tokens.shape[1]
+
+        def shifted(whole_BS: torch.Tensor, filling: int) -> torch.Tensor:
+            there = whole_BS[:, begin : begin + size]
+            return F.pad(there, (0, size - there.shape[1]), value=filling)
+
+        targets = None if known.targets is None else shifted(known.targets, IGNORE)
+        return Batch(shifted(known.tokens, 0), targets)
 
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
         """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.
@@ -58,7 +101,7 @@ class Batch:
         for to_come in reversed(range(count)):
             start, end = end, min(end + size, self.sequences - to_come)
             rows = slice(start, end)
-            yield Batch(self.tokens[rows], None if self.targets is None else self.targets[rows])
+            yield self._each(lambda tensor, rows=rows: tensor[rows])  # type: ignore[misc]
 
     def target_tokens(self) -> torch.Tensor:
         """Return how many positions are predicted, a scalar on the batch's device."""

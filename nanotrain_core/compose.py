@@ -46,7 +46,7 @@ from nanotrain_core.layout.placement import (
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH, Ops, put_around
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
 from nanotrain_core.phases.in_run import RunPhases
@@ -169,7 +169,9 @@ def compose(
     costs = model.flops(Timeline(recipe).largest().batch.length)  # stages are cut once
     check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
-    stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
+    stages = build_stages(
+        model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for w in wrappers))
+    )
     placements = share_between_stages(place(stages.values(), layout), mesh)
     stages = _wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
@@ -230,6 +232,7 @@ def compose(
             recipe.evaluation,
             Shard(mesh.coordinate("dp"), mesh.size("dp")),
             mesh.device,
+            part=Shard(mesh.coordinate(*layout.sequence_dims), mesh.size(*layout.sequence_dims)),
         ),
         phases=phases,
         evaluation=recipe.evaluation,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations, product
+from math import lcm
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,6 +20,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "model": ("transformer", "deepseek_v3", "deepseek_v2"),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
+    "cp": (1, 2),
     "dp": (1, 2, 4),
     "ep": (1, 2, 4),
     "etp": (1, 2),
@@ -58,6 +61,9 @@ _DEEPSEEK: dict[str, Any] = {
     "init_std": 0.3,
 }
 
+#: The plugin that handles cp.
+CONTEXT_PARALLEL = Path(__file__).parents[1] / "docs/examples/plugins/cp.py"
+
 #: Both kinds of routing, with every balance loss there is, heavy enough to be seen in the gradients.
 MODELS: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -74,6 +80,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _DEEPSEEK
     | {"score": "softmax", "normalise_weights": False, "route_scale": 2.0}
     | {"expert_balance": 0.1, "device_balance": 0.1, "comm_balance": 0.1},
+}
+
+
+#: Key and value heads of a rank, by model and degree of tensor parallelism: those that cp shares out.
+HEADS = {("transformer", tp): lcm(6, tp) // tp for tp in AXES["tp"]} | {
+    (model, tp): 4 // tp for model in ("deepseek_v3", "deepseek_v2") for tp in AXES["tp"]
 }
 
 
@@ -103,10 +115,11 @@ class Composition:
     """Stage of ``zero12``, which is the optimizer and syncs gradients; 0: ``ddp`` syncs them."""
     recompute: bool = False
     """Whether layers are recomputed in backward (activation checkpointing)."""
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def layers(self) -> int:
@@ -116,7 +129,9 @@ class Composition:
     @property
     def id(self) -> str:
         flags = [name for name in ("sp", "tied", "experts_first", "recompute") if getattr(self, name)]
-        degrees = [f"{dim}{n}" for dim in ("tp", "pp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1]
+        degrees = [
+            f"{dim}{n}" for dim in ("tp", "pp", "cp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1
+        ]
         schedule = [] if self.schedule == "accumulate" else [self.schedule]
         flags += [f"zero{self.zero}"] if self.zero else []
         return "-".join([self.model, *degrees, *schedule, *flags, f"mb{self.microbatch}"])
@@ -130,6 +145,7 @@ class Composition:
             and (self.tp > 1 or not self.sp)
             and (experts or (self.ep == self.etp == 1 and not self.experts_first))
             and self.ranks % (self.pp * self.ep * self.etp) == 0
+            and HEADS[self.model, self.tp] % self.cp == 0
         )
 
     def optimizers(self) -> dict[str, dict[str, Any]]:
@@ -148,7 +164,9 @@ class Composition:
         if self.recompute:
             wrappers.insert(0, {"use": "recompute"})
         model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}
-        degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "dp", "ep", "etp")}
+        if self.cp > 1:
+            wrappers.insert(self.experts_first, {"use": "cp"})
+        degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "cp", "dp", "ep", "etp")}
         overrides = {
             "evaluation": {"sequences": 8},
             "batch": {**BATCH, "microbatch": self.microbatch},
@@ -157,7 +175,10 @@ class Composition:
             "schedule": {"use": self.schedule},
             "parallel": wrappers if self.zero else [*wrappers, {"use": "ddp"}],
         }
-        return Case("topology", use="grid", topology=degrees, overrides=overrides, name=self.id)
+        plugins = [CONTEXT_PARALLEL] if self.cp > 1 else []
+        return Case(
+            "topology", use="grid", topology=degrees, overrides=overrides, name=self.id, plugins=plugins
+        )
 
 
 def compiled(case: Case) -> Case:
@@ -200,14 +221,15 @@ def pairwise() -> list[Composition]:
     Greedy: the next one has the most pairs that none before it has.
     """
     numbers: dict[Any, int] = {}
+    bits: dict[tuple[int, int], int] = {}
 
     def pairs_of(found: Composition) -> int:
         """Return its pairs as bits, of which sets of thousands of compositions are told apart fastest."""
-        pairs = combinations(attrs.asdict(found).items(), 2)
-        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs)
+        choices = [numbers.setdefault((axis, getattr(found, axis)), len(numbers)) for axis in AXES]
+        return sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(choices, 2))
 
     pairs = {found: pairs_of(found) for found in everything()}
-    missing, chosen = (1 << len(numbers)) - 1, []
+    missing, chosen = (1 << len(bits)) - 1, []
     while missing:
         best = max(pairs, key=lambda found: (pairs[found] & missing).bit_count())
         chosen.append(best)
@@ -218,8 +240,9 @@ def pairwise() -> list[Composition]:
 @cache
 def everything() -> tuple[Composition, ...]:
     """Return every composition there is."""
-    rows = (Composition(**dict(zip(AXES, row, strict=True))) for row in product(*AXES.values()))
-    return tuple(found for found in rows if found.valid())
+    rows = (dict(zip(AXES, row, strict=True)) for row in product(*AXES.values()))
+    few = (row for row in rows if 1 < row["tp"] * row["pp"] * row["cp"] * row["dp"] <= 8)
+    return tuple(found for row in few if (found := Composition(**row)).valid())
 
 
 def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:

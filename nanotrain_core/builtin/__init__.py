@@ -176,7 +176,6 @@ def nanotrain_register_monitor(register: Register) -> None:
             config=configs.SampleConfig,
             factory="nanotrain_core.monitors.sample:Sample",
             summary="text the model writes, during and after the run",
-            check=configs.check_sample,
         )
     )
     register(

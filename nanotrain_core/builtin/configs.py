@@ -181,10 +181,12 @@ class TransformerConfig:
         """Yield how finely its parts can be split."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
-        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * size)
+        yield Divisible(split, "model.heads", self.heads, "heads", heads=True, row=self.heads * size)
         if self.kv_heads:
             what, row = "key and value heads", self.kv_heads * size if self.bias else 0
-            yield Divisible((Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, row=row)
+            yield Divisible(
+                (Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, heads=True, row=row
+            )
         ffn = self.ffn or 4 * self.width
         yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
 
@@ -336,12 +338,6 @@ class SampleConfig:
     """0 always takes the likeliest token."""
     every: int = attrs.field(default=0, validator=Range(0))
     """Steps between samples; 0 writes one at the end."""
-
-
-def check_sample(recipe: Recipe, config: SampleConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse context parallelism, whose ranks each return the logits of their own tokens."""
-    if "cp" in layout.dims and layout.size("cp") > 1:
-        yield Problem("monitor", f"'sample' reads logits of whole sequences, but cp = {layout.size('cp')}")
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,15 @@ class Parallel:
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Return the transformed part (it may be the same object) and update ``placements`` to match."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(part, placements, mesh)")
+
+    def around(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """Return what to call in place of functions that models call, by field of ``Ops``: none by default.
+
+        Each is called with the function that it stands for, then with what the model called that with. What
+        the model gets back must be what one process would have computed of this rank's tokens and heads. Of
+        several wrappers the last one's is called first.
+        """
+        return {}
 
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether linear layers are to make dgrad and wgrad apart, so that the wrapper can place them.

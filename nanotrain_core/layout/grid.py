@@ -23,8 +23,8 @@ class Grid:
         """Return both views of ``world_size`` ranks.
 
         Ranks along cp see different tokens of the same rows, so gradients are partial over dp and
-        cp, while the rows of a batch are split over dp alone. Ranks of the expert view see different
-        tokens along edp and ep, those of one etp group the same.
+        cp, while the rows of a batch are split over dp alone, and each row's tokens over cp. Ranks of
+        the expert view see different tokens along edp and ep, those of one etp group the same.
 
         Raises:
             ValueError: the degrees of a view do not divide ``world_size``.
@@ -36,7 +36,7 @@ class Grid:
             "dense": View(("pp", "dp", "cp", "tp"), (c.pp, dp, c.cp, c.tp)),
             "expert": View(("pp", "edp", "ep", "etp"), (c.pp, edp, c.ep, c.etp)),
         }
-        return Layout(views, data_dims=("dp", "cp", "edp", "ep"))
+        return Layout(views, data_dims=("dp", "cp", "edp", "ep"), sequence_dims=("cp",))
 
     def _rest(self, world_size: int, degrees: dict[str, int]) -> int:
         """Return how many ranks ``degrees`` leave to data parallelism."""

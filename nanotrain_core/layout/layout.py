@@ -70,6 +70,8 @@ class Layout:
     views: dict[str, View]
     data_dims: tuple[str, ...] = ("dp",)
     """Of any view: those along which ranks see different tokens, so that gradients are partial."""
+    sequence_dims: tuple[str, ...] = ()
+    """Of these, in the dense view, those along which ranks have parts of the same sequences."""
 
     @property
     def world_size(self) -> int:

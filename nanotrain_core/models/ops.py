@@ -10,14 +10,16 @@ width, E experts, C experts chosen for each token, N = T C rows sorted by expert
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
 from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has_one_kernel
 
@@ -109,6 +111,20 @@ def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: T
 
 
 @dataclass(frozen=True)
+class Around:
+    """A function of the table with another called in its place, which is given it first.
+
+    Monitors that look at its calls see those of ``inner``.
+    """
+
+    outer: Callable[..., Tensor]
+    inner: Callable[..., Tensor]
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.outer(self.inner, *args)
+
+
+@dataclass(frozen=True)
 class Ops:
     """Who computes each function of a model. Each field has the signature and meaning of its default."""
 
@@ -131,6 +147,20 @@ def plain_ops(device: torch.device) -> Ops:
     if device.type != "cuda":
         return TORCH
     return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
+
+
+def put_around(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
+    """Return ``ops`` with functions called in place of what it has under their names; the last is outermost.
+
+    Raises:
+        PluginError: the table has no such field; the nearest is suggested.
+    """
+    known = [field.name for field in fields(Ops)]
+    for name, outer in (pair for functions in each for pair in functions.items()):
+        if name not in known:
+            raise PluginError(f"models call no function '{name}'{did_you_mean(name, known)}")
+        ops = replace(ops, **{name: Around(outer, getattr(ops, name))})
+    return ops
 
 
 def ops_of(module: nn.Module) -> Ops:

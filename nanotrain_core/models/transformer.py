@@ -122,7 +122,7 @@ class TransformerPart(nn.Module):
             return None
         c, length = self.config, batch.tokens.shape[1]
         inv_freq_P = rope_frequencies(
-            c.head_size, c.rope_theta, c.rope_scaling, length=length, device=like.device
+            c.head_size, c.rope_theta, c.rope_scaling, length=batch.length, device=like.device
         )
         magnitude = c.rope_scaling.magnitude if c.rope_scaling else 1.0
         return rope_rotation(length, inv_freq_P, like=like, magnitude=magnitude, start=batch.start)

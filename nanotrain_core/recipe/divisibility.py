@@ -35,6 +35,8 @@ class Divisible:
     """Of EXPERTS: the width of each, along the ``split`` of the tag, and not their number."""
     grouped: bool = False
     """Several ranks may use one unit, as ``grouped`` of the modules' tags says."""
+    heads: bool = False
+    """Whether these are heads of attention, each of which attends by itself."""
     row: int = 0
     """Length of the rows, of a weight or of a bias, that all units together make up, and that ranks which
     split them cut: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or it is not said."""

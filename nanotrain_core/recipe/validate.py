@@ -283,7 +283,12 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that no rank has an empty microbatch. dp alone splits rows: cp ranks see the same ones."""
+    """Check that no rank has an empty microbatch: dp splits its rows, others the tokens of each."""
+    parts, length = layout.size(*layout.sequence_dims), recipe.batch.length
+    if length < parts:
+        dims = f"{' x '.join(layout.sequence_dims)} = {parts}"
+        text = f"{length} tokens are fewer than {dims} ranks, which share each sequence; nearest: {parts}"
+        yield Problem("batch.length", text)
     dp = layout.size("dp") if "dp" in layout.dims else 1
     batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
     fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from nanotrain_core.models.ops import Ops
+from nanotrain_core.models.ops import Around, Ops
 
 Function = Callable[..., torch.Tensor]
 
@@ -55,6 +55,8 @@ class Calls:
             module.ops = ops  # type: ignore[assignment]
 
     def _told(self, function: Function) -> Function:
+        if isinstance(function, Around):  # what a wrapper put around it exchanges what it is called with
+            return Around(function.outer, self._told(function.inner))
         number, seen, tell = self.number, self.seen, self.tell
 
         def told(*args: Any) -> torch.Tensor:

@@ -90,7 +90,21 @@ class DataFeed:
         evaluation: EvaluationConfig,
         shard: Shard,
         device: torch.device,
+        *,
+        part: Shard = Shard(),  # noqa: B008 frozen
     ) -> None:
+        """Feed this rank.
+
+        Args:
+            data: opened.
+            model: whose loss terms are counted.
+            batch: to train on.
+            evaluation: how much to validate.
+            shard: of the sequences of each batch.
+            device: of the run.
+            part: of each sequence, where ranks share it.
+        """
+        self.part = part
         self.data, self.counts = data, model.loss_counts
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
         self._validated = batch
@@ -155,9 +169,13 @@ class DataFeed:
         self._open = None
 
     def _split(self, batch: Batch, shape: BatchConfig) -> Iterator[Batch]:
-        """Yield microbatches of ``shape.microbatch`` rows, on every data-parallel rank as many."""
+        """Yield microbatches of ``shape.microbatch`` rows, on every data-parallel rank as many.
+
+        Of each sequence this rank's part, where ranks share it.
+        """
         count = shape.microbatches(self.shard.count)
-        return self._upload(batch).split(shape.microbatch, count)
+        mine = self._upload(batch).part(self.part.index, self.part.count)
+        return mine.split(shape.microbatch, count)
 
     def _take(self) -> Batch:
         """Return this rank's rows of the next global batch: the data read no others."""

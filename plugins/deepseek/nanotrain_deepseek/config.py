@@ -181,7 +181,9 @@ class DeepSeekConfig:
         """Yield how finely its parts can be split."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        yield Divisible(split, "model.heads", self.heads, "heads", row=self.heads * self.value_size)
+        yield Divisible(
+            split, "model.heads", self.heads, "heads", heads=True, row=self.heads * self.value_size
+        )
         if self.dense_layers:
             yield Divisible(
                 split, "model.ffn", self.ffn, "columns of the dense feed-forward layers", row=self.ffn

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Costs, Part
-from nanotrain_core.api.torch import IGNORE, TORCH, Batch, Ops, counting_routers
+from nanotrain_core.api.torch import TORCH, Batch, Ops, counting_routers
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
-from nanotrain_deepseek.mtp import later_targets
 from nanotrain_deepseek.part import DeepSeekPart
 from nanotrain_deepseek.router import Router
 from nanotrain_deepseek.yarn import softmax_scale
@@ -72,9 +71,8 @@ class DeepSeek:
         return counts | {name: pairs for name in BALANCE if name in self.loss_weights}
 
     def _further_targets(self, batch: Batch) -> torch.Tensor:
-        assert batch.targets is not None
         depths = range(1, self.config.mtp + 1)
-        return torch.stack([(later_targets(batch.targets, d) != IGNORE).sum() for d in depths]).sum()
+        return torch.stack([batch.later(depth).target_tokens() for depth in depths]).sum()
 
     def flops(self, length: int) -> Costs:
         """Return 3 times the forward pass: 2 FLOPs per weight that a token meets, and causal attention.

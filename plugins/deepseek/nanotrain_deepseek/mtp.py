@@ -11,11 +11,10 @@ Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 25.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.torch import IGNORE, Ops, Rotation
+from nanotrain_core.api.torch import Ops, Rotation
 from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 
@@ -40,13 +39,3 @@ class Predictor(nn.Module):
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
         out_BSD, routed = self.block(joined, turn)
         return out_BSD, self.norm(out_BSD), routed
-
-
-def later_tokens(tokens_BS: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return the token ``depth`` positions on; token 0 at the end, where none is known and none predicted."""
-    return F.pad(tokens_BS[:, depth:], (0, depth), value=0)
-
-
-def later_targets(targets_BS: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return the target ``depth`` positions on; :data:`~nanotrain_core.batch.IGNORE` at the end."""
-    return F.pad(targets_BS[:, depth:], (0, depth), value=IGNORE)

@@ -14,7 +14,7 @@ from nanotrain_core.api import Part, Role, tag
 from nanotrain_core.api.torch import Batch, Head, Initializer, Ops, PartOutput, Rotation
 from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.mtp import Predictor, later_targets, later_tokens
+from nanotrain_deepseek.mtp import Predictor
 from nanotrain_deepseek.yarn import rotation
 
 
@@ -55,7 +55,7 @@ class DeepSeekPart(nn.Module):
         if batch.targets is None:
             return PartOutput(output)
         if self.training and self.config.mtp:
-            losses["mtp"] = self._predict_further(x_BSD, batch.tokens, batch.targets, cos_sin, losses)
+            losses["mtp"] = self._predict_further(x_BSD, batch, cos_sin, losses)
         return PartOutput(None, {"lm": output, **losses})
 
     def _count(self, layer: nn.Module, routed: Routed | None, losses: dict[str, torch.Tensor]) -> None:
@@ -82,18 +82,18 @@ class DeepSeekPart(nn.Module):
     def _predict_further(
         self,
         h_BSD: torch.Tensor,
-        tokens: torch.Tensor,
-        targets: torch.Tensor,
+        batch: Batch,
         cos_sin: Rotation,
         losses: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Return the summed cross-entropies of all depths; the first starts from the last layer's output."""
         found = []
         for depth, predictor in enumerate(self.mtp, start=1):
-            embedded_BSD = self.embed(later_tokens(tokens, depth))
+            later = batch.later(depth)
+            embedded_BSD = self.embed(later.tokens)
             h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin)
             self._count(cast(Predictor, predictor).block, routed, losses)
-            found.append(self._head(normed_BSD, later_targets(targets, depth)))
+            found.append(self._head(normed_BSD, later.targets))
         return torch.stack(found).sum()
 
     def initializer(self, name: str) -> Initializer:

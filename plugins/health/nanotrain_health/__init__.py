@@ -3,12 +3,11 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from collections.abc import Iterator
 from typing import Literal
 
 import attrs
 
-from nanotrain_core.api import Component, Layout, Metric, Problem, Range, Recipe, Register, hookimpl
+from nanotrain_core.api import Component, Metric, Range, Register, hookimpl
 from nanotrain_health.catalogue.activations import ATTENTION, RESIDUAL
 from nanotrain_health.catalogue.common import TENSORS_EVERY
 from nanotrain_health.catalogue.experts import EXPERTS
@@ -71,12 +70,6 @@ class ProbesConfig:
     """Likeliest tokens whose probability is added up."""
 
 
-def check_probes(recipe: Recipe, config: ProbesConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse context parallelism, whose ranks each return the logits of their own tokens."""
-    if "cp" in layout.dims and layout.size("cp") > 1:
-        yield Problem("monitor", f"'probes' reads logits of whole sequences, but cp = {layout.size('cp')}")
-
-
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
     """Announce ``health``, ``moe`` and ``probes``."""
@@ -105,6 +98,5 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory=f"{__name__}.probes:Probes",
             summary="loss, entropy and drift on one fixed batch, and whether the model sees the future",
             metrics=PROBES,
-            check=check_probes,
         )
     )

@@ -79,13 +79,18 @@ class Links:
     def axis(self, found: Collective) -> str:
         """Return :func:`axis_of`, remembered.
 
-        Of an all-to-all among ranks that are all the data-parallel ones too, it is that of the experts. (gloo
-        makes all-to-alls of gradients, too.)
+        Of an all-to-all among ranks that are all the data-parallel ones too, it is that of the experts, if
+        they are spread. (gloo makes all-to-alls of gradients, too.) Ranks that share experts may also be
+        those that share sequences, whose all-to-alls these may be: ``cp+ep``.
         """
         of_experts = found.op == "all_to_all" and not self.hardware.gloo
         key = found.ranks, of_experts
         if key not in self._axes:
-            self._axes[key] = axis_of(found.ranks, self.layout, of_experts=of_experts)
+            self._axes[key] = axis = axis_of(found.ranks, self.layout)
+            spread = axis_of(found.ranks, self.layout, of_experts=True) if of_experts else axis
+            if {"ep", "etp"} & {*spread.split("+")}:
+                both = axis != spread and axis in self.layout.sequence_dims
+                self._axes[key] = f"{axis}+{spread}" if both else spread
         return self._axes[key]
 
     def seconds(self, found: Collective) -> float:

@@ -330,7 +330,9 @@ class _Step:
         rows = len(shard.rows(recipe.batch.sequences))
         tokens = torch.empty(rows, recipe.batch.length, dtype=torch.int64, device="meta")
         self.count = recipe.batch.microbatches(shard.count)
-        self.batches = list(Batch(tokens, tokens.clone()).split(recipe.batch.microbatch, self.count))
+        shared = run.mesh.layout.sequence_dims
+        mine = Batch(tokens, tokens.clone()).part(run.mesh.coordinate(*shared), run.mesh.size(*shared))
+        self.batches = list(mine.split(recipe.batch.microbatch, self.count))
         self.executor = RecordedExecutor(recorder, run)
         self.executor_actions: tuple[Action, ...] = ()
 

@@ -36,6 +36,16 @@ def batch(subject: Subject) -> Section:
             microbatch=recipe.batch.microbatch,
         )
     ]
+    if (parts := layout.size(*layout.sequence_dims)) > 1:
+        body.append(
+            say(
+                "Each sequence is shared along {dims}: each of {parts:,} ranks has at most {tokens:,} of its tokens.",
+                place_of(type(layout)),
+                dims=" x ".join(layout.sequence_dims),
+                parts=parts,
+                tokens=-(-length // parts),
+            )
+        )
     if subject.phases:
         body.append(
             say(
