@@ -185,3 +185,15 @@ def test_every_rank_trains_with_a_package(tmp_path):
     done = nanotrain("run", "capstone", *words, "--plugin", "box_on_ranks", cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")
     assert sorted(file.name for file in tmp_path.glob("seen-*")) == ["seen-0", "seen-1"]
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
+    factories = []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "same.py"
+        path.write_text(PLUGIN.format(name=folder).replace('"json:Thing"', 'f"{__name__}:NAME"'))
+        with path.open("a") as file:
+            file.write(f"\ndef NAME(config): return {folder!r}\n")
+        factories.append(load(path).get("monitor", folder))
+    assert [component.build(None) for component in factories] == ["one", "other"]

@@ -72,10 +72,14 @@ def local_plugins(path: Path, group: str) -> Iterator[LocalPlugin]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that ``f"{__name__}:Thing"`` works as a factory."""
+    """Import a file under a name of its own, so that ``f"{__name__}:Thing"`` works as a factory.
+
+    It has a hash of where the file is: another of the same name, in another folder, would take its place.
+    """
     if path.suffix != ".py":
         raise PluginError("not a Python file: its name must end in .py")
-    return _import(f"nanotrain_local_{path.stem.replace('.', '_')}", path)
+    place = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    return _import(f"nanotrain_local_{path.stem.replace('.', '_')}_{place}", path)
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -23,7 +23,7 @@ from nanotrain_core.testing.trial_process import Listed, Listing, Outcome, Refus
 from nanotrain_core.testing.worker import signal_name
 
 #: Seconds after which a check counts as hung. The longest, which kills a rank at every write of a save,
-#: takes 70 on two cores.
+#: takes 15 on two cores.
 TIMEOUT = 180.0
 
 #: Modules that a process has loaded when it begins.

@@ -38,6 +38,10 @@ TINY: Tables = {
     "data": {"use": "synthetic", "vocab": 64, "sequences": 64, "validation_sequences": 10},
 }
 
+#: What data reads that has a key ``paths``: some thousand characters, no five of which come twice, so that
+#: what is held out can be told from what is trained on. Whole corpora hold many a line twice.
+CORPUS = str(Path(__file__).with_name("corpus.txt"))
+
 #: Plugins that every case knows: ``summed``, a gradient sync, ``routed``, a model with experts, ``coarse``, a
 #: precision that loses much, ``wide_norms``, one of two dtypes, ``sliced``, tensor parallelism, ``spread``,
 #: expert parallelism, ``staged``, a pipeline.
@@ -178,6 +182,9 @@ class Case:
         """Return the tables without degrees."""
         tables = merge(merge(TINY, layout), self.overrides)
         own = {"use": self.use, **self.config}
+        around = self.overrides.get(self.kind)
+        if isinstance(around, Mapping) and around.get("use", self.use) == self.use:
+            own = {**around, **own}  # merged with another component's table they would be dropped
         if self.listed:
             tables[self.kind] = self._listed(tables.get(self.kind, []), own)
         else:

@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.precision.quantized_storage import dequantize
@@ -38,13 +39,19 @@ def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[
     run = make_run(case, {"optimizer": ADAMW})
     assert run.checkpoint is not None
     run.checkpoint.open(folder, run.mesh)
+    state = state_of(run)
+    if fill is not None:
+        for block in state.blocks:
+            block.tensor.fill_(fill)
+    return run.checkpoint, state
+
+
+def state_of(run: Run) -> TrainState:
+    """Return a run's weights, optimizer state and random streams, with some JSON."""
     blocks = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
     blocks += run.optimizer.blocks()
-    if fill is not None:
-        for block in blocks:
-            block.tensor.fill_(fill)
     streams = random_state.capture(torch.device("cpu"))
-    return run.checkpoint, TrainState(blocks, {"step": 0, "text": "ünïcode", "list": [1, 2.5]}, streams)
+    return TrainState(blocks, {"step": 0, "text": "ünïcode", "list": [1, 2.5]}, streams)
 
 
 def numbered(state: TrainState, seed: int) -> TrainState:

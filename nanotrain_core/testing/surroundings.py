@@ -14,7 +14,7 @@ import attrs
 
 from nanotrain_core.component import Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.testing.case import TINY, Case, Tables, merge
+from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables, merge
 
 SUMMED, SLICED, SPREAD = ({"use": name} for name in ("summed", "sliced", "spread"))
 STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
@@ -39,12 +39,14 @@ MIXED: Tables = {"precision": {"use": "wide_norms"}}
 #: float16 with a scale at which the first steps overflow, and are skipped.
 SKIPPING: Tables = {"precision": {"use": "fp16", "initial_scale": 2.0**24}, "optimizer": {"use": "adamw"}}
 
+TEXT: Tables = {"model": {"vocab": 256}, "data": {"use": "text", "paths": [CORPUS]}}
+
 #: What else a component may need around it to make a recipe at all: the first that does is taken.
 BASES: tuple[Tables, ...] = (
     {},
     EXPERTS,
     {"model": {"vocab": 256}},
-    {"model": {"vocab": 256}, "data": {"use": "text"}},
+    TEXT,
     {"model": {"layers": 12}},
     {"model": {"vocab": 65536}},
 )
@@ -152,19 +154,27 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
 def filled(case: Case) -> Case:
     """Return the case with a value for each key that its component requires and the tiny recipe knows.
 
-    Of data for each that the tiny recipe knows: it is small there, so that epochs end.
+    Of data for each that the tiny recipe knows, and for ``paths``: it is small there, so that epochs end.
     """
     known = TINY.get(case.kind)
     if not isinstance(known, Mapping):
         return case
+    if case.kind == "data":
+        known = {**known, "paths": [CORPUS]}
+    given = case.overrides.get(case.kind, {})
     fields = attrs.fields(case.component().config)
     wanted = (f.name for f in fields if f.default is attrs.NOTHING or case.kind == "data")
-    return attrs.evolve(case, config={**{n: known[n] for n in wanted if n in known}, **case.config})
+    return attrs.evolve(
+        case, config={**{n: known[n] for n in wanted if n in known and n not in given}, **case.config}
+    )
 
 
 def _base(case: Case) -> Case:
-    """Return the case with the least around it that makes a recipe; as it is if nothing does."""
-    for around in BASES:
+    """Return the case with the least around it that makes a recipe; as it is if nothing does.
+
+    Around a monitor there is text, of which it may read or write some.
+    """
+    for around in (TEXT, *BASES) if case.kind == "monitor" else BASES:
         tried = attrs.evolve(case, overrides=merge(around, case.overrides))
         if _refusal(tried) is None:
             return tried

@@ -106,7 +106,12 @@ def serve(
     environment: Mapping[str, str],
     path: Sequence[str],
 ) -> None:
-    """Answer with a listing, then with the outcome of each number that is asked for."""
+    """Answer with a listing, then with the outcome of each number that is asked for.
+
+    What the component, its ranks or the log print goes to standard error: the command's own output is its
+    results alone, which ``--json`` has others read.
+    """
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import attrs
 import torch
 
+from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.disaster import Outcome, no_space, save_and_die, save_and_lose
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import rank
-from nanotrain_core.testing.saving import load, numbered, open_state, save, temporary_folder, wait_for_all
+from nanotrain_core.testing.probe import make_run, rank
+from nanotrain_core.testing.saving import (
+    ADAMW,
+    numbered,
+    open_state,
+    save,
+    state_of,
+    temporary_folder,
+    wait_for_all,
+)
 
 
 @check("checkpoint", since="0.1", variants=("killed", "out_of_space"))
 def interrupted_save_leaves_the_last(case: Case, disaster: str) -> None:
-    """Killed before or after any write, or out of space, a save leaves step 1 loadable, or is complete.
+    """Killed at any write, or out of space, a save leaves step 1 loadable, or is complete.
 
     A full disk is a CheckpointError. What is loaded then is bitwise step 1 or step 2, never a mixture.
     """
     alone = case.alone()
     with temporary_folder() as folder:
         outcomes = run_ranks(save_and_die, 1, alone, folder, disaster, backend=None)[0]
-        for outcome in outcomes:
-            assert_survived(alone, outcome, disaster)
-            shutil.rmtree(outcome.folder)
+        assert_survived(alone, outcomes, disaster)
     assert len(outcomes) > 1, "no write was found to interrupt"
 
 
 @check("checkpoint", since="0.2", applies=distributed, variants=("first", "last"))
 def killed_rank_leaves_the_last(case: Case, victim: str) -> None:
-    """With one of several ranks killed before or after any write, step 1 stays loadable, or 2 is complete.
+    """With one of several ranks killed at any write, step 1 stays loadable, or 2 is complete.
 
     It is complete if any rank took it for that. What is loaded is bitwise step 1 or step 2, on one process.
     """
     number = 0 if victim == "first" else case.world_size - 1
     with temporary_folder() as folder:
         outcomes = run_ranks(save_and_lose, 1, case, folder, number, backend=None, timeout=170.0)[0]
-        for outcome in outcomes:
-            assert_survived(case.alone(), outcome, "killed")
-            shutil.rmtree(outcome.folder)
+        assert_survived(case.alone(), outcomes, "killed")
     assert outcomes[-1].announced, "no save was ever complete"
 
 
@@ -79,23 +86,56 @@ def save_in_little_space(case: Case, folder: Path, rank_of_fault: int) -> tuple[
     return error, left, list(checkpoint.steps())
 
 
-def broken_steps(case: Case, folder: Path) -> dict[int, list[str]]:
-    """Return what is wrong with each checkpoint that is there."""
-    checkpoint, _ = open_state(case, folder)
-    problems = {step: list(checkpoint.verify(step)) for step in checkpoint.steps()}
-    return {step: found for step, found in problems.items() if found}
+@attrs.define(frozen=True)
+class Survivor:
+    """What an interrupted save left behind, as a new process finds it."""
+
+    broken: dict[int, list[str]]
+    """What is wrong with each checkpoint that is not whole, by step."""
+    error: str
+    """Of loading the latest, empty if there was none."""
+    step: int | None
+    """Of what was loaded; None: there was nothing."""
+    differing: list[str]
+    """Tensors that are not what that step saved."""
 
 
-def assert_survived(case: Case, outcome: Outcome, disaster: str) -> None:
-    """Check what an interrupted save left behind."""
-    assert not outcome.error, f"{disaster} {outcome.point}: {outcome.error}"
-    (broken,) = run_ranks(broken_steps, 1, case, outcome.folder, backend=None)
-    assert not broken, f"{disaster} {outcome.point}: there is a checkpoint that is not whole: {broken}"
-    (back,) = run_ranks(load, 1, case, outcome.folder, "latest", backend=None)
-    assert back is not None, f"{disaster} {outcome.point}: no checkpoint is left"
-    step, possible = back.meta["step"], (2,) if outcome.announced else (1, 2)
-    assert step in possible, f"{disaster} {outcome.point}: step {step} came back, expected one of {possible}"
-    for block in back.blocks:
-        wanted = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(step))
-        same = torch.equal(block.tensor, wanted.to(block.tensor.dtype))
-        assert same, f"{disaster} {outcome.point}: {block.name} is not what step {step} saved"
+def survivors(case: Case, folders: Sequence[Path]) -> list[Survivor]:
+    """Look at each folder with a checkpoint component of its own, and load the latest into one run."""
+    run = make_run(case, {"optimizer": ADAMW})
+    return [_survivor(case.build(), run.mesh, folder, state_of(run)) for folder in folders]
+
+
+def _survivor(checkpoint: Checkpoint, mesh: Mesh, folder: Path, state: TrainState) -> Survivor:
+    for block in state.blocks:
+        block.tensor.fill_(-1.0)
+    try:
+        checkpoint.open(folder, mesh)
+        problems = {step: list(checkpoint.verify(step)) for step in checkpoint.steps()}
+        back = checkpoint.load("latest", state)
+    except Exception as error:
+        return Survivor({}, f"{type(error).__name__}: {error}", None, [])
+    step = None if back is None else back.meta["step"]
+    differing = [] if step is None else [b.name for b in state.blocks if not torch.equal(*_both(b, step))]
+    return Survivor({step: found for step, found in problems.items() if found}, "", step, differing)
+
+
+def _both(block: Block, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a whole tensor, and what :func:`numbered` made of it at ``step``."""
+    wanted = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(step))
+    return block.tensor, wanted.to(block.tensor.dtype)
+
+
+def assert_survived(case: Case, outcomes: Sequence[Outcome], disaster: str) -> None:
+    """Check what interrupted saves left behind, on one process."""
+    folders = [outcome.folder for outcome in outcomes]
+    found: list[Survivor] = run_ranks(survivors, 1, case, folders, backend=None)[0]
+    for outcome, left in zip(outcomes, found, strict=True):
+        at = f"{disaster} {outcome.point}"
+        assert not outcome.error, f"{at}: {outcome.error}"
+        assert not left.error, f"{at}: 'latest' cannot be loaded: {left.error}"
+        assert not left.broken, f"{at}: there is a checkpoint that is not whole: {left.broken}"
+        assert left.step is not None, f"{at}: no checkpoint is left"
+        possible = (2,) if outcome.announced else (1, 2)
+        assert left.step in possible, f"{at}: step {left.step} came back, expected one of {possible}"
+        assert not left.differing, f"{at}: {left.differing} are not what step {left.step} saved"

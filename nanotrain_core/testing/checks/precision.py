@@ -12,6 +12,7 @@ import torch
 
 from nanotrain_core.contracts import MasterWeight, Precision
 from nanotrain_core.layout.placement import RANGE, Piece
+from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize, form_of
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -85,12 +86,19 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @check("precision", since="0.1")
 def parameters_have_the_declared_dtype(case: Case) -> None:
-    """Every matrix of the built model has ``parameter_dtype``; a vector, as a norm's, that or a wider one."""
+    """Every matrix of the built model has ``parameter_dtype``; a vector, as a norm's, that or a wider one.
+
+    What a module keeps by ``keep_dtype`` has the dtype that it was built with.
+    """
     declared = precision_of(case).parameter_dtype
+    stages = make_run(case.alone(), {}).stages.values()
+    kept = {name for stage in stages for name in kept_dtypes(stage)}
     wrong = {
         found.name: found.weight.dtype
         for found in masters_of(case)
-        if found.weight.dtype != declared and not (found.vector and _wider(found.weight.dtype, declared))
+        if found.weight.dtype != declared
+        and not (found.vector and _wider(found.weight.dtype, declared))
+        and found.name not in kept
     }
     assert not wrong, f"declared {declared}, but {wrong}"
 

@@ -1,0 +1,52 @@
+"""``nanotrain conformance KIND:NAME``, with no options, passes for every component of this repository."""
+
+import io
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import attrs
+import pytest
+
+from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.case import CORPUS
+from nanotrain_core.testing.disaster import writes
+from nanotrain_core.testing.surroundings import filled
+
+COMPONENTS = [
+    f"{kind}:{component.name}" for plugin in load_plugins().plugins for kind, component in plugin.components
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_the_command_without_options_passes(component, tmp_path):
+    words = [sys.executable, "-m", "nanotrain_core.cli", "conformance", component]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_data_with_paths_reads_what_does_not_repeat_itself():
+    text = Path(CORPUS).read_text()
+    stretches = [text[at : at + 5] for at in range(len(text) - 4)]
+    assert len(set(stretches)) == len(stretches)
+    assert filled(Case("data", use="text")).config["paths"] == [CORPUS]
+
+
+def test_what_is_put_around_a_component_may_be_keys_of_its_own():
+    case = Case("data", use="text", overrides={"data": {"paths": ["a"], "validation_fraction": 0.5}})
+    settings = filled(case).settings()
+    assert (settings.validation_fraction, *settings.paths) == (0.5, "a")
+    given = attrs.evolve(case, config={"validation_fraction": 0.25})
+    assert given.settings().validation_fraction == 0.25
+
+
+def test_only_what_may_change_the_disk_counts_as_a_write(tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        for function in (file.write, file.close, os.write, os.replace, os.fsync, open):
+            assert writes(function), function
+    for function in (io.BytesIO().write, io.StringIO().close, [].remove, deque().remove, os.close, len):
+        assert not writes(function), function
