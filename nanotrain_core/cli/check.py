@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what would run. Problems end in a RecipeError; memory that is too small is a warning.
 
-    With ``--hardware`` the memory is told even where data or weights are missing here.
+    With ``--hardware`` memory is printed even where data or weights are missing here.
 
     Raises:
         NanotrainError: there is no such hardware, or data or weights are missing.
@@ -71,11 +71,13 @@ def run(args: argparse.Namespace) -> int:
 def phase_lines(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each phase: ``phase 0 grow: to 40,000 tokens, batch.sequences 4 -> 16``."""
     for number, (phase, span) in enumerate(zip(recipe.phase, Timeline(recipe).spans, strict=True)):
-        told = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
+        words = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
         for key in phase.changes:
             ramp = span.ramps.get(key)
-            told.append(f"{key} {_value(span.values[key])}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}")
-        yield f"{f'phase {number} {phase.name}'.rstrip()}: {', '.join(told)}"
+            words.append(
+                f"{key} {_value(span.values[key])}{f' -> {ramp.end} ({ramp.shape})' if ramp else ''}"
+            )
+        yield f"{f'phase {number} {phase.name}'.rstrip()}: {', '.join(words)}"
 
 
 def _value(value: Any) -> str:

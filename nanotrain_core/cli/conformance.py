@@ -124,12 +124,12 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def _shown(results: Iterator[Result], *, as_json: bool) -> Iterator[Result]:
     """Yield results, each printed when it comes."""
-    told: set[str] = set()
+    printed: set[str] = set()
     for result in results:
         if not as_json:
             text = result.reason if result.verdict.value == "skipped" else result.invariant
             print(f"{MARKS[result.verdict.value]} {result.id}: {text}", flush=True)
-            for line in _reason(result, told):
+            for line in _reason(result, printed):
                 print(f"       {line}")
         yield result
 
@@ -179,12 +179,12 @@ def external_service(setup: str | None, teardown: str | None) -> Iterator[None]:
                 print(f"--teardown: '{teardown}' ended with code {code}", file=sys.stderr)
 
 
-def _reason(result: Result, told: set[str]) -> list[str]:
+def _reason(result: Result, printed: set[str]) -> list[str]:
     """Return the lines to print under a check; what failed others for the same reason stands there."""
     text = "" if result.verdict.value == "skipped" else result.reason
-    if text in told:
+    if text in printed:
         return ["for the same reason"]
-    told.update({text} if text else ())
+    printed.update({text} if text else ())
     return text.splitlines()
 
 

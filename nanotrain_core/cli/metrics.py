@@ -138,5 +138,5 @@ def _print_table(found: list[tuple[str, Metric]]) -> None:
         table.add_row(*(escape(cell) for name, cell in zip(names, row, strict=True) if name in need))
     Console(width=max(wide, sum(need.values()))).print(table)
     if left_out:
-        told = f"{', '.join(left_out)} left out: a wider terminal, a pipe or --json has them"
-        print(f"nanotrain: note: {told}", file=sys.stderr)
+        note = f"{', '.join(left_out)} left out: a wider terminal, a pipe or --json has them"
+        print(f"nanotrain: note: {note}", file=sys.stderr)

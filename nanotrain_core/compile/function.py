@@ -105,9 +105,9 @@ class CompiledFunction:
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         """Make a call of a kind that has not been before."""
-        told = {"layer": self.name, "alike": self.modules, "backend": self.backend}
+        fields = {"layer": self.name, "alike": self.modules, "backend": self.backend}
         if self.log and not self.graphs:
-            _log.info("compiling", **told)
+            _log.info("compiling", **fields)
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
         # Activation checkpointing inside of a graph runs no side effects again: that a tensor-parallel
         # boundary remembers what it gathered is one.
@@ -130,7 +130,7 @@ class CompiledFunction:
         if self.log and made:
             shape = next((tuple(x.shape) for x in args if isinstance(x, torch.Tensor)), ())
             seconds = round(time.perf_counter() - began, 1)
-            _log.info("compiled", **told, shape=shape, train=torch.is_grad_enabled(), seconds=seconds)
+            _log.info("compiled", **fields, shape=shape, train=torch.is_grad_enabled(), seconds=seconds)
         return result
 
 

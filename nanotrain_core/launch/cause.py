@@ -76,9 +76,9 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     crashed = first is not None and first["trace"] is not None and not first["echo"]
     silent = _silent(scratch, codes, reports)
     if silent and not killed and (first is None or first["echo"]):
-        told = ", ".join(map(str, silent))
+        ranks = ", ".join(map(str, silent))
         how = f" with exit code {codes[silent[0]]}" if silent[0] in codes else ""
-        return Cause(f"rank {told} ended in the middle of the run{how}, without a word", Exit.FAILED)
+        return Cause(f"rank {ranks} ended in the middle of the run{how}, without a word", Exit.FAILED)
     if killed and not crashed:
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)

@@ -236,8 +236,8 @@ def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store:
     except NanotrainError as error:
         problem = error
     if store is not None:
-        told = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
-        store.set(key, json.dumps([decision, *told]))
+        why = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
+        store.set(key, json.dumps([decision, *why]))
         if problem is not None:
             let_all_hear(key, store, ranks.rank, ranks.world_size)
     if problem is not None:

@@ -41,7 +41,7 @@ class LocalGradients:
     """Accumulates gradients over uses and microbatches, in the run's ``dtype`` if it has one.
 
     Left alone, autograd adds gradients in the parameter's dtype. Adding many in bfloat16 loses the small
-    ones, so it is told another one: it then widens each gradient before it adds it, and a layer may
+    ones, so it is given another one: it then widens each gradient before it adds it, and a layer may
     return one that was never rounded to the parameter's dtype.
     """
 

@@ -88,11 +88,11 @@ class Rule:
         pair = (limit, value) if low else (value, limit)
         times = pair[0] / pair[1] if pair[0] is not None and pair[1] else math.inf
         numbers = {"value": f"{value:.3g}", "percent": f"{100 * value:.3g}%", "times": f"{times:.3g}"}
-        told = text
+        filled = text
         for word, number in (*numbers.items(), ("where", where or name)):
-            told = told.replace(f"{{{word}}}", number)
+            filled = filled.replace(f"{{{word}}}", number)
         has_number = any(f"{{{word}}}" in text for word in numbers)
-        return told if has_number else f"{told} ({name} is {value:.4g})"
+        return filled if has_number else f"{filled} ({name} is {value:.4g})"
 
     def __str__(self) -> str:
         """Return the limits in words, ``warn above 3, bad above 10``."""

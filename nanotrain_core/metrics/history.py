@@ -212,9 +212,9 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and "event" in row else None
 
 
-def _cut(told: list[Any], step: int) -> None:
+def _cut(rows: list[Any], step: int) -> None:
     """Remove the pairs of a step and its value that are after ``step``."""
-    del told[bisect_right(told, step, key=lambda each: int(each[0])) :]
+    del rows[bisect_right(rows, step, key=lambda each: int(each[0])) :]
 
 
 class _Reader:
@@ -279,8 +279,8 @@ class _Reader:
         cut = {name: curve.cut(step) for name, curve in history.curves.items()}
         if self.abandoned and any(cut.values()):
             history.abandoned[attempt] = {name: curve for name, curve in cut.items() if curve}
-        told: list[list[Any]] = [*history.histograms.values(), *history.texts.values()]
-        for each in told:
+        rows: list[list[Any]] = [*history.histograms.values(), *history.texts.values()]
+        for each in rows:
             _cut(each, step)
 
     def ended(self) -> str:

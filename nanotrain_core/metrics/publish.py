@@ -231,11 +231,11 @@ class Metrics:
         self, name: str, kind: Any, statistics: tuple[Statistic, ...], ranks: int, said: dict[str, Any]
     ) -> Metric:
         names = self._board.names[self._owner]
-        told = [name.replace("{statistic}", each) for each in statistics] or [name]
+        full = [name.replace("{statistic}", each) for each in statistics] or [name]
         if ranks:
-            told = [name.replace("{over}", each) for each in OVER]
+            full = [name.replace("{over}", each) for each in OVER]
         metric = None
-        for each in told:
+        for each in full:
             check_name(each)
             if is_of_core(each):
                 raise PluginError(f"the metric '{each}' is the core's: call yours otherwise")
@@ -246,8 +246,8 @@ class Metrics:
             own = metric.bins is None and metric.kind == "histogram"
             return attrs.evolve(metric, bins=said.get("bins")) if own else metric
         return attrs.evolve(
-            metric or Metric(name=told[0], kind=kind, group=self._name, summary="", **{"unit": "1", **said}),
-            name=told[0] if statistics or ranks else name,
+            metric or Metric(name=full[0], kind=kind, group=self._name, summary="", **{"unit": "1", **said}),
+            name=full[0] if statistics or ranks else name,
         )
 
     def _undeclared(self, name: str, near: str) -> None:

@@ -73,7 +73,7 @@ class Stragglers(Monitor):
     def on_metrics(self, report: MetricsReport) -> None:
         """Compare."""
         for kind, phases in (("work", PHASES[:-1]), ("link", PHASES[-1:])):
-            told = [
+            slow_phases = [
                 Found(
                     phase,
                     int(report.values[f"{name}/rank"]),
@@ -83,8 +83,8 @@ class Stragglers(Monitor):
                 for phase in phases
                 if (name := f"stragglers/{phase}") + "/max" in report.values
             ]
-            if told:
-                self._judge(kind, slowest(told, self.config.ratio, self.config.least), report.step)
+            if slow_phases:
+                self._judge(kind, slowest(slow_phases, self.config.ratio, self.config.least), report.step)
 
     def _judge(self, kind: str, found: Found | None, step: int) -> None:
         """Name a suspect once it was found for the ``patience``-th time in a row."""
@@ -116,14 +116,14 @@ class Stragglers(Monitor):
             )
 
 
-def slowest(told: list[Found], ratio: float, least: float) -> Found | None:
+def slowest(slow_phases: list[Found], ratio: float, least: float) -> Found | None:
     """Return the phase in which a rank is furthest above the others, if it is far above.
 
     Args:
-        told: of each phase, the rank that takes longest.
+        slow_phases: of each phase, the rank that takes longest.
         ratio: how many times the others' seconds are far.
         least: seconds above the others' that are worth a word.
     """
-    found = max(told, key=lambda each: each.seconds - each.others)
+    found = max(slow_phases, key=lambda each: each.seconds - each.others)
     far = found.seconds - found.others > least and found.seconds > ratio * found.others
     return found if far else None

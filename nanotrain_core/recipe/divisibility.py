@@ -104,8 +104,8 @@ def undivided(
 ) -> Iterator[Problem]:
     """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""
     wanted = {*roles}
-    told = divisibility_of(config) or ()
-    extents = [extent for extent in told if wanted & {*extent.roles} and extent.width == width]
+    declared = divisibility_of(config) or ()
+    extents = [extent for extent in declared if wanted & {*extent.roles} and extent.width == width]
     for extent in extents:
         if not extent.fits(degree):
             yield extent.problem(dim, degree, extents)

@@ -69,8 +69,8 @@ class Resolver:
         """Return a recipe that leaves ``run.steps`` to its phases with as many as they take."""
         steps, most = steps_of(recipe), LARGEST_COUNT
         if steps is None or steps > most:
-            told = "the last phase has no until_tokens" if steps is None else f"its phases take {steps:,}"
-            text = f"missing, and {told}; expected an integer, or phases of at most {most:,} steps"
+            because = "the last phase has no until_tokens" if steps is None else f"its phases take {steps:,}"
+            text = f"missing, and {because}; expected an integer, or phases of at most {most:,} steps"
             self.problems.append(Problem("run.steps", text))
             return None
         return attrs.evolve(recipe, run=attrs.evolve(recipe.run, steps=steps))

@@ -76,7 +76,7 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         near = _nearest(topology, recipe.run.ranks)
         if near is not None:  # what the degrees cannot do on any number of ranks is reported with that
             mismatches = list(_dimensions(members, near, recipe, registry))
-            unready = mismatches or any(_batch(recipe, near))  # of which only so many ranks would be told
+            unready = mismatches or any(_batch(recipe, near))  # which only so many ranks would have
             problems += mismatches if unready else _stages(recipe, near, registry)
             problems += _own_checks(members, recipe, near, registry)
         return None, problems
@@ -107,7 +107,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
             "optimizer.lr_schedule.use = 'constant' (its warmup_steps may stay)"
         )
         yield Problem(f"phase.{changing[0]}.optimizer.lr", text)
-    timeline, told = Timeline(recipe), set[str]()
+    timeline, reported = Timeline(recipe), set[str]()
     yield from _lengths(recipe, timeline, registry)
     found, counts = list[tuple[int, Problem]](), {microbatches_of(recipe, layout)}
     for number, now in timeline.corners():
@@ -125,9 +125,9 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         found += _ramped_stages(timeline, layout, registry)
     for number, problem in found:
         key = key_in_force(recipe, number, problem.key)
-        if key not in told:
+        if key not in reported:
             yield Problem(key, problem.message)
-        told.add(key)
+        reported.add(key)
 
 
 def _lengths(recipe: Recipe, timeline: Timeline, registry: Registry) -> Iterator[Problem]:

@@ -44,7 +44,7 @@ class Calls:
             if not isinstance(ops, Ops):
                 continue
             if id(ops) not in tables:  # one for all modules: of several each would ask for a graph
-                tables[id(ops)] = replace(ops, **{name: self._told(getattr(ops, name))})
+                tables[id(ops)] = replace(ops, **{name: self._noted(getattr(ops, name))})
             self._before.append((module, ops))
             module.ops = tables[id(ops)]  # type: ignore[assignment]
 
@@ -54,12 +54,12 @@ class Calls:
             module, ops = self._before.pop()
             module.ops = ops  # type: ignore[assignment]
 
-    def _told(self, function: Function) -> Function:
+    def _noted(self, function: Function) -> Function:
         if isinstance(function, Around):  # what a wrapper put around it exchanges what it is called with
-            return Around(function.outer, self._told(function.inner))
+            return Around(function.outer, self._noted(function.inner))
         number, seen, tell = self.number, self.seen, self.tell
 
-        def told(*args: Any) -> torch.Tensor:
+        def noted(*args: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 tensors = [x.detach() for x in args if isinstance(x, torch.Tensor)]
                 rest = [float("nan") if x is None else float(x) for x in args[len(tensors) :]]
@@ -68,7 +68,7 @@ class Calls:
                 tell(*args)
             return function(*args)
 
-        return told
+        return noted
 
 
 @torch.library.custom_op("nanotrain::called", mutates_args={"seen"})

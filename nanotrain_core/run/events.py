@@ -64,8 +64,8 @@ class Events:
         What monitors publish goes to ``board``, and ``together`` has all ranks enter their collectives.
         """
         self.board, self.together, self.progress = board, together, run.progress
-        told = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
-        declared = tuple({metric.name: metric for metric in reversed(told)}.values())[::-1]
+        known = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
+        declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
             own = Metrics(board, number, name, strict=self.strict)
             taps: dict[str, Any] = {
@@ -217,9 +217,9 @@ class Events:
             return
         about = arguments[0]
         step = getattr(about, "step", about if isinstance(about, int) else 0)
-        told = next(iter(getattr(about, "values", ())), "")
+        name = next(iter(getattr(about, "values", ())), "")
         try:
-            with self.together.event(number, (self._rollbacks, event, step, told)):
+            with self.together.event(number, (self._rollbacks, event, step, name)):
                 self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)

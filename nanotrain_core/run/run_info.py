@@ -1,4 +1,4 @@
-"""What monitors are told of a run when it starts."""
+"""What monitors get of a run when it starts."""
 
 from __future__ import annotations
 

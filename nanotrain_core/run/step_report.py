@@ -1,4 +1,4 @@
-"""What monitors are told of a step, and of an evaluation."""
+"""What monitors get of a step, and of an evaluation."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ what functions that these call, as attention, are called with.
 
 A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside of its hooks, so a
 tap on a compiled layer runs between graphs and leaves them as they are; modules inside of a graph cannot be
-tapped, since their hooks would be traced. Functions are told of from inside of a graph, too: see
+tapped, since their hooks would be traced. Calls of functions are seen inside of a graph, too: see
 :mod:`~nanotrain_core.run.calls`. A recomputation, for activation checkpointing, is not looked at
 again. In steps that are not logged a tap is one call of Python that returns at once.
 """
@@ -51,8 +51,8 @@ class Taps:
         Args:
             parts: of the model, on this rank.
             passes: say what is a recomputation.
-            together: is told when monitors may call no collective.
-            fail: is told of a monitor, by its place in the run, whose look at a module failed.
+            together: learns when monitors may call no collective.
+            fail: is called with a monitor, by its place in the run, whose look at a module failed.
         """
         self.passes, self.together, self.fail = passes, together, fail
         self.modules = {name: module for part in parts for name, module in named_modules(part)}
@@ -86,7 +86,7 @@ class Taps:
         Args:
             owner: the monitor's place in the run.
             mesh: that the monitor was given.
-            look: must change nothing and call no collective; what it publishes is told with the step. Output
+            look: must change nothing and call no collective; what it publishes goes with the step. Output
                 is the first tensor of what the module returned, detached, else what it returned.
             modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
             compiled: refuse modules inside of compiled layers; False leaves them out.
@@ -124,7 +124,7 @@ class Taps:
             owner: the monitor's place in the run.
             mesh: that the monitor was given.
             function: a field of :class:`~nanotrain_core.models.ops.Ops`, as ``attention``.
-            look: is told the name of the tapped module that the call is inside of, and its arguments, tensors
+            look: is given the name of the tapped module that the call is in, and its arguments, tensors
                 detached. Those of attention are this rank's heads, of whole sequences.
             modules: names or patterns, by default the first, middle and last layer.
             when: as of :meth:`add`.

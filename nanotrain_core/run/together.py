@@ -25,7 +25,7 @@ from nanotrain_core.layout.mesh import Mesh
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A failure may be told long before the others' next round: the watchdog, and not this, ends a hang.
+#: A failure may be reported long before the others' next round: the watchdog, and not this, ends a hang.
 PATIENCE = timedelta(days=30)
 
 NOTHING = -(2**62)
@@ -95,7 +95,7 @@ class Together:
             raise PluginError(f"a monitor may call no collective {self.forbidden}")
 
     def drain(self) -> None:
-        """Hear of all failures that were told: all ranks call this at the same point."""
+        """Gather all failures that were reported: all ranks call this at the same point."""
         if self._group is not None:
             for _ in self._rounds(self.monitors, 0):
                 pass

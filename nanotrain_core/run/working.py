@@ -118,8 +118,8 @@ class _Job:
         ) as progress:
             task = progress.add_task(self.what, total=self.total, counted="")
             while True:
-                told = self.fields()
-                counted = f"{told['done']} of {told['of']}" if self.total else ""
+                fields = self.fields()
+                counted = f"{fields['done']} of {fields['of']}" if self.total else ""
                 progress.update(task, completed=self.done, counted=counted, refresh=True)
                 if self.ended.wait(0.1):
                     return

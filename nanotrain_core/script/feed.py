@@ -75,7 +75,7 @@ class LoaderFeed:
         self._batches = self._from(into)
 
     def _from(self, into: int) -> Iterator[Taken]:
-        """Yield batches for ever, the first one from ``into`` batches into the pass that began as told."""
+        """Yield batches for ever, the first one from ``into`` batches into the pass that began so."""
         assert self.data is not None
         self._used = True
         now = random_state.capture(self.mesh.device)

@@ -53,7 +53,7 @@ class Watchdog(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Beat until told to end."""
+        """Beat until :meth:`stop`."""
         if self.scratch is not None:
             self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
