@@ -36,10 +36,10 @@ from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
 from nanotrain_core.run.random_state import stream_seed
-from nanotrain_core.run.rollback import become, go_on, roll_back
+from nanotrain_core.run.rollback import check_compatible, restore_progress, roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
-from nanotrain_core.run.step_report import evaluation, tell_step
+from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.watching import Watching
@@ -72,7 +72,7 @@ class RuntimeEngine:
         from nanotrain_core.script import adapt
 
         run = adapt(model, optimizer, config, callbacks=callbacks, **options)
-        self._take(run, folder=run.recipe.folder, resume=run.recipe.resume)
+        self._setup(run, folder=run.recipe.folder, resume=run.recipe.resume)
 
     @classmethod
     def from_recipe(
@@ -107,17 +107,19 @@ class RuntimeEngine:
         weights = recipe.run.weights if resume in (None, "auto") else None  # a checkpoint replaces them
         run = compose(recipe, registry or load_plugins(), rank=rank, device=device, weights=weights)
         run = attrs.evolve(run, monitors=[*run.monitors, *callbacks])
-        engine._take(run, steps=recipe.run.steps, folder=folder, resume=resume)
+        engine._setup(run, steps=recipe.run.steps, folder=folder, resume=resume)
         return engine
 
-    def _take(
+    def _setup(
         self, run: Run, *, steps: int = 0, folder: Path | None = None, resume: str | None = None
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
-        self.step, self.owes_evaluation = 0, False
-        self.evaluated: int | None = None  # the last step whose validation loss was finite
-        """Optimizer steps done, those before a resume included; and whether a stop request cut the evaluation
-        of this one short: who resumes the run makes it."""
+        self.step = 0
+        """Optimizer steps done, those before a resume included."""
+        self.owes_evaluation = False
+        """Whether a stop request cut the evaluation of this step short: who resumes the run makes it."""
+        self.evaluated: int | None = None
+        """The last step whose validation loss was finite."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.stop = StopRequest()
@@ -128,7 +130,7 @@ class RuntimeEngine:
         )
         self.pace, self.progress = Throughput(), Progress(run.mesh.waits)
 
-    # --- the story ----------------------------------------------------------------------------
+    # --- training -----------------------------------------------------------------------------
 
     def fit(
         self,
@@ -201,7 +203,7 @@ class RuntimeEngine:
             logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
             if logged or self.events.every_step:
                 self.note("monitors")
-                tell_step(self, losses, counts, stats, lr=lr, logged=logged)
+                report_step(self, losses, counts, stats, lr=lr, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
@@ -234,8 +236,13 @@ class RuntimeEngine:
         """Take one optimizer step. Every gradient is a plain sum: losses are divided by global counts first.
 
         ``run.gradients`` is the gradient sync of ``ddp`` or ``zero12``, or the core's ``AllReduceGradients``;
-        ``run.actions`` is this rank's list from the schedule. The loss scale is 1 but for fp16.
-        The learning rate was set by the scheduler of :meth:`_loop`, in the optimizer's parameter groups.
+        ``run.actions`` is this rank's list from the schedule; both are made in ``compose.py``. The loss scale
+        is 1 but for fp16. The learning rate was set by the scheduler of :meth:`_loop`, in the optimizer's
+        parameter groups.
+
+        Returns:
+            Of each loss term this rank's sum over its microbatches, not scaled; the global counts that these
+            sums are divided by, float64 scalars of at least 1; and what the optimizer says of the step.
         """
         run = self.run
         self.note("data")
@@ -278,6 +285,9 @@ class RuntimeEngine:
         """Sum what each loss term is averaged over, over all microbatches of all data ranks.
 
         All ranks' stop requests travel with it, so that they stop after the same step.
+
+        Returns:
+            The counts, float64 scalars of at least 1, and the sums over ranks of :meth:`StopRequest.flags`.
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
@@ -285,7 +295,7 @@ class RuntimeEngine:
             raise PluginError(f"the model's loss_counts lack '{min(missing)}', which loss_weights have")
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
-        summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, beside=self.stop.flags())
+        summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, extra_sums=self.stop.flags())
         counts, stop_flags = summed[: len(names)], summed[len(names) :]
         return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), stop_flags
 
@@ -336,16 +346,16 @@ class RuntimeEngine:
         self.resume = None
 
     def load(self, which: str) -> bool:
-        """Become what a checkpoint says; false if there is none."""
+        """Restore weights, optimizer state and progress from a checkpoint; false if there is none."""
         run = self.run
         assert run.checkpoint is not None
         state = self._state()
-        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: become(self, m)))
+        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: check_compatible(self, m)))
         if saved is None:
             return False
         for placed, block in zip(run.placed, state.blocks, strict=False):
             quantize_into(placed.parameter, block.tensor)
-        go_on(self, saved)
+        restore_progress(self, saved)
         self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
             random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)

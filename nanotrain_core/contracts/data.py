@@ -40,7 +40,13 @@ class Data(Protocol):
         ...
 
     def train_batch(self, sequences: int, shard: Shard) -> Batch:
-        """Advance by one global batch of ``sequences`` and return this shard's rows of it."""
+        """Advance by one global batch of ``sequences`` and return this shard's rows of it.
+
+        Returns:
+            ``tokens`` and ``targets``, int64 [rows of the shard, length] in host memory; a target is the next
+            token of its sequence, or ``IGNORE``. Behind the end of the data the next epoch begins. The core
+            refuses other shapes and dtypes.
+        """
         ...
 
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:

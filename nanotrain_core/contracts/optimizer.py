@@ -99,7 +99,8 @@ class Optimizer:
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
 
-        A step whose global norm is not finite changes nothing, on all ranks alike, and says so. Where the
+        ``StepStats.grad_norm`` is the norm after the division and before clipping. A step whose global norm
+        is not finite changes nothing, on all ranks alike, and says so. Where the
         mesh ``device_is_async``, an optimizer that can skips it on the device and reads nothing from there.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(loss_scale=...)")

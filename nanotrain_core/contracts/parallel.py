@@ -43,6 +43,11 @@ class GradientSync(Protocol):
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
     :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.
+
+    The calls of one step, for each pipeline stage: backward passes, of which :meth:`microbatch_done` tells;
+    :meth:`last_microbatch` before the last of them, in which each gradient may be reduced as autograd
+    accumulates it; :meth:`backward_done` after it. Then, for all stages: :meth:`finish`, the optimizer's
+    :meth:`gradient_of` for each of :meth:`pieces`, and :meth:`zero`.
     """
 
     def attach(
@@ -96,7 +101,7 @@ class GradientSync(Protocol):
     def gradient_of(self, piece: Piece) -> torch.Tensor:
         """Return a gradient in the shape of ``piece.weight``; zeros if no rank's backward reached it.
 
-        The optimizer may scale it in place.
+        It is multiplied by the loss scale still. The optimizer may scale it in place.
         """
         ...
 
@@ -115,9 +120,10 @@ class GradientSync(Protocol):
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """What a gradient sync offers beside whose pieces are ranges, so that any optimizer can update them.
+    """Optional interface of a gradient sync that shards optimizer state: its pieces are ranges (ZeRO).
 
-    The core calls it; the optimizer knows of no other ranks. Not of one that is the run's optimizer itself.
+    With it any optimizer can update them: the core calls it, and the optimizer knows of no other ranks. One
+    that is the run's optimizer itself has none.
     """
 
     def gather_weights(self) -> None:

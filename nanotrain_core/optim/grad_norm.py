@@ -91,9 +91,13 @@ def named_norms(
 
 
 def clip_factor(norm: torch.Tensor, limit: float, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return by what to multiply ``gradients``, at least one, so that a global norm is at most ``limit``.
+    """Return the clip coefficient, in (0, 1]: times it, gradients of a global norm have at most ``limit``.
 
-    A scalar tensor in their dtype, or float32 where that has fewer bits; 1 for a limit of 0.
+    Args:
+        norm: of all gradients of the run, a scalar.
+        limit: 0 is none, and the coefficient 1.
+        gradients: some of them, at least one, for their dtype: the scalar tensor that is returned has it, or
+            float32 where that has more bits.
     """
     norm = norm.to(torch.promote_types(torch.float32, gradients[0].dtype))
     return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)

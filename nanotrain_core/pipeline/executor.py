@@ -79,6 +79,9 @@ class Executor:
             microbatches: this rank's share of the global batch, by microbatch number.
             loss_factors: what each loss sum is multiplied by before backward: its weight in the training
                 loss times the loss scale, over its global count.
+
+        Returns:
+            Of this rank's stages and data alone, and not multiplied by the factors.
         """
         self._begin(actions, loss_factors, microbatches)
         began, waited = time.perf_counter(), self.p2p.waited

@@ -50,7 +50,11 @@ class Feed(Protocol):
         ...
 
     def microbatches(self) -> list[Batch]:
-        """Return this rank's share of the next global batch."""
+        """Return this rank's share of the next global batch, on its device.
+
+        As many microbatches on every data-parallel rank, of ``batch.microbatch`` sequences; the last ones may
+        have fewer. Under context parallelism they have this rank's part of each sequence.
+        """
         ...
 
     def validation(self) -> Iterator[Batch]:

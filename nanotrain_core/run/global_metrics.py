@@ -13,17 +13,26 @@ from nanotrain_core.run.stop import StopRequest
 
 
 def sum_over_data(
-    values: torch.Tensor, mesh: Mesh, *, once_per_pipeline: bool = False, beside: Sequence[float] = ()
+    values: torch.Tensor, mesh: Mesh, *, once_per_pipeline: bool = False, extra_sums: Sequence[float] = ()
 ) -> torch.Tensor:
     """All-reduce over the world what differs between data ranks, counting each replica once, in float64.
 
-    Stages of a pipeline compute different losses, which add up, but see the same batch. Numbers
-    ``beside`` are summed over all ranks and appended.
+    Args:
+        values: this rank's, [N].
+        mesh: of the run.
+        once_per_pipeline: count one stage alone: what is known of the batch is the same on all. Losses differ
+            by stage, and add up.
+        extra_sums: M numbers that are summed over all ranks, with no regard to replicas.
+
+    Returns:
+        [N + M], on the mesh's device.
     """
     mine = values.to(mesh.device, torch.float64, non_blocking=True)
     if not mesh.is_first_replica(once_per_pipeline=once_per_pipeline):
         mine = torch.zeros_like(mine)
-    more = torch.tensor(list(beside), dtype=torch.float64)  # on a device at once, the host would wait for it
+    more = torch.tensor(
+        list(extra_sums), dtype=torch.float64
+    )  # on a device at once, the host would wait for it
     total = torch.cat([mine, more.to(mesh.device, non_blocking=True)])
     mesh.all_reduce(total)
     return total

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("nanotrain.checkpoint")
 
 
-def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
+def check_compatible(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     """Take over what a checkpoint says beside its tensors.
 
     Raises:
@@ -44,13 +44,14 @@ def become(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
 
-def go_on(engine: RuntimeEngine, saved: TrainState) -> None:
+def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
     """Become what a checkpoint says, now that its tensors are read.
 
     Raises:
-        NanotrainError: see :func:`become`; or state of the optimizer, or random-number streams, are none.
+        NanotrainError: see :func:`check_compatible`; or state of the optimizer, or random-number streams, are
+            none.
     """
-    become(engine, saved.meta)  # whatever the checkpoint has called
+    check_compatible(engine, saved.meta)  # whatever the checkpoint has called
     try:
         engine.run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)

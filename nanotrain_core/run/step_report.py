@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
 
 
-def tell_step(
+def report_step(
     engine: RuntimeEngine, losses: Losses, counts: Losses, stats: StepStats, *, lr: float, logged: bool
 ) -> None:
     """Tell monitors of the step just done and, if it is ``logged``, of what they published until then."""

@@ -355,7 +355,7 @@ class _Step:
         each = [run.feed.counts(batch) for batch in batches]
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
-        summed = sum_over_data(total, run.mesh, once_per_pipeline=True, beside=StopRequest().flags())
+        summed = sum_over_data(total, run.mesh, once_per_pipeline=True, extra_sums=StopRequest().flags())
         factors = dict(zip(names, (1 / summed[: len(names)].clamp(min=1)).unbind(), strict=True))
         self.executor.run(self.executor_actions, batches, factors)
         recorder.enter("sync")
