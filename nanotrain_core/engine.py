@@ -14,11 +14,9 @@ from torch import nn
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
-    Block,
     EndReport,
     Monitor,
     StepStats,
-    TrainState,
     UpdateReport,
 )
 from nanotrain_core.errors import CheckpointError, PluginError
@@ -27,21 +25,20 @@ from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
 from nanotrain_core.phases.in_run import begin_step
 from nanotrain_core.pipeline.executor import Executor, Losses
-from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
-from nanotrain_core.recipe import write_resolved
-from nanotrain_core.recipe.model_table import model_table
+from nanotrain_core.precision.quantized_storage import quantize_into
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log, random_state
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
 from nanotrain_core.run.random_state import stream_seed
-from nanotrain_core.run.rollback import check_compatible, restore_progress, roll_back
+from nanotrain_core.run.rollback import roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
+from nanotrain_core.run.train_state import capture_state, restore_meta, restore_progress
 from nanotrain_core.run.watching import Watching
 from nanotrain_core.watch.progress import Progress
 
@@ -325,7 +322,7 @@ class RuntimeEngine:
             return
         self.note("checkpoint")
         self.events.before_save(self.step)
-        state = self._state()
+        state = capture_state(self)
         self._owes_save = not may_save(self.run, state, self.step, self.saves, last=last)
         if self._owes_save:
             return
@@ -349,8 +346,8 @@ class RuntimeEngine:
         """Restore weights, optimizer state and progress from a checkpoint; false if there is none."""
         run = self.run
         assert run.checkpoint is not None
-        state = self._state()
-        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: check_compatible(self, m)))
+        state = capture_state(self)
+        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: restore_meta(self, m)))
         if saved is None:
             return False
         for placed, block in zip(run.placed, state.blocks, strict=False):
@@ -360,23 +357,6 @@ class RuntimeEngine:
         if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
             random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)
         return True
-
-    def _state(self) -> TrainState:
-        run = self.run
-        self.weights_ready()
-        weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
-        meta = {
-            "step": self.step,
-            "owes_evaluation": self.owes_evaluation,
-            "evaluated": self.evaluated,
-            "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
-            "model": model_table(run.model) if run.model else {},
-            "optimizer": run.optimizer.meta(),
-            "loss_scale": run.loss_scale.meta(),
-            "data": run.feed.meta(),
-            "monitors": self.events.meta(),
-        }
-        return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
 
     def note(self, phase: str) -> None:
         """Tell the watchdog how far this rank is."""

@@ -14,6 +14,7 @@ from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.tree import BatchConfig
 from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.run.train_state import capture_state
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_has_the_model_of_its_phase(tmp_path, straight):
         assert engine.load(str(step))
         engine.run = engine.run.phases.advance(engine.run, again=True)
         assert engine.run.feed.length == (24 if yarn else 8)  # of the last step: an evaluation may be owed
-        saved = engine._state().meta["model"]
+        saved = capture_state(engine).meta["model"]
         assert (saved["yarn"] or {}).items() >= (yarn or {}).items()
         assert (saved["yarn"] is None) == (yarn is None)
         scales = {m.scale for m in part.modules() if hasattr(m, "kv_a")}

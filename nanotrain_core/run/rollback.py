@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
-from nanotrain_core.checkpoint.run_state import state_problems
-from nanotrain_core.contracts import RollbackReport, TrainState
+from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.phases.timeline import Timeline
-from nanotrain_core.recipe.model_table import refuse_other_model
-from nanotrain_core.run import random_state
 from nanotrain_core.run.stop import Rollback
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
 
 log = structlog.get_logger("nanotrain.checkpoint")
-
-
-def check_compatible(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
-    """Take over what a checkpoint says beside its tensors.
-
-    Raises:
-        NanotrainError: it is of another model or of other data, or not the state of a run.
-    """
-    run = engine.run
-    if problems := state_problems(meta):
-        raise CheckpointError(f"the checkpoint has not the state of a run: {'; '.join(problems)}")
-    try:
-        changing = run.phases.model_keys if run.phases else ()
-        refuse_other_model(meta["model"], run.model, changing=changing)
-        run.feed.load_meta(meta["data"])
-        run.loss_scale.load_meta(meta["loss_scale"])
-        engine.events.load_meta(meta.get("monitors", {}))
-        engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
-        engine.evaluated = meta.get("evaluated")
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
-
-
-def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
-    """Become what a checkpoint says, now that its tensors are read.
-
-    Raises:
-        NanotrainError: see :func:`check_compatible`; or state of the optimizer, or random-number streams, are
-            none.
-    """
-    check_compatible(engine, saved.meta)  # whatever the checkpoint has called
-    try:
-        engine.run.optimizer.load_meta(saved.meta["optimizer"])
-        random_state.restore(saved.rank_tensors)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
 
 
 def roll_back(engine: RuntimeEngine) -> None:

@@ -1,0 +1,73 @@
+"""What a run is at a step, as checkpoints save it, and how a run goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanotrain_core.checkpoint.run_state import state_problems
+from nanotrain_core.contracts import Block, TrainState
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.precision.quantized_storage import dequantize
+from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.model_table import model_table, refuse_other_model
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.run import random_state
+
+if TYPE_CHECKING:
+    from nanotrain_core.engine import RuntimeEngine
+
+
+def capture_state(engine: RuntimeEngine) -> TrainState:
+    """Return the live tensors of this rank, the random-number streams, and everything else as JSON."""
+    run = engine.run
+    engine.weights_ready()
+    weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
+    meta = {
+        "step": engine.step,
+        "owes_evaluation": engine.owes_evaluation,
+        "evaluated": engine.evaluated,
+        "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
+        "model": model_table(run.model) if run.model else {},
+        "optimizer": run.optimizer.meta(),
+        "loss_scale": run.loss_scale.meta(),
+        "data": run.feed.meta(),
+        "monitors": engine.events.meta(),
+    }
+    return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
+
+
+def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
+    """Take over what a checkpoint says of a run's progress and data.
+
+    Raises:
+        NanotrainError: it is of another model or of other data, or not the state of a run.
+    """
+    run = engine.run
+    if problems := state_problems(meta):
+        raise CheckpointError(f"the checkpoint has not the state of a run: {'; '.join(problems)}")
+    try:
+        changing = run.phases.model_keys if run.phases else ()
+        refuse_other_model(meta["model"], run.model, changing=changing)
+        run.feed.load_meta(meta["data"])
+        run.loss_scale.load_meta(meta["loss_scale"])
+        engine.events.load_meta(meta.get("monitors", {}))
+        engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
+        engine.evaluated = meta.get("evaluated")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+
+
+def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
+    """Take over the rest of what a checkpoint says, now that its tensors are read.
+
+    Raises:
+        NanotrainError: see :func:`restore_meta`; or state of the optimizer, or random-number streams, are
+            none.
+    """
+    restore_meta(engine, saved.meta)  # whatever the checkpoint has called
+    try:
+        engine.run.optimizer.load_meta(saved.meta["optimizer"])
+        random_state.restore(saved.rank_tensors)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
