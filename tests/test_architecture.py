@@ -174,7 +174,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 930,
+    "": 950,
     "api": 580,
     "builtin": 455,
     "checkpoint": 870,
@@ -185,7 +185,7 @@ SMALL = {
     "hf": 860,
     "launch": 1140,
     "layout": 1070,
-    "models": 630,
+    "models": 650,
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,
