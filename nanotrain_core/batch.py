@@ -8,7 +8,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.layout.placement import share_of
+from nanotrain_core.layout.ranges import share_of
 from nanotrain_core.models.cache import Cache, LayerCache
 
 #: A target with this value is not predicted and not counted.

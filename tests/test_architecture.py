@@ -185,7 +185,7 @@ SMALL = {
     "hf": 860,
     "launch": 1290,
     "layout": 1070,
-    "models": 660,
+    "models": 650,
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,

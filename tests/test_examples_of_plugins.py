@@ -1,13 +1,21 @@
 """The plugins of docs/examples/plugins pass every check, and do what they are there for."""
 
+import http.server
+import json
+import math
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
 import pytest
+from as_one_process import assert_trains_as_one_process
+from compositions import CONTEXT_PARALLEL, MODELS
 from test_docs import failed
 
-from nanotrain_core.errors import DataError, PluginError
+from nanotrain_core.contracts import EndReport, MetricsReport
+from nanotrain_core.errors import DataError, NanotrainError, PluginError, RecipeError
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -199,3 +207,151 @@ def test_a_file_that_has_no_tokens_is_refused(tmp_path, tokens, told):
     with pytest.raises(DataError) as caught:
         make_engine(case, {}).fit()
     assert told in str(caught.value)
+
+
+# --- cp ---------------------------------------------------------------------------------------------
+# That it trains as one process does, with everything else, is in the composition matrix.
+
+
+def sharing(topology, **around):
+    wrappers = {"parallel": [{"use": "cp"}, *around.pop("parallel", ())]}
+    overrides = {**around, **wrappers}
+    return Case("topology", use="grid", topology=topology, overrides=overrides, plugins=[CONTEXT_PARALLEL])
+
+
+@pytest.mark.parametrize(
+    ("topology", "around", "told"),
+    [
+        (
+            {"cp": 2},
+            {"model": {"heads": 6, "width": 48, "kv_heads": 3}},
+            "model.kv_heads: 3 key and value heads do not divide by cp = 2; cp could be 1 or 3, "
+            "their number 2 or 4",
+        ),
+        (
+            {"cp": 4, "tp": 2},
+            {"parallel": [{"use": "tp"}]},
+            "model.heads: 4 heads do not divide by tp x cp = 8; tp x cp could be 4, their number 8",
+        ),
+        (
+            {"cp": 4, "dp": 2},
+            {"batch": {"length": 3}},
+            "batch.length: 3 tokens are fewer than cp = 4 ranks, which share each sequence; nearest: 4",
+        ),
+    ],
+    ids=["key and value heads", "heads of tp", "tokens"],
+)
+def test_what_cp_does_not_divide_is_refused_before_ranks_start(topology, around, told):
+    with pytest.raises(RecipeError) as caught:
+        sharing(topology, **around).recipe()
+    assert told in caught.value.lines
+
+
+def refused(case):
+    with pytest.raises(NanotrainError) as caught:
+        make_engine(case, {"run": {"steps": 1}}).fit()
+    return str(caught.value)
+
+
+def test_a_model_whose_attention_is_its_own_is_refused_in_the_first_step():
+    """No token would see those of other ranks."""
+    case = sharing({"cp": 2}, model={"use": "alibi", **ALIBI})
+    case = attrs.evolve(case, plugins=[*case.plugins, PLUGINS / "alibi.py"])
+    assert run_ranks(refused, 2, case) == ["cp: 2 layers called ops.attention 0 times"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "around"),
+    [
+        (
+            {"cp": 2, "tp": 2},
+            {"model": {**MODELS["transformer"], "kv_heads": 12}, "parallel": [{"use": "tp"}]},
+        ),
+        ({"cp": 4}, {"model": {"positions": "learned", "max_length": 16, "tied": True}}),
+        (
+            {"cp": 2, "dp": 2},
+            {"model": {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_length": 8}}},
+        ),
+    ],
+    ids=["grouped heads of tp", "learned positions", "angles of the whole length"],
+)
+def test_cp_with_more_models_trains_as_one_process(topology, around):
+    model = {"data": {"vocab": 33}} if "parallel" in around else {}
+    assert_trains_as_one_process(sharing(topology, **model, **around))
+
+
+@pytest.mark.full
+def test_cp_passes_every_check():
+    assert failed(example("parallel", "cp", topology={"cp": 2})) == {}
+
+
+# --- webhook ----------------------------------------------------------------------------------------
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Keeps the bodies that it is sent; answers 503 as often as its server says."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.away -= 1
+        if self.server.away < 0:
+            self.server.bodies.append(body)
+        self.send_response(200 if self.server.away < 0 else 503)
+        self.end_headers()
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.bodies, server.away = [], 0
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        server.url = f"http://127.0.0.1:{server.server_port}/hook"
+        yield server
+        server.shutdown()
+
+
+def test_what_a_run_reports_is_posted_in_order(server):
+    engine = make_engine(example("monitor", "webhook", config={"url": server.url}), {})
+    engine.fit()
+    rows = [row for body in server.bodies for row in body["rows"]]
+    assert [(row["event"], row["step"]) for row in rows] == [
+        ("start", 0),
+        ("metrics", 1),
+        ("metrics", 2),
+        ("metrics", 3),
+        ("end", 3),
+    ]
+    assert {body["run"] for body in server.bodies} == {"conformance"}
+    assert all(math.isfinite(row["values"]["loss"]) for row in rows[1:4])
+    assert rows[-1]["reason"] == "done"
+
+
+def test_rows_wait_for_a_server_that_is_away_and_those_lost_are_counted(server):
+    server.away = 2
+    sink = example("monitor", "webhook", config={"url": server.url, "waiting": 2}).build()
+    sink.open(SimpleNamespace(name="mine", first_step=0, steps=9, world_size=1))
+    for step in (1, 2):
+        with pytest.raises(OSError, match="503"):
+            sink.write(MetricsReport(step, {"loss": math.nan}))
+    sink.write(MetricsReport(3, {"loss": 2.0}))
+    sink.finish(EndReport(3, "done", 99))
+    first, last = server.bodies
+    assert first["lost"] == 2
+    assert [(row["step"], row["values"]["loss"]) for row in first["rows"]] == [(2, "NaN"), (3, 2.0)]
+    assert (last["lost"], [row["event"] for row in last["rows"]]) == (0, ["end"])
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(
+        RecipeError, match=r"monitor\.0\.url: 'somewhere' is no address; expected https://host/path"
+    ):
+        example("monitor", "webhook", config={"url": "somewhere"}).recipe()
+
+
+@pytest.mark.full
+def test_webhook_passes_every_check(server):
+    assert failed(example("monitor", "webhook", config={"url": server.url}, topology={"dp": 2})) == {}

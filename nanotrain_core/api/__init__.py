@@ -27,6 +27,7 @@ from nanotrain_core.cli.common import (
 from nanotrain_core.cli.drawing import draw as draw_timeline
 from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.command import Command
+from nanotrain_core.compile.eager import KeptEager, kept_eager
 from nanotrain_core.component import Component, StaysEager, Support
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.deprecated import attribute_of
@@ -132,6 +133,7 @@ __all__ = [
     "HFMapping",
     "HFTensor",
     "History",
+    "KeptEager",
     "Layout",
     "Metric",
     "MetricNames",
@@ -196,6 +198,7 @@ __all__ = [
     "is_run",
     "is_secret",
     "json_text",
+    "kept_eager",
     "list_simple_checkpoints",
     "load_json",
     "load_plugins",

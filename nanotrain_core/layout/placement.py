@@ -14,6 +14,7 @@ import attrs
 
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
+from nanotrain_core.layout.ranges import share_of as share_of  # noqa: PLC0414
 from nanotrain_core.layout.roles import Role, tagged
 
 if TYPE_CHECKING:
@@ -22,15 +23,6 @@ if TYPE_CHECKING:
 
 
 Shape = tuple[int, ...]
-
-
-def share_of(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return first and one past the last of the ``index``-th of ``count`` shares, alike but for one.
-
-    >>> [share_of(7, index, 3) for index in range(3)]
-    [(0, 2), (2, 4), (4, 7)]
-    """
-    return length * index // count, length * (index + 1) // count
 
 
 @attrs.define(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry
+from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry, Role, kept_eager
 from nanotrain_plan.budget import (
     Checkpoints,
     DataUse,
@@ -143,11 +143,11 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         checkpoints=checkpoints(recipe, stages, hardware),
         data=data_use(recipe, registry),
         host=host_memory(recipe, stages, hardware),
-        assumptions=assumptions(recipe, stages, hardware),
+        assumptions=assumptions(recipe, registry, stages, hardware),
     )
 
 
-def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]:
+def assumptions(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> list[str]:
     """Return what the numbers rest on, for people to read."""
     a, o, links = hardware.achieved, hardware.overlap, hardware.links
     eager = hardware.gloo or recipe.run.compile is False
@@ -176,6 +176,8 @@ def assumptions(recipe: Recipe, stages: Stages, hardware: Hardware) -> list[str]
         )
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
+        kept = kept_eager(recipe, registry, stages.layout, "cuda")
+        found += [f"layers are timed as compiled, but stay eager: {e}" for e in kept if e.role is Role.BLOCK]
     return found
 
 

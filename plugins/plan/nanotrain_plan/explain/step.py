@@ -39,7 +39,8 @@ def batch(subject: Subject) -> Section:
     if (parts := layout.size(*layout.sequence_dims)) > 1:
         body.append(
             say(
-                "Each sequence is shared along {dims}: each of {parts:,} ranks has at most {tokens:,} of its tokens.",
+                "Each sequence is shared along {dims}: of its tokens each of {parts:,} ranks has {tokens:,} "
+                "at most.",
                 place_of(type(layout)),
                 dims=" x ".join(layout.sequence_dims),
                 parts=parts,
