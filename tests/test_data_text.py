@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data import token_cache
+from nanotrain_core.data.documents import Document
 from nanotrain_core.data.text import Text, split
 from nanotrain_core.data.token_cache import TokenCache
+from nanotrain_core.data.tokenizers import make_tokenizer
 from nanotrain_core.errors import DataError
 
 WHOLE = Shard()
@@ -263,6 +266,22 @@ def test_a_tokenizer_file_gives_its_tokens_with_its_end_of_text(words, sentences
     assert data.vocab_size == 300
     assert data.encode("w7 w250") == [7, 250]
     assert data.decode([7, 250]) == "w7 w250"
+
+
+def test_few_bytes_are_tokenised_at_a_time_so_that_progress_is_seen(words, monkeypatch):
+    monkeypatch.setattr("nanotrain_core.data.tokenizers.TokenizerFile.BYTES", 10)
+    documents = [Document(f"{n}.txt", b"w7 " * size) for n, size in enumerate((2, 1, 1, 9, 1))]
+    done = []
+
+    @contextmanager
+    def working(what, total, unit):
+        assert total == sum(len(each.content) for each in documents)
+        yield done.append
+
+    monkeypatch.setattr("nanotrain_core.data.tokenizers.working", working)
+    pieces = make_tokenizer(str(words))._pieces(documents)
+    assert done == [9, 3, 27, 3]
+    assert [piece.tolist() for piece in pieces] == [[7] * size + [1] for size in (2, 1, 1, 9, 1)]
 
 
 def test_bytes_per_token_are_measured_on_the_held_out_text(words, sentences):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,8 +68,9 @@ class Bytes:
 class TokenizerFile:
     """A Hugging Face ``tokenizer.json``. Tokenised text is cached, since it takes minutes per gigabyte."""
 
-    #: Documents tokenised at a time, which bounds the memory that the encodings take.
-    DOCUMENTS = 64
+    #: Documents and bytes tokenised at a time, which bounds the memory that the encodings take, and is how
+    #: often progress is reported. A longer document is tokenised by itself.
+    DOCUMENTS, BYTES = 64, 2**22
 
     def __init__(self, path: Path) -> None:
         content = _content(path)
@@ -100,13 +101,24 @@ class TokenizerFile:
         end = [] if self.separator is None else [self.separator]
         pieces = []
         with working("tokenising", sum(len(d.content) for d in documents), "B") as advance:
-            for start in range(0, len(documents), self.DOCUMENTS):
-                some = documents[start : start + self.DOCUMENTS]
+            for some in self._batches(documents):
                 texts = [d.content.decode(errors="replace") for d in some]
                 encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
                 pieces += [np.array(encoding.ids + end, self._dtype) for encoding in encodings]
                 advance(sum(len(d.content) for d in some))
         return pieces
+
+    def _batches(self, documents: Sequence[Document]) -> Iterator[list[Document]]:
+        some: list[Document] = []
+        size = 0
+        for document in documents:
+            if some and (len(some) == self.DOCUMENTS or size + len(document.content) > self.BYTES):
+                yield some
+                some, size = [], 0
+            some.append(document)
+            size += len(document.content)
+        if some:
+            yield some
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, no special ones added."""

@@ -15,8 +15,9 @@ import attrs
 
 from nanotrain_alerts import Target
 
-#: Seconds that a program may run, and that an address may take to answer.
-COMMAND_TIMEOUT, WEBHOOK_TIMEOUT = 60.0, 10.0
+#: Seconds that a program may run, and that an address may take to answer: less than a run waits for at its
+#: end, so that what hangs does not keep the last alert back.
+COMMAND_TIMEOUT, WEBHOOK_TIMEOUT = 20.0, 10.0
 #: How often an address is tried.
 TRIES = 2
 
@@ -90,7 +91,8 @@ def _run(alert: Alert, command: tuple[str, ...]) -> None:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+        said = done.stderr.strip()[-500:]
+        raise RuntimeError(f"exit code {done.returncode}" + (f": {said}" if said else ""))
 
 
 def _post(alert: Alert, address: str) -> None:
