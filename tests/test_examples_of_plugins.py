@@ -5,11 +5,12 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+import torch
 from test_docs import failed
 
 from nanotrain_core.errors import DataError, PluginError
-from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.probe import make_engine
+from nanotrain_core.testing import Case, RankFailure, run_ranks
+from nanotrain_core.testing.probe import make_engine, weights
 
 PLUGINS = Path(__file__).parents[1] / "docs/examples/plugins"
 ALIBI = {"layers": 2, "heads": 4, "head_size": 8, "vocab": 64}
@@ -164,6 +165,64 @@ def test_muon_gives_every_layout_the_weights_of_one_process(topology, wrappers):
 def test_muon_passes_every_check(topology):
     around = {"parallel": [{"use": "zero12"}]} if topology else {}
     assert failed(example("optimizer", "muon", topology=topology, overrides=around)) == {}
+
+
+# --- torch_ddp --------------------------------------------------------------------------------------
+
+STAGED = {"schedule": {"use": "1f1b"}, "model": {"use": "transformer", "tied": True}}
+
+
+def torch_ddp(topology, *beside, **around):
+    """Return a case with several buckets on each rank."""
+    overrides = {**around, "parallel": [*beside, {"use": "torch_ddp", "bucket_mb": 0.01}]}
+    return example(
+        "parallel", "torch_ddp", config={"bucket_mb": 0.01}, topology=topology, overrides=overrides
+    )
+
+
+def test_ddp_of_torch_sums_gradients_of_all_ranks_those_of_one_alone_included():
+    labels = ("gradients_equal[fp64]", "weights_equal[adamw]", "unused_parameter_does_not_hang[on_one_rank]")
+    assert failed(torch_ddp({"dp": 2}), *labels) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "beside", "around"),
+    [
+        ({"dp": 2}, [], {}),
+        ({"dp": 4}, [], {}),
+        ({"dp": 2, "pp": 2}, [], STAGED),
+        ({"dp": 2, "pp": 2}, [], {"schedule": {"use": "zb_h1"}}),
+        ({"dp": 2, "tp": 2}, [{"use": "tp"}], {}),
+    ],
+    ids=["dp2", "dp4", "tied across stages", "W passes", "tp"],
+)
+def test_ddp_of_torch_passes_every_check(topology, beside, around):
+    assert failed(torch_ddp(topology, *beside, **around)) == {}
+
+
+def update(case, changes):
+    engine = make_engine(case, changes)
+    engine.fit()
+    return torch.cat([block.tensor.flatten() for block in weights(engine.run)])
+
+
+def test_compressed_gradients_are_near_and_not_the_same():
+    changes = {"run": {"steps": 1}, "optimizer": {"use": "sgd", "lr": 0.1}}
+    plain = torch_ddp({"dp": 2})
+    narrow = {"use": "torch_ddp", "compress": "fp16"}
+    (exact, _), (sent, _) = (
+        run_ranks(update, 2, plain, {**changes, **more}) for more in ({}, {"parallel": [narrow]})
+    )
+    assert not torch.equal(sent, exact)
+    torch.testing.assert_close(sent, exact, atol=1e-3, rtol=0)
+
+
+def test_gradients_wider_than_their_parameters_are_refused_by_name():
+    with pytest.raises(
+        RankFailure, match=r"torch_ddp: .* is torch.bfloat16, and its gradient to be torch.float32"
+    ):
+        run_ranks(update, 2, torch_ddp({"dp": 2}), {"precision": {"use": "bf16"}})
 
 
 # --- npy --------------------------------------------------------------------------------------------
