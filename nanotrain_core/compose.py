@@ -32,6 +32,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
+from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import equalise, materialise
 from nanotrain_core.layout.mesh import Mesh
@@ -60,6 +61,7 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.returned import (
     check_costs,
+    check_dtensors,
     check_experts,
     check_meta,
     check_per_head,
@@ -182,6 +184,7 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
+    _shard(stages.values(), placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     materialise(stages.values(), placements, recipe.run.seed, mesh.device)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -195,6 +198,7 @@ def compose(
     gradients, optimizer = _gradient_sync(
         recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer
     )
+    check_dtensors(placed, gradients)
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
         check_ranges(gradients, optimizer, recipe, registry)
@@ -323,6 +327,23 @@ def _wrap(
     check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
     return stages
+
+
+def _shard(
+    parts: Collection[nn.Module],
+    placements: Placements,
+    mesh: Mesh,
+    wrappers: Iterable[tuple[Selection, Parallel]],
+) -> None:
+    """Have the wrappers shard parameters of finished parts; update ``placements``."""
+    for selection, wrapper in wrappers:
+        for part in parts:
+            wrapper.shard(part, placements, mesh)
+        try:
+            read_dtensors(parts, placements, mesh.layout)
+        except ValueError as problem:
+            raise PluginError(f"parallel '{selection.use}': {problem}") from None
+        check_wrapped(selection, parts, placements)
 
 
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
