@@ -184,8 +184,7 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
-    _shard(stages.values(), placements, mesh, zip(recipe.parallel, wrappers, strict=True))
-    materialise(stages.values(), placements, recipe.run.seed, mesh.device)
+    _materialise(stages.values(), placements, mesh, recipe, wrappers)
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
@@ -196,9 +195,8 @@ def compose(
     precision.pack(tuple(stages.values()))
     placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients, optimizer = _gradient_sync(
-        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer
+        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer, placed
     )
-    check_dtensors(placed, gradients)
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
         check_ranges(gradients, optimizer, recipe, registry)
@@ -329,14 +327,15 @@ def _wrap(
     return stages
 
 
-def _shard(
+def _materialise(
     parts: Collection[nn.Module],
     placements: Placements,
     mesh: Mesh,
-    wrappers: Iterable[tuple[Selection, Parallel]],
+    recipe: Recipe,
+    wrappers: Iterable[Parallel],
 ) -> None:
-    """Have the wrappers shard parameters of finished parts; update ``placements``."""
-    for selection, wrapper in wrappers:
+    """Have wrappers shard parameters of finished parts, update ``placements``, then draw initial weights."""
+    for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
         for part in parts:
             wrapper.shard(part, placements, mesh)
         try:
@@ -344,6 +343,7 @@ def _shard(
         except ValueError as problem:
             raise PluginError(f"parallel '{selection.use}': {problem}") from None
         check_wrapped(selection, parts, placements)
+    materialise(parts, placements, recipe.run.seed, mesh.device)
 
 
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
@@ -370,7 +370,11 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _gradient_sync(
-    recipe: Recipe, registry: Registry, wrappers: Sequence[tuple[Selection, Any]], optimizer: Optimizer
+    recipe: Recipe,
+    registry: Registry,
+    wrappers: Sequence[tuple[Selection, Any]],
+    optimizer: Optimizer,
+    placed: Sequence[PlacedParameter],
 ) -> tuple[GradientSync, Optimizer]:
     """Return the one component that provides gradient sync, else the core's plain one, and the optimizer.
 
@@ -379,6 +383,8 @@ def _gradient_sync(
     built: Sequence[tuple[Selection, Any]] = [*wrappers, (recipe.optimizer, optimizer)]
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
+            check_dtensors(placed, component)
             apart = component is not optimizer and isinstance(component, GathersWeights)
             return component, GatheringOptimizer(optimizer, component) if apart else optimizer
+    check_dtensors(placed, AllReduceGradients())
     return AllReduceGradients(), optimizer

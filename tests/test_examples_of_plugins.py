@@ -10,7 +10,8 @@ from test_docs import failed
 
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.testing import Case, RankFailure, run_ranks
-from nanotrain_core.testing.probe import make_engine, weights
+from nanotrain_core.testing.compare import assert_same, whole
+from nanotrain_core.testing.probe import make_engine, train, weights
 
 PLUGINS = Path(__file__).parents[1] / "docs/examples/plugins"
 ALIBI = {"layers": 2, "heads": 4, "head_size": 8, "vocab": 64}
@@ -223,6 +224,83 @@ def test_gradients_wider_than_their_parameters_are_refused_by_name():
         RankFailure, match=r"torch_ddp: .* is torch.bfloat16, and its gradient to be torch.float32"
     ):
         run_ranks(update, 2, torch_ddp({"dp": 2}), {"precision": {"use": "bf16"}})
+
+
+# --- fsdp2 ------------------------------------------------------------------------------------------
+
+EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
+
+
+def fsdp2(topology, *beside, **around):
+    around["parallel"] = [*beside, {"use": "fsdp2"}]
+    return example("parallel", "fsdp2", topology=topology, overrides=around)
+
+
+def held(case):
+    """Return the elements of weights, and of each of AdamW's moments, that this rank has."""
+    engine = make_engine(case, {"run": {"steps": 1}})
+    engine.fit()
+    moments = [block.tensor.numel() for block in engine.run.optimizer.blocks() if "exp_avg_sq" in block.name]
+    return sum(placed.parameter.numel() for placed in engine.run.placed), sum(moments)
+
+
+def test_each_rank_holds_its_share_of_weights_and_of_their_state():
+    (whole_model,) = run_ranks(held, 1, fsdp2({}))
+    shares = run_ranks(held, 4, fsdp2({"dp": 4}))
+    assert tuple(map(sum, zip(*shares, strict=True))) == whole_model
+    assert max(share for each in shares for share in each) < 0.3 * whole_model[0]
+
+
+def test_fully_shard_of_torch_trains_as_one_process_does():
+    labels = ("weights_equal[adamw]", "unused_parameter_does_not_hang[on_one_rank]")
+    assert failed(fsdp2({"dp": 2}), *labels) == {}
+
+
+def trained_on(ranks, folder, checkpoint="simple", **options):
+    around = {"optimizer": {"use": "adamw", "lr": 0.01}, "checkpoint": {"use": checkpoint}}
+    case = fsdp2({"dp": ranks}, **around)
+    traces = run_ranks(train, ranks, case, {"run": {"steps": 4}}, folder=folder, save_at=2, **options)
+    return whole([trace.weights for trace in traces]), whole([trace.state for trace in traces])
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "checkpoint"),
+    [
+        (2, 1, "simple"),
+        pytest.param(1, 2, "simple", marks=pytest.mark.full),
+        pytest.param(4, 2, "sharded_v2", marks=pytest.mark.full),
+        pytest.param(1, 4, "sharded_v2", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_of_shards_opens_on_any_number_of_ranks(tmp_path, saver, loader, checkpoint):
+    saved = trained_on(saver, tmp_path, checkpoint)
+    resumed = trained_on(loader, tmp_path, checkpoint, resume="2")
+    for what, one, other in zip(("weights", "state"), saved, resumed, strict=True):
+        assert_same(other, one, f"{what} after resuming", atol=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "beside", "around"),
+    [
+        ({"dp": 2}, [], {}),
+        ({"dp": 4}, [], {}),
+        ({"dp": 2, "tp": 2}, [{"use": "tp"}], {}),
+        ({"dp": 2, "pp": 2}, [], STAGED),
+        ({"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 2}, [{"use": "recompute"}], {}),
+    ],
+    ids=["dp2", "dp4", "tp", "tied across stages", "experts", "experts in shards", "recompute"],
+)
+def test_fully_shard_of_torch_passes_every_check(topology, beside, around):
+    assert failed(fsdp2(topology, *beside, **around)) == {}
+
+
+@pytest.mark.full
+def test_shards_beside_w_passes_are_refused_by_name():
+    with pytest.raises(RankFailure, match=r"fsdp2: .* no W passes"):
+        run_ranks(update, 4, fsdp2({"dp": 2, "pp": 2}, schedule={"use": "zb_h1"}), {})
 
 
 # --- npy --------------------------------------------------------------------------------------------

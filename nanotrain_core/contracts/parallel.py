@@ -40,8 +40,8 @@ class Parallel:
 class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
-    Where parameters are DTensors, it has an attribute ``reads_dtensors`` that is True: it takes gradients from
-    ``PlacedParameter.dtensor``, where autograd leaves them.
+    Where parameters are DTensors, autograd leaves gradients in ``PlacedParameter.dtensor``. One that takes
+    them from there has an attribute ``reads_dtensors``, which is True.
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
     :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.

@@ -30,14 +30,17 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, the same memory, without a graph; any other tensor as it is."""
-    return tensor.detach().to_local() if is_dtensor(tensor) else tensor
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor
 
 
-def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter that is the memory of a DTensor's local part; any other parameter as it is."""
+def local_parameter(parameter: nn.Parameter) -> tuple[nn.Parameter, DTensor | None]:
+    """Return a parameter that is the memory of a DTensor's local part, and the DTensor.
+
+    Any other parameter is returned as it is, with None.
+    """
     if not is_dtensor(parameter):
-        return parameter
-    return nn.Parameter(local_of(parameter), parameter.requires_grad)
+        return parameter, None
+    return nn.Parameter(local_of(parameter), parameter.requires_grad), parameter
 
 
 def read_dtensors(parts: Iterable[nn.Module], placements: Placements, layout: Layout) -> None:

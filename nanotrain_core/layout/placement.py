@@ -75,9 +75,10 @@ class Placement:
         Raises:
             ValueError: the axis does not divide, ``dim`` already splits this tensor, or is not of its view.
         """
+        found = self.cut(axis, dim, *share_of(self.shape[axis], index, count))
         if self.shape[axis] % count and not uneven:
             raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
-        return self.cut(axis, dim, *share_of(self.shape[axis], index, count))
+        return found
 
     def cut(self, axis: int, dim: str, begin: int, end: int) -> Placement:
         """Return rows ``begin`` to ``end``, exclusive, of this block along ``axis``; others have the rest.
@@ -156,8 +157,8 @@ class PlacedParameter:
     parts: tuple[int, ...] = (0,)
     """Which of this rank's model parts hold it: several, if virtual stages are tied."""
     dtensor: DTensor | None = None
-    """What the model has in place of ``parameter``, if a wrapper sharded it as a DTensor: ``parameter`` is its
-    local tensor then, the same memory. Autograd leaves gradients here."""
+    """What the model has in place of ``parameter``, if a wrapper made it a DTensor: ``parameter`` is the
+    memory of its local tensor then. Autograd leaves gradients here."""
 
 
 @attrs.define(frozen=True, eq=False)
@@ -229,8 +230,7 @@ def placed_parameters(
             placement = placements.get(name)
             if placement is None:
                 raise ValueError(f"parameter {name} has no placement: the wrapper that made it must add one")
-            own = local_parameter(parameter)
-            dtensor = None if own is parameter else parameter
+            own, dtensor = local_parameter(parameter)
             if tuple(own.shape) != placement.shape:
                 what = "has" if dtensor is None else "is a DTensor, whose local tensor has"
                 raise ValueError(

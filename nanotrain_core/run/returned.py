@@ -125,9 +125,9 @@ def check_dtensors(placed: Iterable[PlacedParameter], gradients: GradientSync) -
     found = next((each for each in placed if each.dtensor is not None), None)
     if found is not None and not getattr(gradients, "reads_dtensors", False):
         raise PluginError(
-            f"parameter {found.placement.name} is a DTensor, and {type(gradients).__name__}, the run's gradient "
-            "sync, reads no gradients of DTensors: the wrapper that makes them must provide gradient_sync, and "
-            "say reads_dtensors = True"
+            f"parameter {found.placement.name} is a DTensor, and {type(gradients).__name__}, the run's "
+            "gradient sync, reads no gradients of DTensors: expected the wrapper that makes them to provide "
+            "gradient_sync, and to have reads_dtensors = True"
         )
 
 

@@ -1,7 +1,7 @@
-"""torch's `fully_shard` (FSDP2, ZeRO-3) along dp: parameters, gradients and optimizer state in shards of rows.
+"""torch's `fully_shard` (FSDP2, ZeRO-3): parameters, gradients and optimizer state in shards of rows.
 
-Source: Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054, section 5.3. A layer's weights are
-gathered before it runs and freed after. The core reads the DTensors that it leaves into placements.
+Source: Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054, section 5.3. A layer's weights
+are gathered before it runs and freed after it. The core reads the DTensors left in the model.
 """
 
 import attrs
@@ -31,9 +31,13 @@ def nanotrain_register_parallel(register):
 def build(config):
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from nanotrain_core.api.torch import AllReduceGradients, Parallel, PartOutput
+
+    def no_view(out):
+        """Return a copy: torch's hook on a view would be lost where somebody writes to it."""
+        return out.clone() if torch.is_tensor(out) else out
 
     class FSDP2(AllReduceGradients, Parallel):
         """What is partial along other dimensions than dp, AllReduceGradients adds up."""
@@ -44,40 +48,57 @@ def build(config):
             return part
 
         def shard(self, part, placements, mesh):
-            group = mesh.group("dp")
-            if group is None:
+            if mesh.device.type == "meta":
+                raise NanotrainError(
+                    "fsdp2: fully_shard computes on no meta device: plan with zero12's stage 2"
+                )
+            groups = {dim: mesh.group(dim) for dim in ("dp", "edp") if dim in mesh.layout.dims}
+            if groups["dp"] is None:
                 return
-            for name, parameter in part.named_parameters():
-                if parameter.requires_grad and "dp" not in placements[name].summed:
-                    raise NanotrainError(f"fsdp2: {name} is not replicated along dp, as experts are not")
-            own = DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=("dp",))
-            frozen = {each for each in part.parameters() if not each.requires_grad}
+            meshes = {
+                dim: DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(dim,))
+                for dim, group in groups.items()
+                if group is not None
+            }
+            along = {
+                parameter: next((dim for dim in meshes if dim in placements[name].summed), None)
+                for name, parameter in part.named_parameters()
+                if parameter.requires_grad
+            }
+            kept = {each for each in part.parameters() if along.get(each) is None}
 
-            def whole(module):
-                """Shard what a module has and none below it has sharded: parameters of one dtype."""
+            def whole(module, dim="dp"):
+                """Shard what no module below has sharded."""
                 narrow = any(each.dtype.itemsize < 4 for each in module.parameters())
                 sums = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
-                fully_shard(module, mesh=own, reshard_after_forward=True, mp_policy=sums, ignored_params=frozen)
+                options = {"reshard_after_forward": True, "mp_policy": sums, "ignored_params": kept}
+                fully_shard(module, mesh=meshes[dim], **options)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_reduce_scatter_unused_params(True)
 
             usual = next(part.parameters()).dtype
-            for module in part.modules():
-                if {each.dtype for each in module.parameters(recurse=False)} - {usual}:
-                    whole(module)
+            for module in part.modules():  # experts, and norms wider than matrices
+                own = {
+                    (each.dtype, along[each]) for each in module.parameters(recurse=False) if each not in kept
+                }
+                if own - {(usual, "dp")}:
+                    module.register_forward_hook(lambda _, args, out: no_view(out))
+                    whole(module, min(dim for _, dim in own))
             for _, module, tag in tagged(part):
                 if tag.role is Role.BLOCK:
                     whole(module)
-            part.register_forward_hook(lambda _, inputs, out: (out.value, out.losses))  # which torch looks into
+            part.register_forward_hook(
+                lambda _, inputs, out: (out.value, out.losses)
+            )  # torch looks for tensors
             whole(part)
             part.register_forward_hook(lambda _, inputs, out: PartOutput(*out))
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
-                    module.set_reduce_scatter_unused_params(True)
 
         def check(self, mesh):
             if self.passes.splits_backward:
-                raise NanotrainError("fsdp2: a layer's gradients are sent when its backward ends: no W passes")
+                raise NanotrainError(
+                    "fsdp2: a layer's gradients are sent when its backward ends: no W passes"
+                )
             for placed in self.placed:
                 if placed.dtensor is not None and len(placed.parts) > 1:
                     raise NanotrainError(f"fsdp2: {placed.placement.name} is held by two stages of one rank")
@@ -89,6 +110,8 @@ def build(config):
                     mine = placed.dtensor.grad.to_local()
                     placed.dtensor.grad = None
                     before = placed.parameter.grad
-                    placed.parameter.grad = mine.to(self.dtype or mine.dtype) if before is None else before.add_(mine)
+                    placed.parameter.grad = (
+                        mine.to(self.dtype or mine.dtype) if before is None else before.add_(mine)
+                    )
 
     return FSDP2()
