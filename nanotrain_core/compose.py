@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,13 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
-from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialisation import equalise, materialise
+from nanotrain_core.layout.initialisation import equalise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import (
     PlacedParameter,
     Placement,
     Placements,
-    note_roles,
     place,
     placed_parameters,
 )
@@ -62,15 +60,13 @@ from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.returned import (
     check_costs,
     check_dtensors,
-    check_experts,
     check_meta,
-    check_per_head,
     check_ranges,
     check_vocabulary,
-    check_wrapped,
     expect_lengths,
     placed_by,
 )
+from nanotrain_core.run.wrapping import shard_and_draw, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -173,7 +169,7 @@ def compose(
     parts = schedule.parts(costs, pp)
     stages = build_stages(model, parts, mesh, kernels.ops(mesh.device))
     placements = share_between_stages(place(stages.values(), layout), mesh)
-    stages = _wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
+    stages = wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
     actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
@@ -184,7 +180,9 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
-    _materialise(stages.values(), placements, mesh, recipe, wrappers)
+    shard_and_draw(
+        stages.values(), placements, mesh, zip(recipe.parallel, wrappers, strict=True), recipe.run.seed
+    )
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
@@ -309,41 +307,6 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
     _, rank = pipeline(mesh)
     with torch.device("meta"):
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
-
-
-def _wrap(
-    stages: dict[int, nn.Module],
-    placements: Placements,
-    mesh: Mesh,
-    wrappers: Iterable[tuple[Selection, Parallel]],
-) -> dict[int, nn.Module]:
-    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
-    for selection, wrapper in wrappers:
-        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
-        check_wrapped(selection, stages.values(), placements)
-    note_roles(stages.values(), placements)
-    check_per_head(stages.values(), placements)
-    check_experts(stages.values(), mesh)
-    return stages
-
-
-def _materialise(
-    parts: Collection[nn.Module],
-    placements: Placements,
-    mesh: Mesh,
-    recipe: Recipe,
-    wrappers: Iterable[Parallel],
-) -> None:
-    """Have wrappers shard parameters of finished parts, update ``placements``, then draw initial weights."""
-    for selection, wrapper in zip(recipe.parallel, wrappers, strict=True):
-        for part in parts:
-            wrapper.shard(part, placements, mesh)
-        try:
-            read_dtensors(parts, placements, mesh.layout)
-        except ValueError as problem:
-            raise PluginError(f"parallel '{selection.use}': {problem}") from None
-        check_wrapped(selection, parts, placements)
-    materialise(parts, placements, recipe.run.seed, mesh.device)
 
 
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
