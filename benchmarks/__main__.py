@@ -6,16 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import bubble, kernels, mesh, moe, monitors, narrow, optimizer, originals, startup
-from benchmarks.cases import ALONE, CASES, SHARDED
+from benchmarks.cases import ALONE, CASES, DROPINS, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
 from benchmarks.report import Measured, markdown, write_json, write_markdown
 from nanotrain_core.launch.environment import loopback
 
-CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *ALONE))
+CASE_NAMES = tuple(case.name for case in (*CASES, *SHARDED, *DROPINS, *ALONE))
 NAMES = (
     *CASE_NAMES,
     *originals.NAMES,
@@ -81,11 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.names or NAMES
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
     measured: list[Measured] = []
-    races = [case for case in (*CASES, *SHARDED) if case.name in names]
+    races = [case for case in (*CASES, *SHARDED, *DROPINS) if case.name in names]
     for case in (*races, *args.originals):
         print(f"{case.name}: {args.rounds} rounds against {case.peer}", file=sys.stderr, flush=True)
         peer = case.peer_builder(args.clones)
-        measured.append(race(case, engine, peer, rounds=args.rounds, steps=args.steps))
+        measured.append(
+            race(case, partial(engine, local=case.local), peer, rounds=args.rounds, steps=args.steps)
+        )
     for case in ALONE:
         if case.name in names:
             print(f"{case.name}: {args.rounds} rounds", file=sys.stderr, flush=True)

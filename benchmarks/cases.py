@@ -12,12 +12,14 @@ import attrs
 
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.registry.discovery import PluginArguments
 
 RECIPE = Path(__file__).with_name("llama.toml")
 DEEPSEEK = Path(__file__).with_name("deepseek.toml")
 DEEPSEEK_ZERO = Path(__file__).with_name("deepseek_zero.toml")
 ZERO = Path(__file__).with_name("llama_zero.toml")
 LARGE = Path(__file__).with_name("llama_118m.toml")
+EXAMPLES = Path(__file__).parents[1] / "docs/examples/plugins"
 NO_CLONES: Mapping[str, Path | None] = {}
 
 
@@ -48,6 +50,8 @@ class Case:
     """Sequences."""
     accumulate: int = 2
     """Microbatches of each data-parallel rank in a step."""
+    dropin: str = ""
+    """Plugin of docs/examples/plugins in place of all wrappers on our side: torch's part in our engine."""
     bar: float = 1.0
     """Lowest median of tokens/s over the peer's tokens/s that passes."""
     lean: bool = False
@@ -68,8 +72,16 @@ class Case:
         }
         if self.stage:
             changes["optimizer.stage"] = self.stage
+        if self.dropin:
+            changes["parallel"] = f'[{{ use = "{self.dropin}" }}]'
         overrides = [f"{key}={value}" for key, value in changes.items()]
-        return load_recipe(self.file, overrides=overrides, ranks=self.ranks)
+        plugins = PluginArguments(local=self.local)
+        return load_recipe(self.file, overrides=overrides, plugins=plugins, ranks=self.ranks)
+
+    @property
+    def local(self) -> tuple[str, ...]:
+        """Files to load as plugins."""
+        return (str(EXAMPLES / f"{self.dropin}.py"),) if self.dropin else ()
 
     def peer_builder(self, clones: Mapping[str, Path | None] = NO_CLONES) -> Any:
         """Import what builds the other side, and give it its clone."""
@@ -137,6 +149,21 @@ SHARDED = tuple(
         (1, "", "torch DDP, ZeroRedundancyOptimizer", "peers_sharded:zero_redundancy", bars[0]),
         (2, "", "torch FSDP2", "peers_sharded:fsdp", bars[1]),
         (2, "-reshard", "torch FSDP2, reshard", "peers_sharded:fsdp_reshard", bars[1]),
+    )
+)
+
+#: Our engine around torch's own parts, against the same parts in a plain loop: what the engine costs.
+DROPINS = tuple(
+    Case(name=f"dropin-{name}-{ranks}-ranks", peer=peer, build=f"benchmarks.{build}", ranks=ranks, **more)
+    for ranks in (2, 4)
+    for name, peer, build, more in (
+        ("ddp", "torch DDP", "peers:peer", {"dropin": "torch_ddp"}),
+        (
+            "fsdp2",
+            "torch FSDP2, reshard",
+            "peers_sharded:fsdp_reshard",
+            {"dropin": "fsdp2", "microbatch": 8, "accumulate": 1},
+        ),
     )
 )
 

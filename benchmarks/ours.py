@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -14,9 +14,15 @@ from nanotrain_core.registry.registry import load_plugins
 Microbatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def engine(recipe: Recipe, rank: int) -> Callable[[int], object]:
-    """Return what trains for so many steps more, through ``fit`` as every user's run does."""
-    ours = RuntimeEngine.from_recipe(recipe, rank=rank)
+def engine(recipe: Recipe, rank: int, local: Iterable[str] = ()) -> Callable[[int], object]:
+    """Return what trains for so many steps more, through ``fit`` as every user's run does.
+
+    Args:
+        recipe: of the case.
+        rank: this process's.
+        local: files to load as plugins.
+    """
+    ours = RuntimeEngine.from_recipe(recipe, registry=load_plugins(local=local), rank=rank)
     return lambda steps: ours.fit(steps=ours.step + steps)
 
 

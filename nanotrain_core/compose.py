@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,12 @@ from nanotrain_core.contracts import (
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialisation import equalise, materialise
+from nanotrain_core.layout.initialisation import equalise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import (
     PlacedParameter,
     Placement,
     Placements,
-    note_roles,
     place,
     placed_parameters,
 )
@@ -60,15 +59,14 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.returned import (
     check_costs,
-    check_experts,
+    check_dtensors,
     check_meta,
-    check_per_head,
     check_ranges,
     check_vocabulary,
-    check_wrapped,
     expect_lengths,
     placed_by,
 )
+from nanotrain_core.run.wrapping import shard_and_draw, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -173,7 +171,7 @@ def compose(
         model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for w in wrappers))
     )
     placements = share_between_stages(place(stages.values(), layout), mesh)
-    stages = _wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
+    stages = wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
     actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
@@ -184,7 +182,9 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
-    materialise(stages.values(), placements, recipe.run.seed, mesh.device)
+    shard_and_draw(
+        stages.values(), placements, mesh, zip(recipe.parallel, wrappers, strict=True), recipe.run.seed
+    )
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
@@ -195,7 +195,7 @@ def compose(
     precision.pack(tuple(stages.values()))
     placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients, optimizer = _gradient_sync(
-        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer
+        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer, placed
     )
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
@@ -312,22 +312,6 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 
 
-def _wrap(
-    stages: dict[int, nn.Module],
-    placements: Placements,
-    mesh: Mesh,
-    wrappers: Iterable[tuple[Selection, Parallel]],
-) -> dict[int, nn.Module]:
-    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
-    for selection, wrapper in wrappers:
-        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
-        check_wrapped(selection, stages.values(), placements)
-    note_roles(stages.values(), placements)
-    check_per_head(stages.values(), placements)
-    check_experts(stages.values(), mesh)
-    return stages
-
-
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
     """Apply the kernels; refuse those that take a precision's GEMM backend, such as FP8's, out of a layer."""
     backends = {name: gemms_of(module) for name, module, _ in tagged(part)}
@@ -352,7 +336,11 @@ def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def _gradient_sync(
-    recipe: Recipe, registry: Registry, wrappers: Sequence[tuple[Selection, Any]], optimizer: Optimizer
+    recipe: Recipe,
+    registry: Registry,
+    wrappers: Sequence[tuple[Selection, Any]],
+    optimizer: Optimizer,
+    placed: Sequence[PlacedParameter],
 ) -> tuple[GradientSync, Optimizer]:
     """Return the one component that provides gradient sync, else the core's plain one, and the optimizer.
 
@@ -361,6 +349,8 @@ def _gradient_sync(
     built: Sequence[tuple[Selection, Any]] = [*wrappers, (recipe.optimizer, optimizer)]
     for selection, component in built:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
+            check_dtensors(placed, component)
             apart = component is not optimizer and isinstance(component, GathersWeights)
             return component, GatheringOptimizer(optimizer, component) if apart else optimizer
+    check_dtensors(placed, AllReduceGradients())
     return AllReduceGradients(), optimizer

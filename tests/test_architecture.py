@@ -184,7 +184,7 @@ SMALL = {
     "data": 610,
     "hf": 860,
     "launch": 1290,
-    "layout": 1070,
+    "layout": 1120,
     "models": 650,
     "moe": 315,
     "metrics": 1150,
@@ -195,7 +195,7 @@ SMALL = {
     "precision": 610,
     "recipe": 1685,
     "registry": 600,
-    "run": 1860,
+    "run": 1900,
     "script": 500,
     "watch": 375,
 }

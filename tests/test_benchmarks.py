@@ -10,7 +10,7 @@ from nanotrain_pp_1f1b.components import OneForwardOneBackward
 
 from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, DROPINS, Case
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
 from benchmarks.monitors import Turn, compare
 from benchmarks.narrow import CASES as NARROW
@@ -68,7 +68,7 @@ def test_engine_and_peer_follow_the_same_losses_from_the_same_weights():
     assert seen.values == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *DROPINS], ids=lambda case: case.name)
 def test_every_data_parallel_rank_of_every_case_steps_on_eight_sequences(case):
     recipe = case.recipe()
     assert recipe.run.ranks == case.ranks

@@ -10,14 +10,18 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
+import torch
 from as_one_process import assert_trains_as_one_process
 from compositions import CONTEXT_PARALLEL, MODELS
 from test_docs import failed
 
 from nanotrain_core.contracts import EndReport, MetricsReport
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, RecipeError
-from nanotrain_core.testing import Case, run_ranks
-from nanotrain_core.testing.probe import make_engine
+from nanotrain_core.pipeline.simulator import simulate
+from nanotrain_core.testing import Case, RankFailure, run_ranks
+from nanotrain_core.testing.checks.schedule import microbatch_counts
+from nanotrain_core.testing.compare import assert_same, whole
+from nanotrain_core.testing.probe import make_engine, train, weights
 
 PLUGINS = Path(__file__).parents[1] / "docs/examples/plugins"
 ALIBI = {"layers": 2, "heads": 4, "head_size": 8, "vocab": 64}
@@ -172,6 +176,187 @@ def test_muon_gives_every_layout_the_weights_of_one_process(topology, wrappers):
 def test_muon_passes_every_check(topology):
     around = {"parallel": [{"use": "zero12"}]} if topology else {}
     assert failed(example("optimizer", "muon", topology=topology, overrides=around)) == {}
+
+
+# --- torch_ddp --------------------------------------------------------------------------------------
+
+STAGED = {"schedule": {"use": "1f1b"}, "model": {"use": "transformer", "tied": True}}
+
+
+def torch_ddp(topology, *beside, **around):
+    """Return a case with several buckets on each rank."""
+    overrides = {**around, "parallel": [*beside, {"use": "torch_ddp", "bucket_mb": 0.01}]}
+    return example(
+        "parallel", "torch_ddp", config={"bucket_mb": 0.01}, topology=topology, overrides=overrides
+    )
+
+
+def test_ddp_of_torch_sums_gradients_of_all_ranks_those_of_one_alone_included():
+    labels = ("gradients_equal[fp64]", "weights_equal[adamw]", "unused_parameter_does_not_hang[on_one_rank]")
+    assert failed(torch_ddp({"dp": 2}), *labels) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "beside", "around"),
+    [
+        ({"dp": 2}, [], {}),
+        ({"dp": 4}, [], {}),
+        ({"dp": 2, "pp": 2}, [], STAGED),
+        ({"dp": 2, "pp": 2}, [], {"schedule": {"use": "zb_h1"}}),
+        ({"dp": 2, "tp": 2}, [{"use": "tp"}], {}),
+    ],
+    ids=["dp2", "dp4", "tied across stages", "W passes", "tp"],
+)
+def test_ddp_of_torch_passes_every_check(topology, beside, around):
+    assert failed(torch_ddp(topology, *beside, **around)) == {}
+
+
+def update(case, changes):
+    engine = make_engine(case, changes)
+    engine.fit()
+    return torch.cat([block.tensor.flatten() for block in weights(engine.run)])
+
+
+def test_compressed_gradients_are_near_and_not_the_same():
+    changes = {"run": {"steps": 1}, "optimizer": {"use": "sgd", "lr": 0.1}}
+    plain = torch_ddp({"dp": 2})
+    narrow = {"use": "torch_ddp", "compress": "fp16"}
+    (exact, _), (sent, _) = (
+        run_ranks(update, 2, plain, {**changes, **more}) for more in ({}, {"parallel": [narrow]})
+    )
+    assert not torch.equal(sent, exact)
+    torch.testing.assert_close(sent, exact, atol=1e-3, rtol=0)
+
+
+def test_gradients_wider_than_their_parameters_are_refused_by_name():
+    with pytest.raises(
+        RankFailure, match=r"torch_ddp: .* is torch.bfloat16, and its gradient to be torch.float32"
+    ):
+        run_ranks(update, 2, torch_ddp({"dp": 2}), {"precision": {"use": "bf16"}})
+
+
+# --- fsdp2 ------------------------------------------------------------------------------------------
+
+EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
+
+
+def fsdp2(topology, *beside, **around):
+    around["parallel"] = [*beside, {"use": "fsdp2"}]
+    return example("parallel", "fsdp2", topology=topology, overrides=around)
+
+
+def held(case):
+    """Return the elements of weights, and of each of AdamW's moments, that this rank has."""
+    engine = make_engine(case, {"run": {"steps": 1}})
+    engine.fit()
+    moments = [block.tensor.numel() for block in engine.run.optimizer.blocks() if "exp_avg_sq" in block.name]
+    return sum(placed.parameter.numel() for placed in engine.run.placed), sum(moments)
+
+
+def test_each_rank_holds_its_share_of_weights_and_of_their_state():
+    (whole_model,) = run_ranks(held, 1, fsdp2({}))
+    shares = run_ranks(held, 4, fsdp2({"dp": 4}))
+    assert tuple(map(sum, zip(*shares, strict=True))) == whole_model
+    assert max(share for each in shares for share in each) < 0.3 * whole_model[0]
+
+
+def test_fully_shard_of_torch_trains_as_one_process_does():
+    labels = ("weights_equal[adamw]", "unused_parameter_does_not_hang[on_one_rank]")
+    assert failed(fsdp2({"dp": 2}), *labels) == {}
+
+
+def trained_on(ranks, folder, checkpoint="simple", **options):
+    around = {"optimizer": {"use": "adamw", "lr": 0.01}, "checkpoint": {"use": checkpoint}}
+    case = fsdp2({"dp": ranks}, **around)
+    traces = run_ranks(train, ranks, case, {"run": {"steps": 4}}, folder=folder, save_at=2, **options)
+    return whole([trace.weights for trace in traces]), whole([trace.state for trace in traces])
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "checkpoint"),
+    [
+        (2, 1, "simple"),
+        pytest.param(1, 2, "simple", marks=pytest.mark.full),
+        pytest.param(4, 2, "sharded_v2", marks=pytest.mark.full),
+        pytest.param(1, 4, "sharded_v2", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_of_shards_opens_on_any_number_of_ranks(tmp_path, saver, loader, checkpoint):
+    saved = trained_on(saver, tmp_path, checkpoint)
+    resumed = trained_on(loader, tmp_path, checkpoint, resume="2")
+    for what, one, other in zip(("weights", "state"), saved, resumed, strict=True):
+        assert_same(other, one, f"{what} after resuming", atol=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "beside", "around"),
+    [
+        ({"dp": 2}, [], {}),
+        ({"dp": 4}, [], {}),
+        ({"dp": 2, "tp": 2}, [{"use": "tp"}], {}),
+        ({"dp": 2, "pp": 2}, [], STAGED),
+        ({"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 2}, [{"use": "recompute"}], {}),
+    ],
+    ids=["dp2", "dp4", "tp", "tied across stages", "experts", "experts in shards", "recompute"],
+)
+def test_fully_shard_of_torch_passes_every_check(topology, beside, around):
+    assert failed(fsdp2(topology, *beside, **around)) == {}
+
+
+@pytest.mark.full
+def test_shards_beside_w_passes_are_refused_by_name():
+    with pytest.raises(RankFailure, match=r"fsdp2: .* no W passes"):
+        run_ranks(update, 4, fsdp2({"dp": 2, "pp": 2}, schedule={"use": "zb_h1"}), {})
+
+
+# --- torch_pipelining -------------------------------------------------------------------------------
+
+
+def pipelined(order, pp=2):
+    model = {"layers": 4 * pp}
+    around = {"model": model, "parallel": [{"use": "summed"}]}
+    return example(
+        "schedule", "torch_pipelining", config={"order": order}, topology={"pp": pp}, overrides=around
+    )
+
+
+@pytest.mark.parametrize(("order", "like"), [("GPipe", "gpipe"), ("Interleaved1F1B", "interleaved_1f1b")])
+def test_an_order_of_torch_leaves_the_idle_time_of_ours(order, like):
+    idle = []
+    for case in (pipelined(order, 4), Case("schedule", use=like, topology={"pp": 4})):
+        idle.append(simulate(case.build().actions(4, 8)).bubble())
+    assert idle[0] == idle[1]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "ZBVZeroBubble",
+        *(
+            pytest.param(order, marks=pytest.mark.full)
+            for order in ("GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV")
+        ),
+    ],
+)
+def test_an_order_of_torch_gives_the_gradients_of_one_process(order):
+    assert failed(pipelined(order), "every_pass_happens_once", "uneven_stages_train_alike") == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pp", [2, 4])
+def test_orders_of_torch_pass_every_check(pp):
+    assert failed(pipelined("ZBVZeroBubble", pp)) == {}
+
+
+def test_the_harness_leaves_out_numbers_of_microbatches_without_a_schedule():
+    case = pipelined("DualPipeV", 4)
+    with pytest.raises(ValueError, match="at least as many microbatches as stages"):
+        case.build().actions(4, 7)
+    assert microbatch_counts(case) == [9, 18]
 
 
 # --- npy --------------------------------------------------------------------------------------------

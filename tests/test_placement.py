@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.dtensors import read_dtensors
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placement, place, placed_parameters
+from nanotrain_core.layout.placement import PlacedParameter, Placement, place, placed_parameters
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
+from nanotrain_core.run.returned import check_dtensors
 from nanotrain_core.testing import run_ranks
 
 LAYOUT = Layout(
@@ -122,23 +126,63 @@ def test_a_parameter_whose_wrapper_forgot_its_placement_is_named():
         placed_parameters([model], placements)
 
 
-def shard_with_torch():
-    """Return what is told of a model that torch's fully_shard has taken."""
+DP2 = Layout({"dense": View(("dp",), (2,))})
+
+
+def sharded_by_torch(dim):
+    """Return a model of 3 rows that torch's fully_shard has taken, and placements from before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    part, layout = torch.nn.Linear(4, 2), Layout({"dense": View(("dp",), (2,))})
-    placements = place([part], layout)
-    placed = [placed.placement.name for placed in placed_parameters([part], placements)]
-    fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="is a DTensor") as caught:
+    part = torch.nn.Linear(4, 3)
+    placements = place([part], DP2)
+    fully_shard(part, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(dim,)))
+    return part, placements
+
+
+def read_shards():
+    """Return where this rank's shards are, and whether they share memory with the model's DTensors."""
+    part, placements = sharded_by_torch("dp")
+    read_dtensors([part], placements, DP2)
+    read_dtensors([part], placements, DP2)  # what was read once stays
+    placed = placed_parameters([part], placements)
+    with torch.no_grad():
+        placed[0].parameter.fill_(7.0)
+    seen = part.weight.to_local().eq(7.0).all().item()
+    return [(each.placement.name, each.placement.offset, each.placement.shape) for each in placed], seen
+
+
+def test_dtensors_are_read_into_placements_as_torch_cuts_them():
+    first = [("weight", (0, 0), (2, 4)), ("bias", (0,), (2,))]
+    second = [("weight", (2, 0), (1, 4)), ("bias", (2,), (1,))]
+    assert run_ranks(read_shards, 2) == [(first, True), (second, True)]
+
+
+def refused_shards():
+    """Return what is told of DTensors that nobody read, and of those along a dimension of another name."""
+    part, placements = sharded_by_torch("shards")
+    with pytest.raises(ValueError, match="is a DTensor") as unread:
         placed_parameters([part], placements)
-    return placed, str(caught.value)
+    with pytest.raises(ValueError, match="is a DTensor") as unknown:
+        read_dtensors([part], placements, DP2)
+    return str(unread.value), str(unknown.value)
 
 
-def test_a_parameter_of_torchs_fully_shard_is_refused_by_what_it_is():
-    """Its shape is that of the whole tensor, so that the placement seemed to be right."""
-    for placed, told in run_ranks(shard_with_torch, 2):
-        assert placed == ["weight", "bias"]
-        assert told.startswith("parameter weight is a DTensor, as torch's fully_shard")
-        assert told.endswith("To shard optimizer state and gradients: zero12")
+def test_dtensors_that_a_placement_cannot_say_are_refused():
+    for unread, unknown in run_ranks(refused_shards, 2):
+        assert unread.startswith("parameter weight is a DTensor, whose local tensor has shape")
+        assert unread.endswith("but is placed as (3, 4)")
+        assert unknown == (
+            "parameter weight is a DTensor along 'shards' of 2 ranks; expected a DeviceMesh with "
+            "mesh_dim_names of this layout: dp of 2"
+        )
+
+
+def test_dtensors_beside_a_gradient_sync_that_does_not_read_them_are_refused():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    placed = [PlacedParameter(weight, Placement.whole("w", (2,), DP2), dtensor=weight)]
+    sync = AllReduceGradients()
+    with pytest.raises(PluginError, match="w is a DTensor, and AllReduceGradients, the run's gradient sync"):
+        check_dtensors(placed, sync)
+    sync.reads_dtensors = True
+    check_dtensors(placed, sync)

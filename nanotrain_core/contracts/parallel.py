@@ -29,6 +29,14 @@ class Parallel:
         """
         return {}
 
+    def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
+        """Shard parameters of a finished part, still on ``meta``: no module is replaced any more.
+
+        Here parameters may become DTensors, as torch's ``fully_shard`` makes them, along dimensions of a
+        DeviceMesh that are named as those of ``mesh``: the core notes them in ``placements``. The gradient
+        sync of the run must read their gradients from ``PlacedParameter.dtensor``.
+        """
+
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether linear layers are to make dgrad and wgrad apart, so that the wrapper can place them.
 
@@ -40,6 +48,9 @@ class Parallel:
 @runtime_checkable
 class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
+
+    Where parameters are DTensors, autograd leaves gradients in ``PlacedParameter.dtensor``. One that takes
+    them from there has an attribute ``reads_dtensors``, which is True.
 
     Offered by the one component of a run that provides ``gradient_sync``; without one the core's
     :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.

@@ -16,6 +16,7 @@ from torch import nn
 
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
 from nanotrain_core.run.random_state import stream_seed
@@ -75,7 +76,7 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
                 hold(part, name, seen[name])
                 continue
             if device.type != "meta":
-                parameter.copy_(initial_block(_initializer(part, name), seed, placements[name]))
+                local_of(parameter).copy_(initial_block(_initializer(part, name), seed, placements[name]))
             seen[name] = parameter
 
 

@@ -6,7 +6,6 @@ clipping, ZeRO, checkpoints, the planner, the replica check) reads placements an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from nanotrain_core.layout.roles import Role, tagged
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
 
 Shape = tuple[int, ...]
@@ -67,12 +67,20 @@ class Placement:
         Raises:
             ValueError: the axis does not divide, ``dim`` already splits this tensor, or is not of its view.
         """
+        found = self.cut(axis, dim, *share_of(self.shape[axis], index, count))
+        if self.shape[axis] % count and not uneven:
+            raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
+        return found
+
+    def cut(self, axis: int, dim: str, begin: int, end: int) -> Placement:
+        """Return rows ``begin`` to ``end``, exclusive, of this block along ``axis``; others have the rest.
+
+        Raises:
+            ValueError: ``dim`` already splits this tensor, or is not of its view.
+        """
         if dim in self.sharded:
             raise ValueError(f"{self.name} is already split along {dim!r}")
         self._check_replicated(dim)
-        if self.shape[axis] % count and not uneven:
-            raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
-        begin, end = share_of(self.shape[axis], index, count)
         shape, offset = list(self.shape), list(self.offset)
         shape[axis], offset[axis] = end - begin, offset[axis] + begin
         return attrs.evolve(
@@ -140,6 +148,9 @@ class PlacedParameter:
     placement: Placement
     parts: tuple[int, ...] = (0,)
     """Which of this rank's model parts hold it: several, if virtual stages are tied."""
+    dtensor: DTensor | None = None
+    """What the model has in place of ``parameter``, if a wrapper made it a DTensor: ``parameter`` is the
+    memory of its local tensor then. Autograd leaves gradients here."""
 
 
 @attrs.define(frozen=True, eq=False)
@@ -186,21 +197,6 @@ def note_roles(parts: Iterable[nn.Module], placements: Placements) -> None:
                 placements[name] = attrs.evolve(placements[name], role=tag.role)
 
 
-def refuse_dtensor(name: str, parameter: torch.Tensor) -> None:
-    """Refuse a parameter of ``torch.distributed.tensor``: its shape is the whole tensor's.
-
-    Raises:
-        ValueError: it is a DTensor.
-    """
-    loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes a second
-    if loaded is not None and isinstance(parameter, loaded.DTensor):
-        raise ValueError(
-            f"parameter {name} is a DTensor, as torch's fully_shard and parallelize_module make them; "
-            "expected a plain tensor with this rank's block, which its placement tells. To shard optimizer "
-            "state and gradients: zero12"
-        )
-
-
 def placed_parameters(
     parts: Iterable[nn.Module], placements: Mapping[str, Placement]
 ) -> list[PlacedParameter]:
@@ -210,6 +206,8 @@ def placed_parameters(
         ValueError: a parameter has no placement, or its shape is not the placed block's: a wrapper
             changed one without the other.
     """
+    from nanotrain_core.layout.dtensors import local_parameter
+
     found: dict[str, PlacedParameter] = {}
     for number, part in enumerate(parts):
         for name, buffer in part.named_buffers():
@@ -218,16 +216,17 @@ def placed_parameters(
                     f"buffer {name} has shape {tuple(buffer.shape)} but is placed as {where.shape}"
                 )
         for name, parameter in part.named_parameters():
-            refuse_dtensor(name, parameter)
             if name in found:  # tied: two parts on this rank hold one parameter
                 found[name] = attrs.evolve(found[name], parts=(*found[name].parts, number))
                 continue
             placement = placements.get(name)
             if placement is None:
                 raise ValueError(f"parameter {name} has no placement: the wrapper that made it must add one")
-            if tuple(parameter.shape) != placement.shape:
+            own, dtensor = local_parameter(parameter)
+            if tuple(own.shape) != placement.shape:
+                what = "has" if dtensor is None else "is a DTensor, whose local tensor has"
                 raise ValueError(
-                    f"parameter {name} has shape {tuple(parameter.shape)} but is placed as {placement.shape}"
+                    f"parameter {name} {what} shape {tuple(own.shape)} but is placed as {placement.shape}"
                 )
-            found[name] = PlacedParameter(parameter, placement, (number,))
+            found[name] = PlacedParameter(own, placement, (number,), dtensor)
     return list(found.values())

@@ -120,6 +120,17 @@ def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, reg
         )
 
 
+def check_dtensors(placed: Iterable[PlacedParameter], gradients: GradientSync) -> None:
+    """Refuse a gradient sync that would wait in vain for gradients of DTensors, which are elsewhere."""
+    found = next((each for each in placed if each.dtensor is not None), None)
+    if found is not None and not getattr(gradients, "reads_dtensors", False):
+        raise PluginError(
+            f"parameter {found.placement.name} is a DTensor, and {type(gradients).__name__}, the run's "
+            "gradient sync, reads no gradients of DTensors: expected the wrapper that makes them to provide "
+            "gradient_sync, and to have reads_dtensors = True"
+        )
+
+
 def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
     layout = mesh.layout

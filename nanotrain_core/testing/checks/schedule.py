@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from nanotrain_core.component import Support
 from nanotrain_core.contracts import SaysInFlight, Schedule
@@ -31,12 +31,29 @@ def schedule_of(case: Case) -> Schedule:
 def microbatch_counts(case: Case) -> list[int]:
     """Return the numbers of microbatches worth training with: fewer than stages, as many, and many more."""
     p = pipeline_of(case)
-    return sorted({1, max(1, p - 1), p, 2 * p + 1, 18})
+    return _admitted(case, {1, max(1, p - 1), p, 2 * p + 1, 18})
 
 
 def many_microbatches(case: Case) -> list[int]:
     """Return more numbers, for what costs nothing: those on paper."""
-    return sorted({*microbatch_counts(case), 2, 3, 5, 16, 17, 33})
+    return _admitted(case, {*microbatch_counts(case), 2, 3, 5, 16, 17, 33})
+
+
+def _admitted(case: Case, counts: Set[int]) -> list[int]:
+    """Return those of ``counts`` that there is a schedule for: all, unless the component says otherwise."""
+    if case.component().supports.get("any_microbatches", Support.FULL) is Support.FULL:
+        return sorted(counts)
+    found = [count for count in sorted(counts) if _exists(case, count)]
+    assert found, f"actions refuses all of {sorted(counts)} microbatches: expected a schedule for some"
+    return found
+
+
+def _exists(case: Case, count: int) -> bool:
+    try:
+        schedule_of(case).actions(pipeline_of(case), count)
+    except ValueError:
+        return False
+    return True
 
 
 def stages_of(case: Case) -> list[list[int]]:
@@ -180,7 +197,8 @@ def uneven_stages_train_alike(case: Case) -> None:
     stages = sum(map(len, stages_of(case)))
     if stages == 1:
         return
-    sequences = 3 * case.world_size // pipeline_of(case)
+    count = 3 if 3 in many_microbatches(case) else microbatch_counts(case)[-1]
+    sequences = count * case.world_size // pipeline_of(case)
     changes = {
         "model": {"layers": 2 * stages + 1},
         "batch": {"sequences": sequences, "microbatch": 1},

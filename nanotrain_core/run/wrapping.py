@@ -1,0 +1,46 @@
+"""Has the recipe's parallel wrappers transform a rank's model parts, and checks what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch import nn
+
+from nanotrain_core.contracts import Parallel
+from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.dtensors import read_dtensors
+from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Placements, note_roles
+from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.run.returned import check_experts, check_per_head, check_wrapped
+
+Wrappers = Iterable[tuple[Selection, Parallel]]
+
+
+def wrap(
+    stages: dict[int, nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers
+) -> dict[int, nn.Module]:
+    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
+    for selection, wrapper in wrappers:
+        stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
+        check_wrapped(selection, stages.values(), placements)
+    note_roles(stages.values(), placements)
+    check_per_head(stages.values(), placements)
+    check_experts(stages.values(), mesh)
+    return stages
+
+
+def shard_and_draw(
+    parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, seed: int
+) -> None:
+    """Have the wrappers shard parameters of finished parts, update ``placements``, draw weights."""
+    for selection, wrapper in wrappers:
+        for part in parts:
+            wrapper.shard(part, placements, mesh)
+        try:
+            read_dtensors(parts, placements, mesh.layout)
+        except ValueError as problem:
+            raise PluginError(f"parallel '{selection.use}': {problem}") from None
+        check_wrapped(selection, parts, placements)
+    materialise(parts, placements, seed, mesh.device)
