@@ -309,7 +309,7 @@ def workplace(tmp_path_factory):
     return folder
 
 
-#: What a page trains for minutes, a test trains for two steps. The checks of the components that pages give in
+#: What a page trains for minutes, a test trains for two steps. The checks of components that pages give in
 #: whole are run by tests/test_docs.py: here they are listed.
 SHORT = ("--set", "run.steps=2", "--set", "evaluation.every=0", "--set", "evaluation.sequences=4")
 
