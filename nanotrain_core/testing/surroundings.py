@@ -136,7 +136,8 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         return
     wishes = [*WISHES.get(case.kind, lambda component: ())(component)]
     on_ranks = next((wish for wish in wishes if wish.scope is Scope.ALL and wish.topology), Wish(""))
-    for wish in [*wishes, *_own_options(component, case.config, Wish("") if fixed else on_ranks)]:
+    options = [*_own_options(component, case.config, Wish("") if fixed else on_ranks)]
+    for wish in [*wishes, *options]:
         if fixed and (wish.topology or wish.world):
             continue
         if reason := _declined(component, wish.needs):
@@ -144,6 +145,8 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
             continue
         made = _made(base, wish)
         refused = None if case.kind == "topology" else _refusal(made)
+        if refused is None and wish in options:
+            refused = _not_here(made)
         yield (
             Skip(wish.name, f"refused: {refused}")
             if refused
@@ -188,6 +191,18 @@ def _refusal(case: Case) -> str | None:
         case.recipe()
     except RecipeError as error:
         return next((line for line in error.lines if not line.startswith("the recipe of")), str(error))
+    except NanotrainError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _not_here(case: Case) -> str | None:
+    """Return why a run with that option cannot be composed on this machine, as one that needs a GPU."""
+    from nanotrain_core.testing.probe import make_run  # it imports torch
+
+    try:
+        case.build()
+        make_run(case.alone(), {})
     except NanotrainError as error:
         return str(error).splitlines()[0]
     return None
