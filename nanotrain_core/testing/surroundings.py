@@ -205,6 +205,8 @@ def _not_here(case: Case) -> str | None:
         make_run(case.alone(), {})
     except NanotrainError as error:
         return str(error).splitlines()[0]
+    except Exception:  # a mistake, which the checks tell
+        return None
     return None
 
 
@@ -271,10 +273,14 @@ def _others(hint: Any, default: Any) -> Sequence[Any]:
 # --- kind by kind ----------------------------------------------------------------------------------
 
 
+#: The check with layers that the tiny models do not have.
+MORE_LAYERS = "inner_shared_and_biased_layers"
+
+
 def _parallel(component: Component) -> Iterator[Wish]:
     own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
     here = {"use": component.name}
-    inner = frozenset({"inner_shared_and_biased_layers", "any_number_of_microbatches"})
+    inner = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
     if "gradient_sync" in component.provides:
         yield from _sync("parallel", [here], inner)
     elif own:
@@ -284,7 +290,8 @@ def _parallel(component: Component) -> Iterator[Wish]:
             around = {**model, "parallel": [here, SUMMED]}
             yield Wish(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
             yield Wish(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=inner, needs=(dim,))
-            yield Wish(f"{dim}4", {**({"dp": 4} if data else {}), dim: 4}, around, needs=(dim,))
+            four = {**({"dp": 4} if data else {}), dim: 4}
+            yield Wish(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
             if not model:
                 yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
             staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
