@@ -6,6 +6,7 @@ Each twin of ``tests/twins.py`` is given to it with no options. One that no chec
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -84,19 +85,32 @@ def table(found: Iterable[Caught]) -> str:
     return "\n".join(lines)
 
 
+def _read(path: Path) -> list[Caught]:
+    """Return what an earlier run found, if there was one."""
+    return [Caught(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hunt all twins, print the table, and return 0 if none survived, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks twins", description=__doc__)
     parser.add_argument("--kind", choices=KINDS, help="twins of one kind alone")
     parser.add_argument("--directly", action="store_true", help="begin with the checks meant for each fault")
+    parser.add_argument(
+        "--found", type=Path, metavar="FILE", help="keep what is found there, and go on from what it has"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table between its markers")
     args = parser.parse_args(arguments)
+    known = {(one.kind, one.use): one for one in _read(args.found)} if args.found else {}
     found = []
     for fault in faults():
         for use in fault.twins if args.kind in (None, fault.kind) else ():
-            found.append(hunt(fault, use, directly=args.directly))
-            word = "caught  " if found[-1].check else "SURVIVED"
-            print(f"{word} {fault.kind}:{use} {found[-1].check}", flush=True)
+            one = known.get((fault.kind, use)) or hunt(fault, use, directly=args.directly)
+            found.append(one)
+            if args.found and (fault.kind, use) not in known:
+                with args.found.open("a") as file:
+                    file.write(json.dumps(attrs.asdict(one)) + "\n")
+            word = "caught  " if one.check else "SURVIVED"
+            print(f"{word} {fault.kind}:{use} {one.check}", flush=True)
     text = table(found)
     print(text)
     if args.markdown:

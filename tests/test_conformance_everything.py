@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from nanotrain_core.registry.registry import load_plugins
-from nanotrain_core.testing import Case
+from nanotrain_core.testing import Case, planned
 from nanotrain_core.testing.case import CORPUS
 from nanotrain_core.testing.disaster import writes
 from nanotrain_core.testing.surroundings import filled
@@ -50,3 +50,26 @@ def test_only_what_may_change_the_disk_counts_as_a_write(tmp_path):
             assert writes(function), function
     for function in (io.BytesIO().write, io.StringIO().close, [].remove, deque().remove, os.close, len):
         assert not writes(function), function
+
+
+def test_an_option_that_needs_another_machine_is_skipped_with_the_reason(tmp_path):
+    plugin = tmp_path / "elsewhere.py"
+    plugin.write_text(
+        "from typing import Literal\n"
+        "import attrs\n"
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.component import Component\n"
+        "from nanotrain_core.errors import NanotrainError\n"
+        "@attrs.define(frozen=True, kw_only=True)\n"
+        "class Config:\n"
+        "    device: Literal['cpu', 'moon'] = 'cpu'\n"
+        "def build(config):\n"
+        "    if config.device == 'moon':\n"
+        "        raise NanotrainError('schedule.device: needs a moon')\n"
+        "@hookimpl\n"
+        "def nanotrain_register_schedule(register):\n"
+        "    register(Component(name='elsewhere', config=Config, factory=f'{__name__}:build'))\n"
+    )
+    _, skipped = planned(Case("schedule", use="elsewhere", plugins=[plugin]))
+    last = skipped[-1]
+    assert (last.name, last.reason) == ("device=moon", "refused: schedule.device: needs a moon")

@@ -155,7 +155,8 @@ def train_around(case: Case, changes: Mapping[str, Any], other: Mapping[str, Any
 def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Trace:
     """Train with an extra parameter in every stage.
 
-    Used ``nowhere``, ``on_one_rank`` of dp, or on all ranks ``from_the_second_step`` on.
+    Used ``nowhere``, ``on_one_rank`` of dp, or on all ranks ``from_the_second_step`` on or
+    ``in_the_first_step``.
     """
     batch = case.recipe(**changes).batch
     with extra_parameter(used_on, lambda mesh: batch.microbatches(mesh.size("dp"))):
@@ -175,22 +176,25 @@ def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda m
     def build_with_extra(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
         stages = build(model, parts, mesh, ops)
         used = used_on == "on_one_rank" and mesh.coordinate("dp") == mesh.size("dp") - 1
-        later = used_on == "from_the_second_step"
+        changes = used_on in ("from_the_second_step", "in_the_first_step")
         for number, part in stages.items():
-            _add_extra(part, f"extra_{number}", used or later, microbatches(mesh) if later else 0)
+            first_step = microbatches(mesh) if changes else 0
+            early = used_on == "in_the_first_step"
+            _add_extra(part, f"extra_{number}", used or changes, first_step, early=early)
         return stages
 
     with mock.patch.object(compose, "build_stages", build_with_extra):
         yield
 
 
-def _add_extra(part: Any, name: str, used: bool, passes_without: int) -> None:
+def _add_extra(part: Any, name: str, used: bool, first_passes: int, *, early: bool) -> None:
+    """Have a part use one more parameter: after its ``first_passes``, or, if ``early``, in these alone."""
     known, passes = part.initializer, itertools.count()
     part.register_parameter(name, torch.nn.Parameter(torch.empty(3, device="meta")))
     part.initializer = lambda n: Initializer("constant", 1.0) if n == name else known(n)
 
     def add_to_loss(module: Any, inputs: Any, output: Any) -> Any:
-        if torch.is_grad_enabled() and next(passes) < passes_without:
+        if torch.is_grad_enabled() and (next(passes) < first_passes) != early:
             return output
         losses = {term: value + getattr(module, name).sum() for term, value in output.losses.items()}
         return attrs.evolve(output, losses=losses)

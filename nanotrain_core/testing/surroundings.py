@@ -136,7 +136,8 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         return
     wishes = [*WISHES.get(case.kind, lambda component: ())(component)]
     on_ranks = next((wish for wish in wishes if wish.scope is Scope.ALL and wish.topology), Wish(""))
-    for wish in [*wishes, *_own_options(component, case.config, Wish("") if fixed else on_ranks)]:
+    options = [*_own_options(component, case.config, Wish("") if fixed else on_ranks)]
+    for wish in [*wishes, *options]:
         if fixed and (wish.topology or wish.world):
             continue
         if reason := _declined(component, wish.needs):
@@ -144,6 +145,8 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
             continue
         made = _made(base, wish)
         refused = None if case.kind == "topology" else _refusal(made)
+        if refused is None and wish in options:
+            refused = _not_here(made)
         yield (
             Skip(wish.name, f"refused: {refused}")
             if refused
@@ -190,6 +193,20 @@ def _refusal(case: Case) -> str | None:
         return next((line for line in error.lines if not line.startswith("the recipe of")), str(error))
     except NanotrainError as error:
         return str(error).splitlines()[0]
+    return None
+
+
+def _not_here(case: Case) -> str | None:
+    """Return why a run with that option cannot be composed on this machine, as one that needs a GPU."""
+    from nanotrain_core.testing.probe import make_run  # it imports torch
+
+    try:
+        case.build()
+        make_run(case.alone(), {})
+    except NanotrainError as error:
+        return str(error).splitlines()[0]
+    except Exception:  # a mistake, which the checks tell
+        return None
     return None
 
 
@@ -256,10 +273,14 @@ def _others(hint: Any, default: Any) -> Sequence[Any]:
 # --- kind by kind ----------------------------------------------------------------------------------
 
 
+#: The check with layers that the tiny models do not have.
+MORE_LAYERS = "inner_shared_and_biased_layers"
+
+
 def _parallel(component: Component) -> Iterator[Wish]:
     own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
     here = {"use": component.name}
-    inner = frozenset({"inner_shared_and_biased_layers", "any_number_of_microbatches"})
+    inner = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
     if "gradient_sync" in component.provides:
         yield from _sync("parallel", [here], inner)
     elif own:
@@ -269,7 +290,8 @@ def _parallel(component: Component) -> Iterator[Wish]:
             around = {**model, "parallel": [here, SUMMED]}
             yield Wish(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
             yield Wish(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=inner, needs=(dim,))
-            yield Wish(f"{dim}4", {**({"dp": 4} if data else {}), dim: 4}, around, needs=(dim,))
+            four = {**({"dp": 4} if data else {}), dim: 4}
+            yield Wish(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
             if not model:
                 yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
             staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})

@@ -15,6 +15,7 @@ import torch
 
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.placement import Shape
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.checkpoint import assert_refused, steps_and_latest
@@ -27,8 +28,12 @@ from nanotrain_core.testing.saving import (
     temporary_folder,
 )
 
-#: Names that no checkpoint has: of a weight, of a moment.
-MISSING = {"weight": "layers.0.extra.weight", "moment": "exp_avg/layers.0.extra.weight"}
+#: What no checkpoint has: a weight, a moment, a vector.
+MISSING: Mapping[str, tuple[str, Shape]] = {
+    "weight": ("layers.0.extra.weight", (3, 2)),
+    "moment": ("exp_avg/layers.0.extra.weight", (3, 2)),
+    "vector": ("layers.0.extra.bias", (3,)),
+}
 
 
 @check("checkpoint", since="0.2", variants=tuple(MISSING))
@@ -36,14 +41,14 @@ def a_missing_tensor_is_refused(case: Case, which: str) -> None:
     """A run with a tensor that was not saved is refused on every rank, and nothing live is touched."""
     with temporary_folder() as folder:
         run_ranks(save_steps, case.world_size, case, folder, [1])
-        refusals = run_ranks(load_with_more, case.world_size, case, folder, MISSING[which])
-    assert_refused(refusals, f"a checkpoint without {MISSING[which]}", verified=False)
+        refusals = run_ranks(load_with_more, case.world_size, case, folder, *MISSING[which])
+    assert_refused(refusals, f"a checkpoint without {MISSING[which][0]}", verified=False)
 
 
-def load_with_more(case: Case, folder: Path, name: str) -> Refusal:
+def load_with_more(case: Case, folder: Path, name: str, shape: Shape) -> Refusal:
     """Load step 1 into a run with one more tensor."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
-    more = Block(name, (3, 2), (0, 0), torch.full((3, 2), -1.0))
+    more = Block(name, shape, (0,) * len(shape), torch.full(shape, -1.0))
     state = attrs.evolve(state, blocks=[*state.blocks, more])
     try:
         checkpoint.load("1", state)
@@ -56,8 +61,11 @@ def load_with_more(case: Case, folder: Path, name: str) -> Refusal:
 
 @check("checkpoint", since="0.2")
 def steps_are_numbers(case: Case) -> None:
-    """Of steps 8, 9 and 10 the newest is 10, they are listed in this order, and the oldest goes first."""
-    for saved in ([8, 9, 10], [99, 100]):
+    """Of steps 8, 9 and 10 the newest is 10, they are listed in this order, and the oldest goes first.
+
+    So it is where a number outgrows the zeros in front of it.
+    """
+    for saved in ([8, 9, 10], [99, 100], [9_999, 10_000], [999_999, 1_000_000]):
         with temporary_folder() as folder:
             run_ranks(save_steps, case.world_size, case, folder, saved)
             found = run_ranks(steps_and_latest, case.world_size, case, folder)
@@ -100,7 +108,7 @@ def when_due(case: Case, folder: Path) -> list[int]:
 @contextmanager
 def other_clock(seconds: float) -> Iterator[None]:
     """Have every look at a clock find it further by ``seconds``, whatever name a module has for it."""
-    names = ("time", "monotonic", "perf_counter")
+    names = [f"{name}{unit}" for name in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")]
     real: Mapping[str, Callable[[], float]] = {name: getattr(time, name) for name in names}
     passed = 0.0
 
@@ -108,7 +116,7 @@ def other_clock(seconds: float) -> Iterator[None]:
         def clock() -> float:
             nonlocal passed
             passed += seconds
-            return real[name]() + passed
+            return real[name]() + (int(passed * 1e9) if name.endswith("_ns") else passed)
 
         return clock
 

@@ -56,8 +56,8 @@ def position_in_later_epochs_can_be_put_back(case: Case) -> None:
 
 @check("data", since="0.2", variants=("2", "3"))
 def shards_make_up_later_epochs(case: Case, shards: str) -> None:
-    """Past the end of the first epoch too, all shards' rows side by side are what one process sees."""
-    count, steps = int(shards), first_epoch(case) + 2
+    """In the second epoch and the third too, all shards' rows side by side are what one process sees."""
+    count, steps = int(shards), 2 * (first_epoch(case) + 1) + 2
     parts = [batches(opened(case), steps, Shard(index, count)) for index in range(count)]
     joined, whole = torch.cat(parts, dim=2), batches(opened(case), steps)
     for step in range(steps):

@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
-from nanotrain_core.testing.checks.optimizer import driven, undecayed, weights, whole_of
+from nanotrain_core.testing.checks.optimizer import driven, has_decay, undecayed, weights, whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, train
@@ -17,8 +19,10 @@ from nanotrain_core.testing.probe import Drive, train
 @check("optimizer", since="0.2")
 def learning_rate_of_each_step(case: Case) -> None:
     """At a rate of 0 a later step moves no weight, at half of it half as far, and the next all of them."""
-    case, ones = undecayed(case), [1.0] * 4
-    ranks = driven(case, ones, rates=[1.0, 0.0, 1.0, 0.0])
+    ones = [1.0] * 4
+    decay = {"weight_decay": 0.1} if has_decay(case) else {}  # what decays may be a group of its own
+    decayed, case = attrs.evolve(case, config={**case.config, **decay}), undecayed(case)
+    ranks = driven(decayed, ones, rates=[1.0, 0.0, 1.0, 0.0])
     after = [whole([rank.each[step] for rank in ranks]) for step in range(4)]
     for step in (1, 3):
         assert_same(after[step], after[step - 1], f"weights of step {step + 1}, at a rate of 0", atol=0.0)

@@ -52,12 +52,17 @@ def _data_parallel_alone(case: Case) -> bool:
     return all(degree == 1 or dim == "dp" for dim, degree in case.topology.items())
 
 
-@check("parallel", since="0.2", applies=_data_parallel_alone)
-def a_parameter_may_be_used_later(case: Case) -> None:
-    """A parameter that no rank uses in the first step has its gradient from the second on."""
+@check(
+    "parallel",
+    since="0.2",
+    applies=_data_parallel_alone,
+    variants=("from_the_second_step", "in_the_first_step"),
+)
+def a_parameter_may_be_used_later(case: Case, used: str) -> None:
+    """A parameter that no rank uses in the first step, or in later ones, has its gradient in the others."""
     changes: dict[str, Any] = {"run": {"steps": 4}}
-    ranks = run_ranks(train_with_extra, case.world_size, case, changes, "from_the_second_step")
-    (alone,) = run_ranks(train_with_extra, 1, case.alone(), changes, "from_the_second_step")
+    ranks = run_ranks(train_with_extra, case.world_size, case, changes, used)
+    (alone,) = run_ranks(train_with_extra, 1, case.alone(), changes, used)
     assert_same(
         whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 4 steps", atol=EXACT
     )

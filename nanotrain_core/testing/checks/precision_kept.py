@@ -45,7 +45,7 @@ def kept_dtypes_are_kept(case: Case) -> None:
 @check("precision", since="0.2")
 def loss_scale_grows_when_it_would_have(case: Case) -> None:
     """Put back from ``meta`` at any step, a scale grows at the very step at which the old one does."""
-    for good in (1, 7, 300):
+    for good in (1, 7, 300, STEPS + 3):  # also after it has grown
         old, new = precision_of(case).loss_scale, precision_of(case).loss_scale
         old.update(True)
         for _ in range(good):
