@@ -21,14 +21,10 @@ CLOSED = RuntimeError("[..gloo/transport/tcp/pair.cc:547] Connection closed by p
 
 
 @pytest.fixture
-def three(monkeypatch):
+def three():
     """Return three ranks that beat in one process, twenty times a second."""
-    monkeypatch.setattr(peers, "LINGER", 0.2)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with mock.patch.object(peers, "max", lambda *values: min(0.05, *values), create=True):
-        ranks = [Peers(store, rank, 3) for rank in range(3)]
-    for each in ranks:
-        each.silence, each.linger = 60.0, 0.5
+    ranks = [Peers(store, rank, 3, interval=0.05, linger=1.0) for rank in range(3)]
     yield ranks
     for each in reversed(ranks):
         each.stop()

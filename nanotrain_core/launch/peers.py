@@ -61,23 +61,33 @@ def watching_peers(store: Store, rank: int, world_size: int) -> Iterator[None]:
 class Peers(threading.Thread):
     """One rank's beat, and its ear for what is announced. Runs until :meth:`stop`."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, silence: float = SILENCE) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        silence: float = SILENCE,
+        interval: float | None = None,
+        linger: float = LINGER,
+    ) -> None:
         """Begin to beat.
 
         Args:
             store: where the ranks of this attempt met; it is cloned, as others wait in it.
             rank: this process's.
             world_size: ranks that beat.
-            silence: seconds without a beat that are too many.
+            silence: seconds without a beat that are too many, or more where beats are rare.
+            interval: seconds between beats. None: one, or as many as let the store take 100 beats a second.
+            linger: see :data:`LINGER`; at least two beats.
         """
         super().__init__(name="peers", daemon=True)
         from torch.distributed import PrefixStore
 
         self.rank, self.world_size = rank, world_size
-        #: Seconds between beats: a store has at most 100 a second to take.
-        self.interval = max(1.0, world_size / 100)
+        self.interval = max(1.0, world_size / 100) if interval is None else interval
         self.silence = max(silence, 2 * MISSED * self.interval)
-        self.linger = max(LINGER, 2 * self.interval)
+        self.linger = max(linger, 2 * self.interval)
         self.store = PrefixStore("peers", store).clone()  # type: ignore[attr-defined]  # no stub has it
         self.store.set_timeout(timedelta(seconds=self.silence))
         self.store.set(f"at/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
