@@ -1,7 +1,8 @@
 """What looking costs: a step of the ``laptop`` recipe with monitors, and without.
 
-They are ``health`` at its standard level, all of nanotrain-performance, and both together, as a recipe has
-them by default: every step is logged, and of these one in 20 reads tensors.
+They are ``health`` at its standard level, all of nanotrain-performance, and both together, ``standard``: what
+docs/monitoring.md calls the standard level. All have their default settings: every step is logged, and of
+these one in 20 reads tensors.
 
 Both sides take turns, the order of a pair changing with each, so that what else the machine does is in both.
 Of each pair there are two ratios: of the processor time of all ranks, and of the seconds by the clock of
@@ -42,7 +43,7 @@ RANKS = (1, 4)
 MONITORS = {
     "health": ("health",),
     "performance": ("throughput", "memory", "pipeline", "device", "goodput"),
-    "both": ("health", "throughput", "memory", "pipeline", "device", "goodput"),
+    "standard": ("health", "throughput", "memory", "pipeline", "device", "goodput"),
 }
 
 
