@@ -8,6 +8,7 @@ fastest are then planned whole.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ def sweep(
     found: list[tuple[Recipe, Candidate]] = []
     looked_at = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
+    gc.freeze()  # what is there stays: to look for garbage in it took a seventh of the time
     with Workers(job, processes or _processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
@@ -71,6 +73,7 @@ def sweep(
             tell(looked_at)
         found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].told))
         best = workers.plan_whole([recipe for recipe, _ in found[:WHOLE]])
+    gc.unfreeze()
     own = as_planned(plan, own=True)
     as_it_is = describe(plan.recipe, plan.layout)
     others = [each for each in best if each is not None and each.told != as_it_is]

@@ -374,4 +374,6 @@ class RecordedExecutor(Executor):
 
     def _execute(self, action: Action) -> None:
         self.recorder.enter(str(action))
+        if self.recorder.values is not None:
+            self.recorder.values.tokens = tuple(self._microbatches[action.microbatch].tokens.shape)
         super()._execute(action)
