@@ -17,7 +17,7 @@ import attrs
 
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.blocks.schedules import RememberedSchedules
-from nanotrain_plan.compare import Candidate, as_planned, describe
+from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -33,6 +33,13 @@ class Swept:
     candidates: Sequence[Candidate]
     """Those that fit first, the fastest first."""
     looked_at: int
+    """:attr:`planned`, :attr:`bounded` and :attr:`refused` together."""
+    planned: int
+    """Put together from blocks, or planned whole."""
+    bounded: int
+    """Left out since a bound says that they do not fit, or cannot be among the fastest."""
+    refused: int
+    """Layouts that cannot run, or cannot be planned."""
     left_out: dict[str, int]
     """Numbers of layouts by reason."""
 
@@ -81,7 +88,15 @@ def sweep(
     rest = [candidate for _, candidate in found if candidate.told not in told]
     candidates = [own, *others, *rest]
     candidates.sort(key=lambda each: (not each.fits, -each.tokens_per_second, each.told))
-    return Swept(candidates=candidates, looked_at=looked_at, left_out=dict(sorted(left_out.items())))
+    bounded = sum(left_out[reason] for reason in BOUNDS)
+    return Swept(
+        candidates=candidates,
+        looked_at=looked_at,
+        planned=len(found),
+        bounded=bounded,
+        refused=looked_at - len(found) - bounded,
+        left_out=dict(sorted(left_out.items())),
+    )
 
 
 def _processors() -> int:
