@@ -169,7 +169,7 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     assert swept.candidates[0].whole
     assert swept.looked_at >= len(swept.candidates)
     assert all(number > 0 for number in swept.left_out.values())
-    assert swept.left_out["recomputes more than it needs to fit"] == swept.bounded > 0
+    assert swept.bounded > swept.left_out["recomputes more than it needs to fit"] > 0
     refused = [
         n for reason, n in swept.left_out.items() if reason.startswith(("refused", "cannot be planned"))
     ]
