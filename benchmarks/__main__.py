@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import bubble, kernels, mesh, moe, monitors, narrow, optimizer, originals, startup
+from benchmarks import bubble, kernels, mesh, moe, monitors, narrow, optimizer, originals, planning, startup
 from benchmarks.cases import ALONE, CASES, DROPINS, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
@@ -29,6 +29,7 @@ NAMES = (
     "bubble",
     "startup",
     "mesh",
+    "planning",
 )
 ON_GPU = "gpu"
 TWINS = "twins"
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured += measure_bubbles(args.rounds * args.steps) if "bubble" in names else []
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []
+    measured += planning.measure(rounds=args.rounds) if "planning" in names else []
     text = markdown(measured)
     print(text)
     if args.json:

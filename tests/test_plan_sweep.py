@@ -16,7 +16,7 @@ from nanotrain_plan.blocks.probe import NotComposable, choose
 from nanotrain_plan.compare import _held
 from nanotrain_plan.dry.operators import key_of
 from nanotrain_plan.hardware import find_hardware
-from nanotrain_plan.sweep import sweep
+from nanotrain_plan.sweep import WHOLE, sweep
 
 from nanotrain_core.api import Costs, find_problems, resolve_recipe
 
@@ -169,4 +169,29 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     assert swept.candidates[0].whole
     assert swept.looked_at >= len(swept.candidates)
     assert all(number > 0 for number in swept.left_out.values())
-    assert swept.left_out["recomputes more than it needs to fit"] > 0
+    assert swept.bounded > swept.left_out["recomputes more than it needs to fit"] > 0
+    refused = [
+        n for reason, n in swept.left_out.items() if reason.startswith(("refused", "cannot be planned"))
+    ]
+    assert swept.refused == sum(refused)
+    assert swept.planned == swept.looked_at - swept.refused - swept.bounded > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("share", [0.6, 2.0])
+def test_bounds_leave_out_no_layout_that_is_among_the_fastest(dense, monkeypatch, share):
+    """``share``: memory of a device, over what the recipe takes; with less of it more bounds apply."""
+    plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
+    memory_gb = share * plan.worst.peak / 1e9
+    scarce = attrs.evolve(plan.hardware, memory_gb=memory_gb, reserved_gb=0.0)
+    plan = try_plan(dense.recipe, dense.registry, scarce)
+    bounded = sweep(plan, dense.registry, limit=60, processes=1)
+    monkeypatch.setattr("nanotrain_plan.compare.MARGIN", float("inf"))
+    monkeypatch.setattr("nanotrain_plan.compare.Comparison._is_full", lambda *_: False)
+    monkeypatch.setattr("nanotrain_plan.compare.Comparison._is_slow", lambda *_: False)
+    monkeypatch.setattr("nanotrain_plan.compare.Comparison._least", lambda *_: 0.0)
+    exhaustive = sweep(plan, dense.registry, limit=60, processes=1)
+    assert exhaustive.planned > bounded.planned
+    assert exhaustive.looked_at == bounded.looked_at
+    fastest = [[each for each in found.candidates if each.fits][:WHOLE] for found in (bounded, exhaustive)]
+    assert fastest[0] == fastest[1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -189,15 +190,26 @@ def _stages(
     """
     schedule = registry.build(recipe.schedule)
     pp, microbatches = pipeline_of(layout), microbatches_of(recipe, layout)
+    refusal = _refusal if isinstance(schedule, Hashable) else _refusal.__wrapped__
+    try:
+        wrong = refusal(schedule, None if between else model_layers(recipe), pp, microbatches, between)
+    except Exception as error:
+        raise PluginError(f"schedule '{recipe.schedule.use}' raised {describe(error)}") from error
+    if wrong is not None:
+        yield Problem("schedule", f"'{recipe.schedule.use}': {wrong}")
+
+
+@lru_cache(4096)  # a sweep asks one schedule for the same actions at many degrees
+def _refusal(schedule: Any, layers: int | None, pp: int, microbatches: int, between: bool) -> str | None:
+    """Return what is wrong with a schedule's stages and actions, which are functions of these numbers."""
     try:
         if between:
             expect_each_pass(schedule, pp=pp, microbatches=microbatches)
         else:
-            expect_one_step(schedule, layers=model_layers(recipe), pp=pp, microbatches=microbatches)
+            expect_one_step(schedule, layers=layers, pp=pp, microbatches=microbatches)
     except ValueError as error:
-        yield Problem("schedule", f"'{recipe.schedule.use}': {error}")
-    except Exception as error:
-        raise PluginError(f"schedule '{recipe.schedule.use}' raised {describe(error)}") from error
+        return str(error)
+    return None
 
 
 def pipeline_of(layout: Layout) -> int:

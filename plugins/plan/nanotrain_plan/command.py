@@ -29,46 +29,69 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
-    parser.add_argument("--ranks", type=int, metavar="N", help="plan for so many (the recipe's run.ranks)")
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="devices to plan for (default: the recipe's run.ranks)"
+    )
     parser.add_argument(
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or a TOML file of your own (h100)",
+        help=f"{', '.join(shipped())}, or a TOML file of your own (default: h100)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: docs/planning.md lists the keys")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with the pipeline's timeline")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with the pipeline's timeline")
     parser.add_argument(
         "--sweep",
         type=int,
         nargs="?",
         const=500,
         metavar="N",
-        help="also compare about N other layouts (500) by tokens/s, and plan the fastest whole",
+        help="also compare about N other layouts (default: 500) by tokens/s; takes seconds to minutes",
     )
     many = parser.add_argument_group("simulation of a long run, with --simulate")
-    many.add_argument("--simulate", action="store_true", help="steps with slow ranks, goodput with failures")
+    many.add_argument("--simulate", action="store_true", help="also simulate slow ranks and failures")
     many.add_argument(
-        "--slow-ranks", type=_share, default=0.01, metavar="SHARE", help="slow in a step (0.01)"
+        "--slow-ranks",
+        type=_share,
+        default=0.01,
+        metavar="SHARE",
+        help="of ranks that are slow in a step (default: 0.01)",
     )
-    many.add_argument("--slow-factor", type=_factor, default=1.5, metavar="X", help="of their time (1.5)")
+    many.add_argument(
+        "--slow-factor",
+        type=_factor,
+        default=1.5,
+        metavar="X",
+        help="by which they take longer (default: 1.5)",
+    )
     many.add_argument(
         "--failure-hours",
         type=_positive,
         metavar="H",
-        help="between failures of the run (50,700 over its ranks: Llama 3's)",
+        help="between failures of the run (default: 50,700 over its number of ranks, as Llama 3's)",
     )
     many.add_argument(
-        "--checkpoint-minutes", type=_positive, metavar="M", help="between checkpoints (the recipe's)"
+        "--checkpoint-minutes",
+        type=_positive,
+        metavar="M",
+        help="between checkpoints (default: the recipe's)",
     )
     many.add_argument(
-        "--restart-minutes", type=_positive, default=5.0, metavar="M", help="from failure to training (5)"
+        "--restart-minutes",
+        type=_positive,
+        default=5.0,
+        metavar="M",
+        help="from a failure until the run trains again (default: 5)",
     )
-    many.add_argument("--times", metavar="FILE", help="measured times of actions: docs/planning.md")
-    many.add_argument("--draws", type=_count, default=1000, metavar="N", help="steps to draw (1000)")
-    many.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
+    many.add_argument(
+        "--times", metavar="FILE", help="JSON of measured seconds of actions: docs/planning.md has its keys"
+    )
+    many.add_argument(
+        "--draws", type=_count, default=1000, metavar="N", help="simulated steps (default: 1000)"
+    )
+    many.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
     parser.add_argument(
-        "--no-advice", action="store_true", help="of a recipe that does not fit, plan no others"
+        "--no-advice", action="store_true", help="do not look for changes that make a recipe fit"
     )
 
 

@@ -33,6 +33,9 @@ LEAST_MISSED = "other schedules that do not fit, whatever their weight gradients
 LESS_DOES = "recomputes more than it needs to fit"
 SLOWER = "slower than the recipe or five found before, even if the busiest device never waited"
 
+#: Why layouts are left out that could run. Others are refused, or cannot be planned.
+BOUNDS = (FULL, MISSED, LEAST_MISSED, LESS_DOES, SLOWER)
+
 
 @attrs.define(frozen=True, kw_only=True)
 class Candidate:

@@ -37,7 +37,10 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
 def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
     """Print the layouts that were planned whole, and how many others there were."""
     fitting = sum(each.fits for each in swept.candidates)
-    told = f"{swept.looked_at} layouts compared, {fitting} fit; planned whole, by tokens/s:"
+    told = (
+        f"{swept.looked_at} layouts: {swept.planned} planned, {fitting} fit, "
+        f"{swept.bounded} left out by bounds, {swept.refused} refused. The fastest, by tokens/s:"
+    )
     console.print(Text(told, style="bold"))
     table = _table("layout", "tokens/s", "MFU", "peak", "", "bubble")
     for each in swept.candidates:
@@ -55,7 +58,7 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
         )
     console.print(Padding(table, (0, 0, 0, 2)))
     if swept.left_out:
-        console.print(Text("left out:", style="dim"))
+        console.print(Text("not planned, and why:", style="dim"))
         for reason, number in swept.left_out.items():
             console.print(Text(f"  {number:,}: {reason}", style="dim"))
 

@@ -8,6 +8,7 @@ fastest are then planned whole.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import attrs
 
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.blocks.schedules import RememberedSchedules
-from nanotrain_plan.compare import Candidate, as_planned, describe
+from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -32,6 +33,13 @@ class Swept:
     candidates: Sequence[Candidate]
     """Those that fit first, the fastest first."""
     looked_at: int
+    """:attr:`planned`, :attr:`bounded` and :attr:`refused` together."""
+    planned: int
+    """Put together from blocks, or planned whole."""
+    bounded: int
+    """Left out since a bound says that they do not fit, or cannot be among the fastest."""
+    refused: int
+    """Layouts that cannot run, or cannot be planned."""
     left_out: dict[str, int]
     """Numbers of layouts by reason."""
 
@@ -63,6 +71,7 @@ def sweep(
     found: list[tuple[Recipe, Candidate]] = []
     looked_at = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
+    gc.freeze()  # what is there stays: to look for garbage in it took a seventh of the time
     with Workers(job, processes or _processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
@@ -71,6 +80,7 @@ def sweep(
             tell(looked_at)
         found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].told))
         best = workers.plan_whole([recipe for recipe, _ in found[:WHOLE]])
+    gc.unfreeze()
     own = as_planned(plan, own=True)
     as_it_is = describe(plan.recipe, plan.layout)
     others = [each for each in best if each is not None and each.told != as_it_is]
@@ -78,7 +88,15 @@ def sweep(
     rest = [candidate for _, candidate in found if candidate.told not in told]
     candidates = [own, *others, *rest]
     candidates.sort(key=lambda each: (not each.fits, -each.tokens_per_second, each.told))
-    return Swept(candidates=candidates, looked_at=looked_at, left_out=dict(sorted(left_out.items())))
+    bounded = sum(left_out[reason] for reason in BOUNDS)
+    return Swept(
+        candidates=candidates,
+        looked_at=looked_at,
+        planned=len(found),
+        bounded=bounded,
+        refused=looked_at - len(found) - bounded,
+        left_out=dict(sorted(left_out.items())),
+    )
 
 
 def _processors() -> int:

@@ -175,7 +175,6 @@ def take_probe(
     idle: list[Any] = [set()] * (PIPELINE - pp)
     told = [*survey(recipe, probing, ranks, host=host), *idle] if pp > 1 else []
     values = Values()
-    steps = [
-        dry_rank(recipe, probing, layout, rank, told, values, host=host, lasting=False) for rank in ranks
-    ]
+    taken = partial(dry_rank, recipe, probing, layout, told=told, values=values, host=host, lasting=False)
+    steps = [taken(rank, updates=rank == 0) for rank in ranks]  # the first one's update stands for all
     return Probe(layout, steps, tuple(parts), cache(partial(axis_of, layout=layout)))

@@ -35,6 +35,9 @@ Sort = tuple[str, int, int, bool]
 #: What memory of a rank is held by, in the order of a table.
 HOLDERS = ("weights", "masters", "optimizer", "gradients", "other")
 
+#: What a step does around its actions, in order.
+AROUND = ("counts", "sync", "update", "balance")
+
 
 @attrs.define
 class Share:
@@ -71,7 +74,7 @@ class RankStep:
     measured: Mapping[Sort, Phase]
     """One action of each sort."""
     around: Mapping[str, Phase]
-    """``counts``, ``sync``, ``update`` and ``balance``: what a step does around its actions."""
+    """By :data:`AROUND`, as far as they were taken."""
     saved: float
     """Bytes of a checkpoint that this rank stands for: of what several ranks hold, its share."""
     described: Sequence[str]
@@ -190,6 +193,7 @@ def dry_rank(
     host: bool,
     lasting: bool = True,
     every_microbatch: bool = False,
+    updates: bool = True,
     look: Callable[[Run], Any] | None = None,
 ) -> RankStep:
     """Compose a rank and run a step of it.
@@ -204,6 +208,7 @@ def dry_rank(
         host: whether it is to be a CPU.
         lasting: whether it holds what it sends, see :class:`DryMesh`.
         every_microbatch: take a step of all of them, not only of those that stand for others.
+        updates: false leaves out the optimizer's update, and what follows it.
         look: called with the composed run, before the step. Then the recorder also notes who asks for each
             collective.
     """
@@ -223,7 +228,7 @@ def dry_rank(
         if every_microbatch:
             sampled = list(range(step.count))
         first = len(recorder.phases)
-        step.run(sampled, forward_first=not every_microbatch)
+        step.run(sampled, forward_first=not every_microbatch, updates=updates)
         recorder.enter("end")
         recorder.settle(first)
     phases = {phase.name: phase for phase in recorder.phases[first:]}
@@ -238,7 +243,7 @@ def dry_rank(
         parameters={p.placement.name: p.parameter.numel() for p in run.placed},
         global_parameters={p.placement.name: _product(p.placement.global_shape) for p in run.placed},
         measured=measured,
-        around={name: phases[name] for name in ("counts", "sync", "update", "balance")},
+        around={name: phases[name] for name in AROUND if name in phases},
         saved=saved,
         described=run.described,
         shares=shares,
@@ -336,7 +341,7 @@ class _Step:
         self.executor = RecordedExecutor(recorder, run)
         self.executor_actions: tuple[Action, ...] = ()
 
-    def run(self, microbatches: Sequence[int], *, forward_first: bool) -> None:
+    def run(self, microbatches: Sequence[int], *, forward_first: bool, updates: bool) -> None:
         """Take a step with some of its microbatches, renumbered.
 
         With ``forward_first`` all forward passes come before the others: what a backward pass leaves is freed
@@ -360,6 +365,8 @@ class _Step:
         self.executor.run(self.executor_actions, batches, factors)
         recorder.enter("sync")
         run.gradients.finish()
+        if not updates:
+            return
         recorder.enter("update")
         stats = run.optimizer.step(loss_scale=run.loss_scale.value)
         run.gradients.zero()
@@ -376,4 +383,6 @@ class RecordedExecutor(Executor):
 
     def _execute(self, action: Action) -> None:
         self.recorder.enter(str(action))
+        if self.recorder.values is not None:
+            self.recorder.values.tokens = tuple(self._microbatches[action.microbatch].tokens.shape)
         super()._execute(action)

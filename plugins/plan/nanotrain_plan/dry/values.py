@@ -28,8 +28,11 @@ class Values:
 
     def __init__(self) -> None:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.message: tuple[torch.dtype, torch.Size] | None = None
-        """What a pipeline stage last sent: a description of it is all that a message says ahead of it."""
+        self.messages: dict[tuple[int, ...], tuple[torch.dtype, torch.Size]] = {}
+        """What pipeline stages send, by the shape of the batch's tokens: a description of it is all that a
+        message says ahead of it."""
+        self.tokens: tuple[int, ...] = ()
+        """That shape, of the microbatch under way: the last ones of a step may be smaller than others."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the numbers of a tensor, on the CPU, or None."""
@@ -110,12 +113,11 @@ class Values:
                 mine = sent.view(size, -1)[rank]
                 self.learn(out, mine.repeat(size).view(out.shape))
         elif name == "send" and args[0][0].is_floating_point() and args[0][0].dim() > 1:
-            self.message = args[0][0].dtype, args[0][0].shape
-        elif name == "recv_" and args[0][0].dtype == torch.int64 and self.message is not None:
+            self.messages[self.tokens] = args[0][0].dtype, args[0][0].shape
+        elif name == "recv_" and args[0][0].dtype == torch.int64 and self.tokens in self.messages:
             self._describe(args[0][0])
 
     def _describe(self, header: torch.Tensor) -> None:
         """Note what the next stage reads ahead of its first message."""
-        assert self.message is not None
-        dtype, shape = self.message
+        dtype, shape = self.messages[self.tokens]
         self.learn(header, describe_message(torch.empty((), dtype=dtype).expand(shape)))
