@@ -75,10 +75,17 @@ def world_that_does_not_fit_is_refused(case: Case) -> None:
 
 @check("topology", since="0.2")
 def coordinates_are_places_in_groups(case: Case) -> None:
-    """A rank's coordinate is its place in its group, whose ranks ascend; all views are row-major grids."""
-    layout = layout_of(case, case.world_size)
+    """A rank's coordinate is its place in its group, whose ranks ascend; all views are row-major grids.
+
+    So it is in a world of eight times as many ranks, on paper.
+    """
+    for world_size in (case.world_size, 8 * case.world_size):
+        _assert_grids(layout_of(case, world_size))
+
+
+def _assert_grids(layout: Layout) -> None:
     for name, view in layout.views.items():
-        for rank in range(case.world_size):
+        for rank in range(layout.world_size):
             for dim in view.dims:
                 group, place = layout.ranks(rank, dim), layout.coordinate(rank, dim)
                 what = f"{name} view, {dim}: rank {rank}"
