@@ -16,7 +16,7 @@ def case(use, name="", ranks=1, around=None, **config):
 
 test_conformance = conformance(
     case("health", "health", ranks=2),
-    # Failures of any monitor, and what it publishes, go through the core: those of the core's monitors are in the first tier.
+    # These go through the core alone: the first tier has them of the core's own monitors.
     marks=dict.fromkeys(
         (
             "its_failure_does_not_stop_training",

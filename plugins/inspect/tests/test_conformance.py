@@ -10,7 +10,7 @@ SUMMED = {"parallel": [{"use": "summed"}]}
 test_conformance = conformance(
     Case("monitor", use="profiler", config={"steps": "1:2"}),
     Case("monitor", use="dump", config=EVERYTHING, topology={"dp": 2}, overrides=SUMMED, name="tensors"),
-    # Failures of any monitor, and what it publishes, go through the core: those of the core's monitors are in the first tier.
+    # These go through the core alone: the first tier has them of the core's own monitors.
     marks=dict.fromkeys(
         (
             "its_failure_does_not_stop_training",

@@ -9,7 +9,7 @@ DP = {"topology": {"dp": 2}, "overrides": OVERRIDES}
 
 test_conformance = conformance(
     Case("monitor", use="throughput", config={"peak_tflops": 0.1}, **DP),
-    # Failures of any monitor, and what it publishes, go through the core: those of the core's monitors are in the first tier.
+    # These go through the core alone: the first tier has them of the core's own monitors.
     marks=dict.fromkeys(
         (
             "its_failure_does_not_stop_training",
