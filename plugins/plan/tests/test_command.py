@@ -253,15 +253,3 @@ def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
     by_hand = 5 * step[6] + 3 * step[8] + 6 * step[12]
     assert plan["time"]["run"] == grow["seconds"] + rest["seconds"] == pytest.approx(by_hand, rel=1e-9)
     assert plan["data"]["tokens"] == 4032
-
-
-def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_shape(tmp_path, capsys):
-    path = tmp_path / "uneven.toml"
-    path.write_text(
-        TINY.replace("sequences = 8", "sequences = 3") + '[topology]\npp = 2\n[schedule]\nuse = "1f1b"\n'
-    )
-    code, plan = planned(capsys, str(path), "--hardware", "cpu", "--ranks", "2")
-    sent = [each for each in plan["collectives"]["of_a_step"] if each["op"] in ("send", "recv")]
-    assert code == 0
-    assert [each["count"] for each in sent] == [2, 2]  # of two and of one sequence, each way
-    assert [each["bytes"] for each in sent] == [4 * 3 * 32 * 64] * 2

@@ -1,4 +1,6 @@
-"""Phases of a run, each planned on the pipeline stages that the run cuts once."""
+"""Pipelines in plans: stages that a run cuts once for all its phases, and what they send one another."""
+
+import json
 
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.plan import make_plan
@@ -51,3 +53,37 @@ def test_all_phases_have_the_stages_that_the_run_cuts_for_its_longest_sequences(
         stages.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("stage")])
     for cut, as_for_long, as_for_short in (steps, stages):
         assert cut == as_for_long != as_for_short
+
+
+UNEVEN = """
+[run]
+steps = 10
+ranks = 2
+[batch]
+sequences = 3
+microbatch = 2
+length = 32
+[model]
+use = "transformer"
+layers = 3
+width = 64
+heads = 4
+vocab = 256
+[topology]
+pp = 2
+[schedule]
+use = "1f1b"
+[data]
+use = "synthetic"
+vocab = 256
+"""
+
+
+def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_shape(tmp_path, capsys):
+    path = tmp_path / "uneven.toml"
+    path.write_text(UNEVEN)
+    assert main(["plan", str(path), "--hardware", "cpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    sent = [each for each in plan["collectives"]["of_a_step"] if each["op"] in ("send", "recv")]
+    assert [each["count"] for each in sent] == [2, 2]  # of two and of one sequence, each way
+    assert [each["bytes"] for each in sent] == [4 * 3 * 32 * 64] * 2
