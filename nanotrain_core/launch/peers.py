@@ -49,7 +49,8 @@ def watching_peers(store: Store, rank: int, world_size: int) -> Iterator[None]:
         yield
     except BaseException as problem:
         first = None
-        if getattr(problem, "exit_code", None) not in ASKED_FOR and isinstance(problem, Exception):
+        asked_for = getattr(problem, "exit_code", None) in ASKED_FOR or isinstance(problem, KeyboardInterrupt)
+        if not asked_for:
             first = peers.failed(problem)
         if first is not None:
             raise first from problem
@@ -117,21 +118,22 @@ class Peers(threading.Thread):
                 if unreachable == MISSED and not self._rank_0_ended:
                     return self._end(self._without_store())
 
-    def failed(self, problem: Exception) -> NanotrainError | None:
-        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says."""
+    def failed(self, problem: BaseException) -> NanotrainError | None:
+        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says.
+
+        Whose connection was closed, by no rank that is gone, is the first that others can hear of.
+        """
         self.ending.set()
         try:
-            if not is_echo(str(problem)):
-                code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
-                text = f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}"
-                self._announce(text, code)
-                return None
-            self.store.set("closed", "")
-            until = time.monotonic() + MISSED * self.interval + self.linger
-            while time.monotonic() < until:
-                if (first := self._first()) is not None:
-                    return first
-                time.sleep(0.1)
+            if is_echo(str(problem)):
+                self.store.set("closed", "")
+                until = time.monotonic() + MISSED * self.interval + self.linger
+                while time.monotonic() < until:
+                    if (first := self._first()) is not None:
+                        return first
+                    time.sleep(0.1)
+            code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
+            self._announce(f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}", code)
         except RuntimeError:
             return self._without_store()
         return None

@@ -120,8 +120,8 @@ def adapt(
     placed = placed_parameters([model], place([model], layout))
     if sharded := next((each.placement.name for each in placed if each.dtensor is not None), None):
         raise NanotrainError(
-            f"parameter {sharded} is a DTensor, as torch's fully_shard makes them, and a script's engine "
-            "reads gradients of plain tensors alone: leave it out, or train from a recipe whose wrapper shards"
+            f"parameter {sharded} is a DTensor, as of fully_shard, and a script's engine reads "
+            "gradients of plain tensors: leave it out, or train from a recipe whose wrapper shards"
         )
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
