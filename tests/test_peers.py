@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from unittest import mock
 
@@ -59,6 +60,23 @@ def test_a_rank_that_has_come_to_its_end_is_not_taken_for_dead(three):
     three[2].stop()
     assert three[1].failed(CLOSED) is None  # whoever it was beats again, or has ended
     assert f"rank 1 on {socket.gethostname()} failed: RuntimeError: [..gloo" in str(three[0].failed(CLOSED))
+
+
+def test_rank_0_waits_at_its_end_for_ranks_that_hear_of_it_late():
+    """One that was held up for 5 seconds, and then had slow monitors, ended as if rank 0 was lost."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = Peers(store, 0, 2, interval=0.02, linger=0.1)
+    ending = threading.Thread(target=first.stop)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    late = Peers(store, 1, 2, interval=0.02, linger=0.1)
+    ending.join(5)
+    late.join(5)
+    assert not ending.is_alive()
+    assert not late.is_alive()
+    late.store = mock.Mock(compare_set=mock.Mock(side_effect=RuntimeError("the store is gone")))
+    assert late.failed(OSError("no space left")) is None  # that is why, and not that rank 0 has ended
 
 
 @pytest.mark.parametrize(("problem", "heard"), [(SystemExit(3), True), (KeyboardInterrupt(), False)])
