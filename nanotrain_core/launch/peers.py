@@ -150,9 +150,8 @@ class Peers(threading.Thread):
         """
         with contextlib.suppress(RuntimeError):
             self.store.set(f"ended/{self.rank}", "")
-            until = time.monotonic() + (
-                self.linger if self.ending.is_set() else max(self.linger, self.silence / 2)
-            )
+            patience = self.linger if self.ending.is_set() else max(self.linger, self.silence / 2)
+            until = time.monotonic() + patience
             while self.rank == 0 and time.monotonic() < until:
                 if all(self._knows(other) for other in range(1, self.world_size)):
                     break
@@ -179,7 +178,7 @@ class Peers(threading.Thread):
             before, waited = self._heard.get(other, (b"", 0.0))
             waited = waited + passed if beat == before else 0.0
             self._heard[other] = (beat, waited)
-            if waited > limit and not self.store.check([f"ended/{other}"]):
+            if waited > limit and not self._knows(other):
                 there = self.store.check([f"at/{other}"])
                 host, pid = json.loads(self.store.get(f"at/{other}")) if there else ("an unknown host", "?")
                 text = (
