@@ -63,20 +63,14 @@ class WholeTensors:
 
     def _leave_out_replicas(self) -> None:
         """Exchange along dimensions whose ranks have different boxes alone: of others each would send all."""
-        everyone = dict(zip(self.mesh.ranks(*self.dims), self.boxes, strict=True)) if self.dims else {}
-        self._exchange_along(
-            tuple(
-                dim
-                for dim in self.dims
-                if any(everyone[r] != everyone[rank] for rank in everyone for r in self._along(rank, dim))
-            )
-        )
-        if everyone:
-            ranks = self.mesh.ranks(*self.dims) if self.dims else (self.mesh.rank,)
-            self.boxes = [everyone[rank] for rank in ranks]
+        everyone = dict(zip(self.mesh.ranks(*self.dims), self.boxes, strict=True))
 
-    def _along(self, rank: int, dim: str) -> tuple[int, ...]:
-        return self.mesh.layout.ranks(rank, dim)
+        def differs(dim: str) -> bool:
+            along = self.mesh.layout.ranks
+            return any(everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim))
+
+        self._exchange_along(tuple(filter(differs, self.dims)))
+        self.boxes = [everyone[rank] for rank in self.mesh.ranks(*self.dims)]
 
     def _of_all(self, value: Any) -> list[Any]:
         """Return every rank's value, of the ranks of this pipeline stage."""

@@ -120,8 +120,7 @@ def adapt(
     placed = placed_parameters([model], place([model], layout))
     if sharded := next((each.placement.name for each in placed if each.dtensor is not None), None):
         raise NanotrainError(
-            f"parameter {sharded} is a DTensor, as of fully_shard, and a script's engine reads "
-            "gradients of plain tensors: leave it out, or train from a recipe whose wrapper shards"
+            f"parameter {sharded} is a DTensor, as of fully_shard: scripts train plain tensors alone"
         )
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
