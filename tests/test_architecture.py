@@ -193,7 +193,7 @@ SMALL = {
     "phases": 365,
     "pipeline": 570,
     "precision": 610,
-    "recipe": 1685,
+    "recipe": 1700,
     "registry": 600,
     "run": 1940,
     "script": 505,

@@ -26,7 +26,7 @@ def bench(tmp_path_factory):
 
 #: Hangs, signals and flipped bits have tests of their own: ``test_hang.py``, ``test_run.py``, and the
 #: harness of checkpoints.
-ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit")
+ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit", "NanOnce")
 SHORT = [
     pytest.param(row, marks=[pytest.mark.full] * (row.__name__ in ELSEWHERE), id=row.__name__)
     for row in chosen((), short=True)

@@ -18,15 +18,14 @@ BLOCKS_AND_HEADS = {"llama": 2, "gpt": 2, "deepseek": 3}
 FIRST = (
     *(Cell(model, "fp64", tp) for model in ("llama", "deepseek") for tp in ("", "sp")),
     *(Cell(model, "bf16", tp) for model in ("llama", "deepseek") for tp in ("", "sp")),
-    Cell("llama", "fp64", "whole"),
     Cell("gpt", "fp64", "sp"),
-    Cell("llama", "fp64", "sp", recompute="inside"),
     Cell("deepseek", "fp64", recompute="around"),
 )
 
 MORE = (
     *(Cell(model, "fp64", tp, length=7) for model in ("llama", "deepseek") for tp in ("sp", "whole")),
-    Cell("deepseek", "fp64", "whole"),
+    *(Cell(model, "fp64", "whole") for model in ("llama", "deepseek")),
+    Cell("llama", "fp64", "sp", recompute="inside"),
     *(Cell(model, "bf16", "whole") for model in ("llama", "deepseek")),
     *(Cell("gpt", precision, tp) for precision in ("fp64", "bf16") for tp in ("", "whole")),
     *(

@@ -73,13 +73,13 @@ def test_a_check_that_hangs_is_named_and_the_others_go_on(tmp_path, capsys):
         "def nanotrain_register_schedule(register):\n"
         "    register(Component(name='hangs', config=AccumulateConfig, factory=f'{__name__}:Hangs'))\n"
     )
-    words = ("--plugin", str(plugin), "--quick", "--timeout", "15", "--jobs", "2")
+    words = ("--plugin", str(plugin), "--quick", "--timeout", "8", "--jobs", "2")
     assert call("schedule:hangs", *words, "-k", "e*s-w1-[ep]*", "--json") == Exit.DONE  # selects nothing
     capsys.readouterr()
     assert call("schedule:hangs", *words, "-k", "hangs-w1-[ep]*", "--json") == Exit.FAILED
     found = {result["label"]: result for result in json.loads(capsys.readouterr().out)["results"]}
     assert found["every_pass_happens_once"]["verdict"] == "hung"
-    assert found["every_pass_happens_once"]["reason"] == "did not end within 15 s (--timeout)"
+    assert found["every_pass_happens_once"]["reason"] == "did not end within 8 s (--timeout)"
     assert found["parts_cover_the_layers"]["verdict"] == "passed"
 
 
@@ -121,6 +121,7 @@ def test_tables_are_written_as_with_set_of_a_recipe():
     assert conformance._tables("--with", lines) == expected
 
 
+@pytest.mark.full
 def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
     words = ("conformance", "monitor:jsonl", "--quick", "-k", "its_failure")
     # In a process that is new: it forks workers of its own.

@@ -214,11 +214,14 @@ def collectives_compared(monkeypatch):
     monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
+#: One kills a rank at every write of a save, the other fails many checks of gradients: 15 s each.
+LONG = {"tells_anyhow", "drops_one_sum"}
+
+
 @pytest.mark.parametrize(
     ("case", "faults"),
     [
-        # Kills a rank at every write of a save: that takes 15 s.
-        pytest.param(case, faults, marks=[pytest.mark.full] * (case.use == "tells_anyhow"), id=case.use)
+        pytest.param(case, faults, marks=[pytest.mark.full] * (case.use in LONG), id=case.use)
         for case, faults in FAULTS
     ],
 )

@@ -54,6 +54,7 @@ def test_they_are_what_the_run_had(tmp_path):
     assert_same(after, whole([trace.weights for trace in traces]), "weights", atol=1e-12)
 
 
+@pytest.mark.full
 def test_activations_are_those_of_each_rank_and_microbatch(tmp_path):
     case = Case("parallel", use="ddp", topology={"dp": 2})
     run_ranks(fit, 2, tmp_path, case, modules=["layers.1"])

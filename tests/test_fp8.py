@@ -41,7 +41,7 @@ def losses_of(precision, layout, *, narrow_moments=False):
     return [report.loss for report in traces(case, run={"steps": 6}, batch=batch)[0].reports]
 
 
-EXHAUSTIVE = {"tp2", "dp2-zero2", "ep2-etp2"}
+EXHAUSTIVE = {"tp2", "dp2-zero2", "ep2", "ep2-etp2"}
 MARKED = [pytest.param(name, marks=[pytest.mark.full] * (name in EXHAUSTIVE)) for name in LAYOUTS]
 
 

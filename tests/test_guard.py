@@ -225,6 +225,7 @@ def test_a_run_that_is_stopped_as_it_goes_back_saves_what_it_leaves_out(tmp_path
     assert again.run.feed.skipped == [tuple(back["skipped"])]
 
 
+@pytest.mark.full  # tests/test_all_monitors.py has it among all others
 def test_a_guard_that_has_nothing_to_do_changes_nothing(tmp_path):
     guarded = run_ranks(train, 2, tmp_path / "guarded")
     plain = run_ranks(train, 2, tmp_path / "plain", guarded=False)

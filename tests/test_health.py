@@ -149,6 +149,7 @@ def test_watching_changes_no_bit(case):
         )
 
 
+@pytest.mark.full
 def test_ranks_count_the_bytes_that_they_send_to_experts():
     """Both ways, forward and backward: four times the rows that leave a rank, in float64.
 

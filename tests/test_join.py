@@ -57,7 +57,7 @@ def run_both(tmp_path, launcher, *words_of_rank):
     return [finish(process) for process in processes]
 
 
-@pytest.mark.parametrize("launcher", [torchrun, srun])
+@pytest.mark.parametrize("launcher", [pytest.param(torchrun, marks=pytest.mark.full), srun])
 def test_two_started_processes_train_together(tmp_path, launcher):
     zero, one = run_both(tmp_path, launcher, (), ())
     assert (zero.code, zero.err, one.code, one.err) == (Exit.DONE, "", Exit.DONE, "")

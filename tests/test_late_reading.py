@@ -253,13 +253,14 @@ def reads(case, changes):
         return found[2:], losses.losses
 
 
+SGD = {"use": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 1.0}
 MODELS = {
     "dense": {},
     "experts": {**V3, "use": "deepseek", "bias_update_rate": 0.01, "init_std": 0.3},
 }
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, {"use": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 1.0}])
+@pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(SGD, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

@@ -174,9 +174,10 @@ def test_a_block_of_multi_token_prediction_is_not_the_last_layer():
     ]
 
 
+@pytest.mark.full  # tests/test_all_monitors.py has all monitors on two ranks in the first tier
 @pytest.mark.parametrize(
     "composition",
-    [pytest.param(FOUR, id="4d"), pytest.param(compiled, marks=pytest.mark.full, id="compiled")],
+    [pytest.param(FOUR, id="4d"), pytest.param(compiled, id="compiled")],
 )
 def test_looking_changes_no_bit(composition):
     """Losses and weights of a run with taps, of which every second step is logged, and of one without."""

@@ -101,7 +101,8 @@ def test_a_rank_that_waits_for_a_silent_one_is_ended_by_its_thread(three):
         assert all("rank 1 on " in call.args[0] for call in said.call_args_list)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
 def test_under_srun_the_rank_that_was_killed_is_named(tmp_path, victim):
     """gloo named an address, or the ranks waited for 240 seconds."""
     (tmp_path / "small.toml").write_text(SMALL)

@@ -71,6 +71,7 @@ def assert_as_defined(metric, ranks):
         assert ranks[0].values[name] == pytest.approx(expected, rel=tolerance, abs=tolerance / 100), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("metric", MEASURED)
 def test_on_eight_ranks_a_metric_is_what_its_definition_says(ranks, metric):
     assert_as_defined(metric, ranks)

@@ -54,7 +54,7 @@ vocab = 256
 
 #: Of a small model a message between stages, held a little longer or not, and the buckets that gradient
 #: sync keeps between steps are a part of what there is.
-SMALL = 0.04
+SMALL = 0.05
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def changed(found, pp=None, tp=None, ep=None, microbatch=None, recompute="", sta
     return with_component(recipe, registry, "schedule", schedule) if schedule else recipe
 
 
-def assert_as_planned_whole(found, hardware, changes, tolerance=0.01):
+def assert_as_planned_whole(found, hardware, changes, tolerance=0.015):
     composer = Composer(found.registry, find_hardware(hardware))
     for change in changes:
         recipe = changed(found, **change)

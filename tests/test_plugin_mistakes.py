@@ -101,7 +101,7 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
         ("monitor", r"without .*on_start, .*\(inherit from nanotrain_core.api.torch.Monitor\)"),
         (
             "parallel",
-            r"without apply, around, splits_linear \(inherit from nanotrain_core.api.torch.Parallel\)",
+            r"without apply, around, shard, splits_linear \(inherit from nanotrain_core.api.torch.Parallel\)",
         ),
         ("precision", r"without parameter_dtype, .* \(inherit from nanotrain_core.api.torch.Precision\)"),
         ("kernels", r"without prepare, ops, .* \(inherit from nanotrain_core.api.torch.Kernels\)"),

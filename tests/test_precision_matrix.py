@@ -72,7 +72,14 @@ def case_of(precision: str, composition: Composition) -> Case:
     batch = {**EVEN, "microbatch": composition.microbatch - 1}
     overrides = {**grid.overrides, "batch": batch, "model": model, "optimizer": optimizer}
     table, _ = PRECISIONS[precision]
-    return Case("precision", topology=grid.topology, overrides=overrides, name=composition.id, **table)
+    return Case(
+        "precision",
+        topology=grid.topology,
+        overrides=overrides,
+        name=composition.id,
+        plugins=grid.plugins,
+        **table,
+    )
 
 
 def covering(precision: str, most: int) -> list[Composition]:
@@ -116,9 +123,9 @@ def in_one_process(precision: str, composition: Composition) -> Trace:
 
 
 CASES = [
-    pytest.param(name, found, id=f"{name}-{found.id}")
+    pytest.param(name, found, id=f"{name}-{found.id}", marks=[pytest.mark.full] * (number % 2))
     for name, most in QUICK.items()
-    for found in covering(name, most)
+    for number, found in enumerate(covering(name, most))
 ]
 CASES += [
     pytest.param(name, found, id=f"{name}-{found.id}", marks=pytest.mark.full)

@@ -108,7 +108,7 @@ def test_output_that_is_no_terminal_is_plain_lines(recipe, tmp_path):
     assert dict(pair.split("=") for pair in step.split()).keys() >= {"loss", "grad_norm", "lr", "tokens/s"}
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_a_resumed_run_ends_with_the_same_bytes(recipe, tmp_path, ranks):
     whole = nanotrain("run", "small.toml", "--nproc", ranks, "--folder", "whole", cwd=tmp_path)
     nanotrain("run", "small.toml", "--nproc", ranks, "--folder", "half", cwd=tmp_path)

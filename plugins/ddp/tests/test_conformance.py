@@ -14,7 +14,6 @@ test_conformance = conformance(
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}),
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}, overrides=SOCKETS, name="sockets"),
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
-    Case("optimizer", use="adamw", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
     Case("monitor", use="replicas", topology={"dp": 2}, overrides=DDP),
 )

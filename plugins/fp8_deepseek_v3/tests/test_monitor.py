@@ -53,7 +53,14 @@ test_conformance = conformance(
         overrides={**WITH_FP8, "parallel": [{"use": "summed"}]},
     ),
     # Failures of any monitor are caught by the core, which tests/test_together.py breaks at every event.
-    marks={"its_failure_does_not_stop_training": pytest.mark.full},
+    marks=dict.fromkeys(
+        (
+            "its_failure_does_not_stop_training",
+            "publishing_waits_for_nothing",
+            "what_it_remembers_comes_back",
+        ),
+        pytest.mark.full,
+    ),
 )
 
 # Two ranks promise all that one does.

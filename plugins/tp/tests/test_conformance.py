@@ -28,8 +28,6 @@ def case(name, model, topology, config=None, **overrides):
 test_conformance = conformance(
     case("gpt-tp2", GPT, {"tp": 2}, batch={"length": 15}),  # learned positions, and shares of 7 and 8 tokens
     case("one-key-head-tp2-again", ONE_KEY_HEAD, {"tp": 2}, {"gather_again": True}),
-    # Without sequence parallelism every gradient is complete: nothing need be summed.
-    Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole-tp2"),
     # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
     marks=dict.fromkeys(
         ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
@@ -47,6 +45,8 @@ AROUND_TP = {"parallel": [{"use": "tp"}, {"use": "summed"}], "model": GPT}
 
 test_exhaustively = pytest.mark.full(
     conformance(
+        # Without sequence parallelism every gradient is complete: nothing need be summed.
+        Case("parallel", use="tp", config=WHOLE, topology={"tp": 2}, overrides={"model": GPT}, name="whole"),
         *(
             case(f"{model}-{layout}{suffix}", MODELS[model], LAYOUTS[layout], config)
             for model, layout, (suffix, config) in product(MODELS, LAYOUTS, (("", {}), ("-whole", WHOLE)))
