@@ -189,14 +189,14 @@ SMALL = {
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,
-    "optim": 660,
+    "optim": 680,
     "phases": 365,
     "pipeline": 570,
     "precision": 610,
     "recipe": 1700,
     "registry": 600,
     "run": 1940,
-    "script": 500,
+    "script": 505,
     "watch": 375,
 }
 

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.distributed import TCPStore
 
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.launch import peers
-from nanotrain_core.launch.peers import Peers
+from nanotrain_core.launch.peers import Peers, watching_peers
 
 CLOSED = RuntimeError("[..gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:41235")
 
@@ -58,6 +59,34 @@ def test_a_rank_that_says_why_it_fails_is_the_first_cause_with_its_code(three):
 def test_a_rank_that_has_come_to_its_end_is_not_taken_for_dead(three):
     three[2].stop()
     assert three[1].failed(CLOSED) is None  # whoever it was beats again, or has ended
+    assert f"rank 1 on {socket.gethostname()} failed: RuntimeError: [..gloo" in str(three[0].failed(CLOSED))
+
+
+def test_rank_0_waits_at_its_end_for_ranks_that_hear_of_it_late():
+    """One that was held up for 5 seconds, and then had slow monitors, ended as if rank 0 was lost."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first = Peers(store, 0, 2, interval=0.02, linger=0.1)
+    ending = threading.Thread(target=first.stop)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    late = Peers(store, 1, 2, interval=0.02, linger=0.1)
+    ending.join(5)
+    late.join(5)
+    assert not ending.is_alive()
+    assert not late.is_alive()
+    late.store = mock.Mock(compare_set=mock.Mock(side_effect=RuntimeError("the store is gone")))
+    assert late.failed(OSError("no space left")) is None  # that is why, and not that rank 0 has ended
+
+
+@pytest.mark.parametrize(("problem", "heard"), [(SystemExit(3), True), (KeyboardInterrupt(), False)])
+def test_others_hear_of_a_rank_that_exits_in_the_middle_of_the_run(problem, heard):
+    """They waited in their collective: a rank that has ended is not missed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(type(problem)), watching_peers(store, 1, 2):
+        raise problem
+    assert store.check(["peers/first"]) == heard
+    assert store.check(["peers/ended/1"])
 
 
 def test_a_rank_that_waits_for_a_silent_one_is_ended_by_its_thread(three):

@@ -11,6 +11,7 @@ from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import Monitor
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.monitors.console import Console
 from nanotrain_core.recipe.tree import ScheduleConfig
 from nanotrain_core.script import ScriptConfig
@@ -292,3 +293,21 @@ def test_a_step_that_overflows_in_float16_changes_nothing_and_halves_the_scale()
     scales = [report.loss_scale for report in recorder.steps]
     assert scales[: sum(skipped)] == [2.0 ** (15 - n) for n in range(sum(skipped))]
     assert not all(map(torch.equal, model.parameters(), before))
+
+
+def sharded():
+    """Return why a script's model of DTensors is refused, of which each rank has all rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    with pytest.raises(NanotrainError) as caught:
+        RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), ScriptConfig(clip_norm=0.5))
+    return str(caught.value)
+
+
+def test_a_model_of_dtensors_is_refused():
+    """On one rank it trained: unclipped, with gradients that were never zeroed."""
+    (text,) = run_ranks(sharded, 1)
+    assert text.startswith("parameter 0.weight is a DTensor, as of fully_shard: scripts train")

@@ -3,6 +3,7 @@
 from math import prod
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ def gathered(case, bucket):
     """Return (parameters, all-gathers, names that came out wrong): elements have their place as value."""
     run = make_engine(case, {}).run
     with mock.patch.object(whole_tensors, "BUCKET", bucket):
-        whole = WholeTensors([slot.piece for slot in run.optimizer.behind.slots], run.mesh)
+        whole = WholeTensors(
+            [slot.piece for slot in getattr(run.optimizer, "behind", run.optimizer).slots], run.mesh
+        )
     numbered = {
         name: torch.arange(prod(shape), dtype=torch.float64).view(shape)
         for name, shape in whole.shapes.items()
@@ -42,3 +45,16 @@ def test_they_are_whole_on_every_rank_whatever_a_bucket_holds(bucket):
         assert wrong == []
         assert calls == parameters if bucket == 1 else calls < parameters
         assert calls == 1 or bucket < whole_tensors.BUCKET
+
+
+def replicated(case):
+    """Return how many ranks' elements one all-gather brings, and names that came out wrong."""
+    with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
+        *_, wrong = gathered(case, whole_tensors.BUCKET)
+        return {len(call.args[0]) for call in calls.call_args_list}, wrong
+
+
+def test_what_ranks_of_ddp_all_have_is_sent_once():
+    """Each of 64 sent a bucket of 128 MiB: 8 GiB on every rank."""
+    around = {"overrides": {"parallel": [{"use": "tp"}, {"use": "ddp"}]}}
+    assert run_ranks(replicated, 4, attrs.evolve(LAYOUT, **around)) == [({2}, [])] * 4

@@ -49,7 +49,10 @@ def watching_peers(store: Store, rank: int, world_size: int) -> Iterator[None]:
         yield
     except BaseException as problem:
         first = None
-        if getattr(problem, "exit_code", None) not in ASKED_FOR and isinstance(problem, Exception):
+        peers.ending.set()
+        if getattr(problem, "exit_code", None) not in ASKED_FOR and not isinstance(
+            problem, KeyboardInterrupt
+        ):
             first = peers.failed(problem)
         if first is not None:
             raise first from problem
@@ -111,36 +114,44 @@ class Peers(threading.Thread):
                 self._listen(passed)
                 if (first := self._first()) is not None:
                     return self._end(first)
+                if self._rank_0_ended:  # nobody watches any more, and its store may go
+                    return None
                 unreachable = 0
             except RuntimeError:  # each error of a store is one
                 unreachable += 1
-                if unreachable == MISSED and not self._rank_0_ended:
+                if unreachable == MISSED:
                     return self._end(self._without_store())
 
-    def failed(self, problem: Exception) -> NanotrainError | None:
-        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says."""
+    def failed(self, problem: BaseException) -> NanotrainError | None:
+        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says.
+
+        Whose connection was closed, by no rank that is gone, is the first that others can hear of.
+        """
         self.ending.set()
+        echo = is_echo(str(problem))
         try:
-            if not is_echo(str(problem)):
-                code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
-                text = f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}"
-                self._announce(text, code)
-                return None
-            self.store.set("closed", "")
-            until = time.monotonic() + MISSED * self.interval + self.linger
-            while time.monotonic() < until:
-                if (first := self._first()) is not None:
-                    return first
-                time.sleep(0.1)
+            if echo:
+                self.store.set("closed", "")
+                until = time.monotonic() + MISSED * self.interval + self.linger
+                while time.monotonic() < until:
+                    if (first := self._first()) is not None:
+                        return first
+                    time.sleep(0.1)
+            code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
+            self._announce(f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}", code)
         except RuntimeError:
-            return self._without_store()
+            return self._without_store() if echo and not self._rank_0_ended else None
         return None
 
     def stop(self) -> None:
-        """End the thread. Rank 0 stays until the others have heard of its end, or for some seconds."""
+        """End the thread. Rank 0 stays until the others have heard of its end.
+
+        But no longer than some seconds after a failure, or half of the time in which they are taken for dead.
+        """
         with contextlib.suppress(RuntimeError):
             self.store.set(f"ended/{self.rank}", "")
-            until = time.monotonic() + self.linger
+            patience = self.linger if self.ending.is_set() else max(self.linger, self.silence / 2)
+            until = time.monotonic() + patience
             while self.rank == 0 and time.monotonic() < until:
                 if all(self._knows(other) for other in range(1, self.world_size)):
                     break
@@ -154,7 +165,9 @@ class Peers(threading.Thread):
         if self.store.check(["at/0"]):
             host, _ = json.loads(self.store.get("at/0"))
             self._where_met = f"where the ranks met, on {host}"
-        self._rank_0_ended = self.store.check(["ended/0"])
+        if self.store.check(["ended/0"]):
+            self._rank_0_ended = True
+            self.store.set(f"heard/{self.rank}", "")
 
     def _look(self, passed: float) -> None:
         """Announce a rank that is silent. Rank 0 alone."""
@@ -165,7 +178,7 @@ class Peers(threading.Thread):
             before, waited = self._heard.get(other, (b"", 0.0))
             waited = waited + passed if beat == before else 0.0
             self._heard[other] = (beat, waited)
-            if waited > limit and not self.store.check([f"ended/{other}"]):
+            if waited > limit and not self._knows(other):
                 there = self.store.check([f"at/{other}"])
                 host, pid = json.loads(self.store.get(f"at/{other}")) if there else ("an unknown host", "?")
                 text = (

@@ -45,17 +45,32 @@ class WholeTensors:
         for piece in pieces:
             self.own[piece.placement.name].append(piece)
         dims = tuple(dim for dim in mesh.layout.views["dense"].dims if dim != "pp" and mesh.size(dim) > 1)
-        self.dims, span = dims, Span(dims)
-        mesh.agree_on_groups([span] if dims else [])
-        self.group = mesh.group_of(span) if dims else None
+        self._exchange_along(dims)
         mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
         self.boxes: Sequence[Mapping[str, list[Box]]] = self._of_all(mine)
         shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
         self.shapes: dict[str, Shape] = {}
         for theirs in self._of_all(shapes):
             self.shapes.update(theirs)
+        self._leave_out_replicas()
         self.buckets = [*_buckets(self.shapes)]
         self.dtype: torch.dtype | None = None
+
+    def _exchange_along(self, dims: tuple[str, ...]) -> None:
+        self.dims, span = dims, Span(dims)
+        self.mesh.agree_on_groups([span] if dims else [])
+        self.group = self.mesh.group_of(span) if dims else None
+
+    def _leave_out_replicas(self) -> None:
+        """Exchange along dimensions whose ranks have different boxes alone: of others each would send all."""
+        everyone = dict(zip(self.mesh.ranks(*self.dims), self.boxes, strict=True))
+
+        def differs(dim: str) -> bool:
+            along = self.mesh.layout.ranks
+            return any(everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim))
+
+        self._exchange_along(tuple(filter(differs, self.dims)))
+        self.boxes = [everyone[rank] for rank in self.mesh.ranks(*self.dims)]
 
     def _of_all(self, value: Any) -> list[Any]:
         """Return every rank's value, of the ranks of this pipeline stage."""

@@ -19,6 +19,7 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import AccumulateConfig, FP16Config, SimpleCheckpointConfig
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import GradientSync, Kernels, LossScale, Monitor, PartOutput
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -105,7 +106,7 @@ def adapt(
         kernels: whose transport such ranks exchange through; by default those that ``auto`` takes.
 
     Raises:
-        NanotrainError: there are several ranks and nobody to sum their gradients.
+        NanotrainError: there are several ranks and nobody to sum their gradients, or a DTensor.
         CheckpointError: the folder cannot be used, or has checkpoints and nothing says to resume.
         ValueError: there is a folder, and the optimizer has parameters that are not the model's.
     """
@@ -117,6 +118,10 @@ def adapt(
     rank = dist.get_rank() if ranks > 1 else 0
     mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
     placed = placed_parameters([model], place([model], layout))
+    if sharded := next((each.placement.name for each in placed if each.dtensor is not None), None):
+        raise NanotrainError(
+            f"parameter {sharded} is a DTensor, as of fully_shard: scripts train plain tensors alone"
+        )
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)

@@ -43,6 +43,7 @@ def build(config):
         """What is partial along other dimensions than dp, AllReduceGradients adds up."""
 
         reads_dtensors = True
+        begun = False  # whether a step is under way: of one that is broken off, torch keeps half
 
         def apply(self, part, placements, mesh):
             return part
@@ -88,11 +89,23 @@ def build(config):
             for _, module, tag in tagged(part):
                 if tag.role is Role.BLOCK:
                     whole(module)
-            part.register_forward_hook(
-                lambda _, inputs, out: (out.value, out.losses)
-            )  # torch looks for tensors
+            # torch looks for tensors:
+            part.register_forward_hook(lambda _, inputs, out: (out.value, out.losses))
             whole(part)
             part.register_forward_hook(lambda _, inputs, out: PartOutput(*out))
+            part.register_forward_pre_hook(self.begin)
+
+        def begin(self, part, _):
+            self.begun |= part.training
+
+        def finish(self):
+            super().finish()
+            self.begun = False
+
+        def zero(self):
+            if self.begun:
+                raise NanotrainError("fsdp2: a step was broken off: resume in another engine, or process")
+            super().zero()
 
         def check(self, mesh):
             if self.passes.splits_backward:

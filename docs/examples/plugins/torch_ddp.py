@@ -114,4 +114,10 @@ def build(config):
                 with self.mesh.waits.collectives:
                     dist.all_reduce(parameter.grad, group=group)
 
+        def zero(self):
+            """Forget a last backward pass that was broken off, too: reducers wait for its gradients."""
+            for ddp in self.ddps(self._in_last_microbatch):
+                ddp.reducer._reset_state()
+            super().zero()
+
     return TorchDDP()
