@@ -261,6 +261,8 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
         "@hookimpl\n"
         "def nanotrain_register_monitor(register):\n"
         "    register(Component(name='careless', config=Config, factory='nanotrain_core:x'))\n"
+        "    register(Component(name='wrong', config=Config, factory='nanotrain_core:hookimpl', summary='s',\n"
+        "        example={'sizes': 2}))\n"
     )
     case = Case("monitor", use="careless", plugins=[plugin])
     found = failures(t for t in trials(case) if t.check.kind == "every")
@@ -269,6 +271,8 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
         "factory_can_be_imported",
         "config_is_frozen_and_documented",
     }
+    wrong = (t for t in trials(attrs.evolve(case, use="wrong")) if t.label == "describes_itself")
+    assert "example: monitor.sizes: unknown key" in str(failures(wrong)["describes_itself"])
 
 
 def test_a_case_that_makes_no_recipe_is_told_once_with_what_to_change():
