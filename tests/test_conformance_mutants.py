@@ -261,8 +261,8 @@ def test_an_undocumented_field_and_a_missing_summary_are_found(tmp_path):
         "@hookimpl\n"
         "def nanotrain_register_monitor(register):\n"
         "    register(Component(name='careless', config=Config, factory='nanotrain_core:x'))\n"
-        "    register(Component(name='wrong', config=Config, factory='nanotrain_core:hookimpl', summary='s',\n"
-        "        example={'sizes': 2}))\n"
+        "    register(Component(name='wrong', config=Config, factory='nanotrain_core:hookimpl',\n"
+        "        summary='s', example={'sizes': 2}))\n"
     )
     case = Case("monitor", use="careless", plugins=[plugin])
     found = failures(t for t in trials(case) if t.check.kind == "every")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +66,11 @@ class Mastered:
     def vector(self) -> bool:
         """Whether it is no matrix."""
         return len(self.piece.placement.global_shape) < 2
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What is alike in masters that keep alike: their class, and the weight's class, dtype and shape."""
+        return type(self.master), type(self.weight), self.weight.dtype, tuple(self.weight.shape)
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what the making of a master leaves of ``weight``."""
@@ -214,8 +218,8 @@ def _assert_kept(packing: Packing, numbers: torch.Tensor, what: str) -> None:
 @check("precision", since="0.1")
 def master_keeps_small_updates(case: Case) -> None:
     """A thousand updates of 2**-12 of a weight add up instead of being rounded away one by one."""
-    one_of_all_layers = {re.sub(r"\d+", "", found.name): found for found in masters_of(case)}
-    for found in one_of_all_layers.values():
+    one_of_a_form = {found.form: found for found in masters_of(case)}
+    for found in one_of_a_form.values():
         name, master = found.name, found.master
         start = torch.ones_like(master.load())
         master.store(start)
