@@ -11,7 +11,7 @@ import attrs
 
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import Check, applying, checks_of
+from nanotrain_core.testing.checks import Check, checks_of, every_check
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 from nanotrain_core.testing.surroundings import Skip, Surrounding, surroundings_of
 
@@ -93,12 +93,11 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
 
 def _unpromised(each: Surrounding) -> Iterator[Skip]:
     """Yield the checks of a surrounding that its component declares not to be held to."""
-    if _refusal(each.case) is not None:
-        return
-    for check in applying(each.case):
-        reason = check.declined(each.case)
-        if reason and each.has(check.kind, check.name, check.name):
-            yield Skip("-".join(filter(None, (each.name, check.name))), reason)
+    for check in every_check():
+        if check.promise and check.kind == each.case.kind and each.has(check.kind, check.name, check.name):
+            reason = check.declined(each.case)
+            if reason:
+                yield Skip("-".join(filter(None, (each.name, check.name))), reason)
 
 
 def _refusal(case: Case) -> NanotrainError | None:

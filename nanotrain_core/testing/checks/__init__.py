@@ -83,11 +83,9 @@ def every_check() -> list[Check]:
     return sorted(_CHECKS, key=lambda each: each.kind != "every")
 
 
-def applying(case: Case) -> list[Check]:
-    """Return the checks that apply to a case, promised or not, those of every kind first."""
-    return [each for each in every_check() if each.kind in ("every", case.kind) and each.applies(case)]
-
-
 def checks_of(case: Case) -> list[Check]:
-    """Return the checks of a case: those that apply, but what its component declares not to promise."""
-    return [each for each in applying(case) if each.declined(case) is None]
+    """Return the checks that apply to a case and that its component does not decline, those of every kind
+    first.
+    """
+    mine = (each for each in every_check() if each.kind in ("every", case.kind) and each.applies(case))
+    return [each for each in mine if each.declined(case) is None]
