@@ -4,7 +4,8 @@ import pytest
 from nanotrain_fp4_master import lowbit, precision
 
 from nanotrain_core.testing import Case, conformance
-from nanotrain_core.testing.checks.precision import ADAMW, MEAN_LOSS, loss_follows_float32
+from nanotrain_core.testing.checks.precision import ADAMW
+from nanotrain_core.testing.checks.precision_losses import MEAN_LOSS, loss_follows_float32
 from nanotrain_core.testing.probe import train
 
 AT_RANDOM = {"stored_weights_reach_the_model": "four bits rounded at random are up to 15% away"}
