@@ -58,7 +58,12 @@ SUMMED = {"parallel": [{"use": "summed"}]}
 FAULTS = [
     (
         Case("topology", use="rank_in_two_groups", config={"tp": 2}, world_size=4, plugins=TWINS),
-        {"groups_divide_the_world", "groups_are_real"},
+        {
+            "groups_divide_the_world",
+            "groups_are_real",
+            "coordinates_are_places_in_groups",
+            "a_run_on_it_equals_one_process",
+        },
     ),
     (Case("model", use="mean_loss", config=MODEL, plugins=TWINS), {"loss_is_a_sum"}),
     (

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
-from nanotrain_core.component import Component, Support
+from nanotrain_core.component import LISTED_KINDS, Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables, merge
 
@@ -181,10 +181,22 @@ def _base(case: Case) -> Case:
     Around a monitor there is text, of which it may read or write some.
     """
     for around in (TEXT, *BASES) if case.kind == "monitor" else BASES:
-        tried = attrs.evolve(case, overrides=merge(around, case.overrides))
-        if _refusal(tried) is None:
-            return tried
+        for beside in _beside(case):
+            tried = attrs.evolve(case, overrides=merge(merge(around, beside), case.overrides))
+            if _refusal(tried) is None:
+                return tried
     return case
+
+
+def _beside(case: Case) -> Iterator[Tables]:
+    """Yield what may stand beside a component: nothing, or another one that provides what it requires."""
+    yield {}
+    requires = case.component().requires
+    for plugin in case.registry().plugins if requires else ():
+        for kind, other in plugin.components:
+            if kind != case.kind and requires <= other.provides:
+                table = {"use": other.name}
+                yield {kind: [table] if kind in LISTED_KINDS else table}
 
 
 def _refusal(case: Case) -> str | None:

@@ -14,8 +14,9 @@ from nanotrain_core.testing.checks.precision import ADAMW, precision_of, relativ
 from nanotrain_core.testing.compare import whole
 from nanotrain_core.testing.pool import run_ranks
 
-#: Largest distance of a gradient from float32's, relative: one that is lost is 1 away. FP8's routers: 0.5.
-GRADIENT_ERROR = 0.9
+#: Between which the share of float32's gradient in a gradient must lie: of one that is lost it is 0, of one
+#: that is counted twice 2. Of a router in FP8, where up to a sixth of the tokens have other experts, 0.5.
+SHARES = (0.1, 1.9)
 #: How far losses of the tiny model may be from float32's, relative: one of them, and the mean of 20 steps.
 #: Eight bits in the GEMMs move single ones by up to 7%, as often up as down, and the mean by 0.3%.
 ONE_LOSS, MEAN_LOSS = 0.1, 0.01
@@ -68,18 +69,21 @@ def loss_falls_beside_float32s(case: Case) -> None:
 
 @check("precision", since="0.2")
 def every_weight_has_its_gradient(case: Case) -> None:
-    """In the first step each parameter's gradient is nearer to float32's, of these weights, than none is."""
+    """In the first step each parameter's gradient has float32's, of the same weights, in it, and once."""
     changes = {"run": {"steps": 1}, "batch": {"microbatch": 4}}
     alone, wide = case.alone(), {**changes, "precision": {"use": "fp32"}}
     (narrow,) = run_ranks(first_step, 1, alone, changes)
-    # With others, as before they were rounded, a router chooses other experts, and all gradients differ.
-    (exact,) = run_ranks(first_step, 1, alone, wide, whole([narrow.weights]))
+    # With others, as before they were rounded, a router chooses other experts, and gradients differ. With
+    # these it does for some tokens: they move a gradient far, but hardly along float32's.
+    (plain,) = run_ranks(first_step, 1, alone, wide, whole([narrow.weights]))
     scale = precision_of(case).loss_scale.value
-    got, want = whole([narrow.gradients]), whole([exact.gradients])
+    got, want = whole([narrow.gradients]), whole([plain.gradients])
     largest = max(gradient.norm() for gradient in want.values())
     for name, gradient in want.items():
         if gradient.norm() > 1e-3 * largest:
-            error = relative_error(got[name] / scale, gradient)
-            assert error < GRADIENT_ERROR, (
-                f"{name}: the gradient differs from float32's by {error:.3g} of it; none at all would by 1"
+            exact, found = gradient.double(), got[name].double() / scale
+            share = float((found * exact).sum() / exact.square().sum())
+            assert SHARES[0] < share < SHARES[1], (
+                f"{name}: the gradient has {share:.3g} times float32's in it, where 1 is right and 0 none at "
+                f"all; it is {relative_error(found, exact):.3g} of it away"
             )
