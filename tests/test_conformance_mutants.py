@@ -55,7 +55,7 @@ STRICT_RUNS = {
 
 SUMMED = {"parallel": [{"use": "summed"}]}
 
-#: Further checks of many steps that a fault fails too: the second tier alone runs them.
+#: Further checks that a fault fails too: the second tier alone runs them.
 ALSO = {
     "drops_one_sum": {
         "any_number_of_microbatches",
@@ -64,6 +64,7 @@ ALSO = {
         "a_parameter_may_be_used_later[in_the_first_step]",
         "mixed_dtypes",
     },
+    "mean_loss": {f"logits_are_those_of_the_loss[{run}]" for run in ("training", "evaluation")},
     "ignores_the_shard": {f"shards_make_up_later_epochs[{count}]" for count in (2, 3)},
     "takes_any_position": {"fingerprint_tells[seed]", "fingerprint_tells[length]"},
 }

@@ -44,8 +44,9 @@ def first_step(
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes)
-    for placed in engine.run.placed if whole else ():
-        placed.parameter.data.copy_(whole[placed.placement.name])
+    if whole is not None:
+        for placed in engine.run.placed:
+            placed.parameter.data.copy_(whole[placed.placement.name])
     before, optimizer = weights(engine.run), FirstGradients(engine.run)
     engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer))
     engine.fit()

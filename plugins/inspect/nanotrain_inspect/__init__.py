@@ -121,7 +121,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory="nanotrain_inspect.dump:Dump",
             summary="weights, gradients, updates and activations of chosen modules at chosen steps",
             check=check_dump,
-            example={"steps": "1:3", "what": ["weights", "gradients", "updates", "activations"]},
+            example={"steps": "0:4:2", "what": ["weights", "gradients", "updates", "activations"]},
             metrics=METRICS,
             reads_modules=lambda config: ((f"modules.{n}", name) for n, name in enumerate(config.modules)),
         )
