@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for fault in faults():
         for use in fault.twins if args.kind in (None, fault.kind) else ():
             one = known.get((fault.kind, use)) or hunt(fault, use, directly=args.directly)
-            found.append(one)
+            found.append(attrs.evolve(one, fault=fault.name))  # its class may have another name by now
             if args.found and (fault.kind, use) not in known:
                 with args.found.open("a") as file:
                     file.write(json.dumps(attrs.asdict(one)) + "\n")

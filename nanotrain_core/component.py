@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
@@ -119,6 +119,9 @@ class Component:
     a degree above 1 that no component of the run handles is refused."""
     supports: dict[str, Support] = attrs.field(factory=dict)
     """Optional abilities by name, which ``nanotrain plugins --json`` tells."""
+    example: Mapping[str, Any] = attrs.field(factory=dict)
+    """Keys of ``config`` with values that make a small component, which is built and run within a second:
+    ``nanotrain conformance`` tests that where its user names none, or leaves out keys that are required."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
     stays_eager: EagerRule | None = None

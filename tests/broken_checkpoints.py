@@ -65,7 +65,7 @@ class SetsAllAside(SimpleCheckpoint):
 class KeepsTheOtherBranch(SimpleCheckpoint):
     """Leaves checkpoints of later steps where they are when an older one is loaded."""
 
-    def _set_aside_after(self, path):
+    def _set_aside_after(self, path, step):
         pass
 
 

@@ -176,8 +176,16 @@ class BeginsEpochsAnew(Synthetic):
 class StopsAtTheFirstEpoch(Synthetic):
     """Never says that it is further than one epoch."""
 
+    epochs = 1
+
     def meta(self):
-        return {**super().meta(), "position": min(self.position, self.train)}
+        return {**super().meta(), "position": min(self.position, self.epochs * self.train)}
+
+
+class StopsAtTheSecondEpoch(StopsAtTheFirstEpoch):
+    """Never says that it is further than two epochs."""
+
+    epochs = 2
 
 
 class ShufflesByRank(Synthetic):
@@ -192,11 +200,20 @@ class ShufflesByRank(Synthetic):
 class RotatesRows(Synthetic):
     """Each shard has the next one's rows in the second epoch."""
 
+    epochs = 1
+
     def shard(self, shard):
         return Shard((shard.index + 1) % shard.count, shard.count)
 
     def train_batch(self, sequences, shard):
-        return super().train_batch(sequences, self.shard(shard) if self.position >= self.train else shard)
+        late = self.position >= self.epochs * self.train
+        return super().train_batch(sequences, self.shard(shard) if late else shard)
+
+
+class RotatesRowsLater(RotatesRows):
+    """Each shard has the next one's rows in the third epoch."""
+
+    epochs = 2
 
 
 class RepeatsTheFirstShard(RotatesRows):
@@ -251,8 +268,10 @@ def nanotrain_register_data(register):
         LosesItsEpoch,
         BeginsEpochsAnew,
         StopsAtTheFirstEpoch,
+        StopsAtTheSecondEpoch,
         ShufflesByRank,
         RotatesRows,
+        RotatesRowsLater,
         RepeatsTheFirstShard,
         ForgetsItsSeed,
         ForgetsItsLength,

@@ -8,8 +8,10 @@ from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.testing.sliced_layers import Sliced
 from nanotrain_core.testing.staged import Staged
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
@@ -43,10 +45,11 @@ class OtherRanks(OtherGroups, OtherCoordinates):
 class SwapsCoordinates(Grid):
     view = OtherCoordinates
     swapped = ("dense", "expert")
+    fewest = 3
 
     def layout(self, world_size):
         layout = super().layout(world_size)
-        if world_size < 3:
+        if world_size < self.fewest:
             return layout
         views = {
             name: self.view(view.dims, view.sizes) if name in self.swapped else view
@@ -68,6 +71,12 @@ class SwapsExpertRanks(SwapsCoordinates):
 
     view = OtherRanks
     swapped = ("expert",)
+
+
+class SwapsRanksOfManyHosts(SwapsRanks):
+    """Only in worlds that no machine has for a test."""
+
+    fewest = 8
 
 
 # --- gradient syncs ----------------------------------------------------------------------------------
@@ -169,6 +178,19 @@ class FreezesWhatIsUnused(Sync):
                     placed.parameter.requires_grad_(False)
 
 
+class KeepsWhatWasUsed(Sync):
+    """Has the gradient of the step before for what is used no more."""
+
+    last = None
+
+    def finish(self):
+        super().finish()
+        for parameter, total in self._sums.items():
+            if self.last and not total.any():
+                total.copy_(self.last[parameter])
+        self.last = {parameter: total.clone() for parameter, total in self._sums.items()}
+
+
 class LosesTheOddOne(Sync):
     """Adds up microbatches two by two, and loses the one that is left."""
 
@@ -201,6 +223,23 @@ class WantsPairs(LosesTheOddOne):
 
     def factor(self, count):
         raise RuntimeError(f"{count} microbatches do not make pairs")
+
+
+# --- tensor parallelism -------------------------------------------------------------------------------
+
+
+class AddsBiasesOfFour(Sliced):
+    """Of four ranks, each adds the bias of a ROW."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        part = super().apply(part, placements, mesh)
+        for _, module, found in tagged(part) if mesh.size("tp") == 4 else ():
+            if found.role is Role.ROW and module.bias is not None:
+                module.register_forward_hook(lambda module, args, y: y + 3 * module.bias)
+        return part
 
 
 # --- schedules ----------------------------------------------------------------------------------------
@@ -257,6 +296,13 @@ class LosesTheSeventeenth(StopsAtSixteen):
         return microbatch != 16
 
 
+class StopsAtAHundred(StopsAtSixteen):
+    """Runs no more than a hundred."""
+
+    def keeps(self, microbatch):
+        return microbatch < 100
+
+
 class TakesSixteenInTurn(Accumulate):
     """Begins anew after sixteen."""
 
@@ -290,7 +336,7 @@ class PutsOffWeightGradients(Accumulate):
 
 @hookimpl
 def nanotrain_register_topology(register):
-    for cls in (SwapsCoordinates, SwapsGroups, SwapsRanks, SwapsExpertRanks):
+    for cls in (SwapsCoordinates, SwapsGroups, SwapsRanks, SwapsExpertRanks, SwapsRanksOfManyHosts):
         register(twin(cls, configs.GridConfig))
 
 
@@ -306,11 +352,13 @@ def nanotrain_register_parallel(register):
         KeepsItsFirstList,
         DropsWhatComesLater,
         FreezesWhatIsUnused,
+        KeepsWhatWasUsed,
         LosesTheOddOne,
         CountsTheOddOneTwice,
         WantsPairs,
     ):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
+    register(twin(AddsBiasesOfFour, mesh_dims={"tp"}))
 
 
 @hookimpl
@@ -320,6 +368,7 @@ def nanotrain_register_schedule(register):
     for cls in (
         StopsAtSixteen,
         LosesTheSeventeenth,
+        StopsAtAHundred,
         TakesSixteenInTurn,
         HoldsAll,
         PutsOffWeightGradients,

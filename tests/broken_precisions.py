@@ -77,9 +77,8 @@ class LosesOneGradient(Uniform):
         self.passes = passes
 
     def convert(self, part):
-        module = next(module for name, module, _ in tagged(part) if name.endswith("ffn.down"))
-        backend = NoWeightGradient()
-        use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
+        for module in [module for name, module, _ in tagged(part) if name.endswith("ffn.down")][:1]:
+            use_gemm(module, dict.fromkeys(gemm_parameters(module), NoWeightGradient()), self.passes)
         return super().convert(part)
 
 

@@ -22,7 +22,7 @@ from nanotrain_core.precision.uniform import Uniform
 class AcceptsWhatIsMissing(SimpleCheckpoint):
     """Leaves alone what a checkpoint does not have."""
 
-    def accepts(self, name):
+    def accepts(self, block):
         return True
 
     def filled(self, block):
@@ -30,7 +30,7 @@ class AcceptsWhatIsMissing(SimpleCheckpoint):
 
     def load(self, which, state):
         def fits(file, names, block):
-            missing = block.name not in names and self.accepts(block.name)
+            missing = block.name not in names and self.accepts(block)
             return iter(()) if missing else misfit(file, names, block)
 
         def read(file, block):
@@ -43,8 +43,15 @@ class AcceptsWhatIsMissing(SimpleCheckpoint):
 class AcceptsMissingMoments(AcceptsWhatIsMissing):
     """Begins with new moments where there are none."""
 
-    def accepts(self, name):
-        return "/" in name
+    def accepts(self, block):
+        return "/" in block.name
+
+
+class AcceptsMissingVectors(AcceptsWhatIsMissing):
+    """Leaves alone the biases and norms that a checkpoint does not have."""
+
+    def accepts(self, block):
+        return len(block.global_shape) == 1
 
 
 class FillsInZeros(AcceptsWhatIsMissing):
@@ -59,6 +66,21 @@ class ListsStepsAsText(SimpleCheckpoint):
 
     def steps(self):
         return sorted(super().steps(), key=str)
+
+
+class ListsFourDigits(SimpleCheckpoint):
+    """Sorts steps as text of four digits: 9999 comes after 10000."""
+
+    digits = 4
+
+    def steps(self):
+        return sorted(super().steps(), key=lambda step: f"{step:0{self.digits}d}")
+
+
+class ListsSixDigits(ListsFourDigits):
+    """Step 999999 comes after 1000000."""
+
+    digits = 6
 
 
 class LoadsTheLastText(SimpleCheckpoint):
@@ -123,6 +145,13 @@ class DueByCounter(DueByItsClock):
         return perf_counter()
 
 
+class DueByNanoseconds(DueByItsClock):
+    """The same clock in nanoseconds."""
+
+    def now(self):
+        return time.monotonic_ns() / 1e9
+
+
 # --- precisions -----------------------------------------------------------------------------------------
 
 
@@ -170,6 +199,13 @@ class RoundScale(DynamicLossScale):
         return {"value": self.value, "good_steps": self.good_steps // 100 * 100}
 
 
+class SlowingScale(DynamicLossScale):
+    def update(self, skipped):
+        before = self.value
+        super().update(skipped)
+        self.growth_interval += self.value > before
+
+
 class ForgetsItsGrowth(Uniform):
     """Says its loss scale, and not how many steps ago it changed."""
 
@@ -191,18 +227,27 @@ class RoundsItsGrowth(ForgetsItsGrowth):
     scale = RoundScale
 
 
+class ForgetsItsPace(ForgetsItsGrowth):
+    """Grows more slowly each time that it has grown, and does not say how often that was."""
+
+    scale = SlowingScale
+
+
 @hookimpl
 def nanotrain_register_checkpoint(register):
     for cls in (
         AcceptsWhatIsMissing,
         AcceptsMissingMoments,
+        AcceptsMissingVectors,
         FillsInZeros,
         ListsStepsAsText,
+        ListsFourDigits,
+        ListsSixDigits,
         LoadsTheLastText,
         DropsTheFirstText,
     ):
         register(twin(cls, configs.SimpleCheckpointConfig))
-    for cls in (DueByItsClock, DueByTheDay, DueByCounter):
+    for cls in (DueByItsClock, DueByTheDay, DueByCounter, DueByNanoseconds):
         register(twin(cls, TimedConfig))
 
 
@@ -215,5 +260,6 @@ def nanotrain_register_precision(register):
         ForgetsItsGrowth,
         BeginsItsGrowthAnew,
         RoundsItsGrowth,
+        ForgetsItsPace,
     ):
         register(twin(cls))

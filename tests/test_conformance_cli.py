@@ -50,10 +50,14 @@ def test_what_a_component_declares_not_to_do_is_skipped_by_name(tmp_path, capsys
         "@hookimpl\n"
         "def nanotrain_register_schedule(register):\n"
         "    register(Component(name='alone', config=StagedConfig, mesh_dims={'pp'}, summary='s',\n"
-        "        factory='nanotrain_core.testing.staged:build', supports={'pp': Support.UNSUPPORTED}))\n"
+        "        factory='nanotrain_core.testing.staged:build', supports={\n"
+        "            'pp': Support.UNSUPPORTED, 'uneven_layers': Support.PARTIAL}))\n"
     )
     call("schedule:alone", "--plugin", str(plugin), "--list")
-    assert "skipped alone-pp2: it declares pp: unsupported" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "skipped alone-pp2: it declares pp: unsupported" in shown
+    assert "skipped alone-any_number_of_layers_is_cut: it declares uneven_layers: partial" in shown
+    assert "any_number_of_layers_is_cut: From one layer" not in shown
 
 
 def test_a_check_that_hangs_is_named_and_the_others_go_on(tmp_path, capsys):

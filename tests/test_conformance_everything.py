@@ -14,7 +14,7 @@ from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case, planned
 from nanotrain_core.testing.case import CORPUS
 from nanotrain_core.testing.disaster import writes
-from nanotrain_core.testing.surroundings import filled
+from nanotrain_core.testing.surroundings import filled, surroundings_of
 
 COMPONENTS = [
     f"{kind}:{component.name}" for plugin in load_plugins().plugins for kind, component in plugin.components
@@ -73,3 +73,22 @@ def test_an_option_that_needs_another_machine_is_skipped_with_the_reason(tmp_pat
     _, skipped = planned(Case("schedule", use="elsewhere", plugins=[plugin]))
     last = skipped[-1]
     assert (last.name, last.reason) == ("device=moon", "refused: schedule.device: needs a moon")
+
+
+def test_a_component_that_requires_a_capability_is_tested_beside_one_that_provides_it(tmp_path):
+    plugin = tmp_path / "needs_stages.py"
+    plugin.write_text(
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.builtin.configs import AccumulateConfig, ConsoleConfig\n"
+        "from nanotrain_core.component import Component\n"
+        "@hookimpl\n"
+        "def nanotrain_register_schedule(register):\n"
+        "    register(Component(name='bubbly', config=AccumulateConfig, provides={'bubbles'},\n"
+        "        factory='nanotrain_core.pipeline.accumulate:Accumulate'))\n"
+        "@hookimpl\n"
+        "def nanotrain_register_monitor(register):\n"
+        "    register(Component(name='watches', config=ConsoleConfig, requires={'bubbles'},\n"
+        "        factory='nanotrain_core.monitors.console:Console'))\n"
+    )
+    first = next(surroundings_of(Case("monitor", use="watches", plugins=[plugin])))
+    assert first.case.recipe().schedule.use == "bubbly"

@@ -292,8 +292,7 @@ def sharded(variant):
     )
 
 
-FOUR_BITS = {"loss_follows_float32": "the model computes with 4-bit weights"}
 AT_RANDOM = {"stored_weights_reach_the_model": "four bits rounded at random are up to 15% away"}
 
-test_sharded_residuals = pytest.mark.full(conformance(sharded("residual"), expected_failures=FOUR_BITS))
-test_sharded_eco = pytest.mark.full(conformance(sharded("eco"), expected_failures={**FOUR_BITS, **AT_RANDOM}))
+test_sharded_residuals = pytest.mark.full(conformance(sharded("residual")))
+test_sharded_eco = pytest.mark.full(conformance(sharded("eco"), expected_failures=AT_RANDOM))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import attrs
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanotrain_core import compose
-from nanotrain_core.contracts import Block, Initializer
+from nanotrain_core.contracts import Block, Initializer, Optimizer
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, replace, tag, tagged
 from nanotrain_core.models.norms import RMSNorm
@@ -22,7 +22,36 @@ from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
 from nanotrain_core.run import log, random_state
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.probe import Trace, make_engine, rank, train, weights
+from nanotrain_core.testing.probe import FirstGradients, Trace, make_engine, rank, train, weights
+
+# --- weights of another run --------------------------------------------------------------------------
+
+
+@attrs.define(frozen=True, eq=False)
+class FirstStep:
+    """What a process computed in the first step."""
+
+    weights: list[Block]
+    """With which: dequantized, where they are quantized."""
+    gradients: list[Block]
+    """Complete, before clipping."""
+
+
+def first_step(
+    case: Case, changes: Mapping[str, Any], whole: Mapping[str, torch.Tensor] | None = None
+) -> FirstStep:
+    """Train in one process, with the numbers of ``whole``, by name, as weights if they are given."""
+    log.ensure(rank())
+    random_state.seed_all(1, rank())
+    engine = make_engine(case, changes)
+    if whole is not None:
+        for placed in engine.run.placed:
+            placed.parameter.data.copy_(whole[placed.placement.name])
+    before, optimizer = weights(engine.run), FirstGradients(engine.run)
+    engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer))
+    engine.fit()
+    return FirstStep(before, optimizer.first)
+
 
 # --- modules that a precision replaces ---------------------------------------------------------------
 

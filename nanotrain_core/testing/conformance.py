@@ -11,9 +11,9 @@ import attrs
 
 from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import Check, checks_of
+from nanotrain_core.testing.checks import Check, checks_of, every_check
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
-from nanotrain_core.testing.surroundings import Skip, surroundings_of
+from nanotrain_core.testing.surroundings import Skip, Surrounding, surroundings_of
 
 
 @attrs.define(frozen=True)
@@ -81,6 +81,7 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
             skipped.append(each)
             continue
         alone = each.name != ""
+        skipped += _unpromised(each)
         listed += [
             trial
             for trial in trials(each.case)
@@ -88,6 +89,15 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
             and not (alone and trial.check.of_component)
         ]
     return listed, skipped
+
+
+def _unpromised(each: Surrounding) -> Iterator[Skip]:
+    """Yield the checks of a surrounding that its component declares not to be held to."""
+    for check in every_check():
+        if check.promise and check.kind == each.case.kind and each.has(check.kind, check.name, check.name):
+            reason = check.declined(each.case)
+            if reason:
+                yield Skip("-".join(filter(None, (each.name, check.name))), reason)
 
 
 def _refusal(case: Case) -> NanotrainError | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 
-from nanotrain_core.component import Component, Support
+from nanotrain_core.component import LISTED_KINDS, Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables, merge
 
@@ -126,6 +126,7 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         case: the component, and what its author puts around it, which is in every surrounding.
         quick: only the author's case as it is.
     """
+    given = case.config
     case = filled(case)
     base = case if quick or case.kind == "topology" else _base(case)
     component = base.component()
@@ -136,14 +137,14 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         return
     wishes = [*WISHES.get(case.kind, lambda component: ())(component)]
     on_ranks = next((wish for wish in wishes if wish.scope is Scope.ALL and wish.topology), Wish(""))
-    options = [*_own_options(component, case.config, Wish("") if fixed else on_ranks)]
+    options = [*_own_options(component, given, Wish("") if fixed else on_ranks)]
     for wish in [*wishes, *options]:
         if fixed and (wish.topology or wish.world):
             continue
         if reason := _declined(component, wish.needs):
             yield Skip(wish.name, reason)
             continue
-        made = _made(base, wish)
+        made = _made(base, wish, given)
         refused = None if case.kind == "topology" else _refusal(made)
         if refused is None and wish in options:
             refused = _not_here(made)
@@ -158,18 +159,20 @@ def filled(case: Case) -> Case:
     """Return the case with a value for each key that its component requires and the tiny recipe knows.
 
     Of data for each that the tiny recipe knows, and for ``paths``: it is small there, so that epochs end.
+    Where the author gives no key, or not all that are required, the component's example is laid below.
     """
-    known = TINY.get(case.kind)
-    if not isinstance(known, Mapping):
-        return case
+    component, known = case.component(), {} if case.listed else TINY.get(case.kind, {})
     if case.kind == "data":
         known = {**known, "paths": [CORPUS]}
-    given = case.overrides.get(case.kind, {})
-    fields = attrs.fields(case.component().config)
-    wanted = (f.name for f in fields if f.default is attrs.NOTHING or case.kind == "data")
-    return attrs.evolve(
-        case, config={**{n: known[n] for n in wanted if n in known and n not in given}, **case.config}
-    )
+    given = {} if case.listed else case.overrides.get(case.kind, {})
+    fields = attrs.fields(component.config)
+    wanted = [f.name for f in fields if f.default is attrs.NOTHING or case.kind == "data"]
+    found = {name: known[name] for name in wanted if name in known}
+    required = {f.name for f in fields if f.default is attrs.NOTHING}
+    if not {**given, **case.config} or required - {*found, *given, *case.config}:
+        found |= component.example
+    below = {name: value for name, value in found.items() if name not in given}
+    return attrs.evolve(case, config={**below, **case.config})
 
 
 def _base(case: Case) -> Case:
@@ -178,10 +181,22 @@ def _base(case: Case) -> Case:
     Around a monitor there is text, of which it may read or write some.
     """
     for around in (TEXT, *BASES) if case.kind == "monitor" else BASES:
-        tried = attrs.evolve(case, overrides=merge(around, case.overrides))
-        if _refusal(tried) is None:
-            return tried
+        for beside in _beside(case):
+            tried = attrs.evolve(case, overrides=merge(merge(around, beside), case.overrides))
+            if _refusal(tried) is None:
+                return tried
     return case
+
+
+def _beside(case: Case) -> Iterator[Tables]:
+    """Yield what may stand beside a component: nothing, or another one that provides what it requires."""
+    yield {}
+    requires = case.component().requires
+    for plugin in case.registry().plugins if requires else ():
+        for kind, other in plugin.components:
+            if kind != case.kind and requires <= other.provides:
+                table = {"use": other.name}
+                yield {kind: [table] if kind in LISTED_KINDS else table}
 
 
 def _refusal(case: Case) -> str | None:
@@ -218,7 +233,8 @@ def _declined(component: Component, needs: Iterable[str]) -> str | None:
     return None
 
 
-def _made(base: Case, wish: Wish) -> Case:
+def _made(base: Case, wish: Wish, given: Mapping[str, Any]) -> Case:
+    """Return the case in a surrounding: what the author gave of its own table stays."""
     around = {key: value for key, value in wish.around.items() if key != base.kind or base.listed}
     listed = [*around.get("parallel", ())]
     theirs = base.overrides.get("parallel", ())
@@ -232,7 +248,7 @@ def _made(base: Case, wish: Wish) -> Case:
         use=base.use,
         topology={**base.topology, **wish.topology},
         overrides=merge(around, own),
-        config={**wish.config, **base.config},
+        config={**base.config, **wish.config, **given},
         name=f"{base.name or base.use}-{wish.name}",
         plugins=base.plugins,
         **ranks,

@@ -74,8 +74,8 @@ class TrialProcess:
         from nanotrain_core.testing.surroundings import filled
 
         try:
-            case = filled(Case(**self.arguments))
-            case.settings()
+            case = Case(**self.arguments)
+            filled(case).settings()
             self.trials, skipped = planned(case, quick=self.quick)
         except NanotrainError as error:
             return Refusal(str(error), mistake=True)

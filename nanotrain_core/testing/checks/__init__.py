@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import attrs
 
+from nanotrain_core.component import Support
 from nanotrain_core.testing.case import Case
 
 Function = Callable[..., None]
@@ -34,6 +35,13 @@ class Check:
     function: Function
     of_component: bool = False
     """Whether it looks at the component alone: of several cases of one, the first will do."""
+    promise: str = ""
+    """A word of ``Component.supports``: whoever declares it in part, or not at all, is not held to it."""
+
+    def declined(self, case: Case) -> str | None:
+        """Return how the component declares that it does not promise this; None if it promises."""
+        support = case.component().supports.get(self.promise, Support.FULL) if self.promise else Support.FULL
+        return None if support is Support.FULL else f"it declares {self.promise}: {support.value}"
 
     @property
     def invariant(self) -> str:
@@ -51,11 +59,13 @@ def check(
     variants: tuple[str, ...] = (),
     applies: Applies = lambda case: True,
     of_component: bool = False,
+    promise: str = "",
 ) -> Callable[[F], F]:
     """Add a function to the checks of ``kind``, under the function's name."""
 
     def add(function: F) -> F:
-        _CHECKS.append(Check(kind, function.__name__, since, variants, applies, function, of_component))
+        name = function.__name__
+        _CHECKS.append(Check(kind, name, since, variants, applies, function, of_component, promise))
         return function
 
     return add
@@ -74,5 +84,8 @@ def every_check() -> list[Check]:
 
 
 def checks_of(case: Case) -> list[Check]:
-    """Return the checks that apply to a case, those of every kind first."""
-    return [each for each in every_check() if each.kind in ("every", case.kind) and each.applies(case)]
+    """Return the checks that apply to a case and that its component does not decline, those of every kind
+    first.
+    """
+    mine = (each for each in every_check() if each.kind in ("every", case.kind) and each.applies(case))
+    return [each for each in mine if each.declined(case) is None]

@@ -15,6 +15,7 @@ from nanotrain_core.component import TORCH_FREE_KINDS
 from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
+from nanotrain_core.recipe.structure import structure
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -38,13 +39,16 @@ def loads_without_torch(case: Case) -> None:
 
 @check("every", since="0.1", of_component=True)
 def describes_itself(case: Case) -> None:
-    """The component has a one-line summary and names its factory as ``module:attribute``."""
+    """It has a one-line summary, a factory named as ``module:attribute``, and no example that it refuses."""
     component = case.component()
     assert component.summary, "summary is empty: `nanotrain plugins` has nothing to show"
     assert "\n" not in component.summary, f"summary has several lines: {component.summary!r}"
     module, _, attribute = component.factory.partition(":")
     assert module, f"factory {component.factory!r} is not 'module:attribute'"
     assert attribute, f"factory {component.factory!r} is not 'module:attribute'"
+    if component.example:
+        _, problems = structure(dict(component.example), component.config, case.kind)
+        assert not problems, f"example: {problems[0].key}: {problems[0].message}"
 
 
 @check("every", since="0.1", of_component=True)

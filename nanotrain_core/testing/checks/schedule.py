@@ -169,7 +169,7 @@ def edges_keep_one_order(case: Case) -> None:
             assert all(order == orders[0] for order in orders), f"{count} microbatches: {kind} runs {orders}"
 
 
-@check("schedule", since="0.2", applies=lambda case: "uneven_layers" not in _declined(case))
+@check("schedule", since="0.2", promise="uneven_layers")
 def any_number_of_layers_is_cut(case: Case) -> None:
     """From one layer a stage on, any number is cut into stages, alike in cost or not."""
     pp, stages = pipeline_of(case), sum(map(len, stages_of(case)))
@@ -185,13 +185,7 @@ def any_number_of_layers_is_cut(case: Case) -> None:
             _assert_covered(parts, layers, pp)
 
 
-def _declined(case: Case) -> set[str]:
-    """Return the words of what the component says that it does not do."""
-    none = (Support.UNSUPPORTED, Support.NOT_IMPLEMENTED)
-    return {word for word, support in case.component().supports.items() if support in none}
-
-
-@check("schedule", since="0.2", applies=lambda case: "uneven_layers" not in _declined(case))
+@check("schedule", since="0.2", promise="uneven_layers")
 def uneven_stages_train_alike(case: Case) -> None:
     """With one layer more than divides evenly, gradients are those of one process."""
     stages = sum(map(len, stages_of(case)))

@@ -111,6 +111,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory="nanotrain_inspect.profiler:Profiler",
             summary="torch's profiler over chosen steps: a Perfetto trace of each rank, and one of all",
             check=check_profiler,
+            example={"steps": "1:2"},
         )
     )
     register(
@@ -120,6 +121,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory="nanotrain_inspect.dump:Dump",
             summary="weights, gradients, updates and activations of chosen modules at chosen steps",
             check=check_dump,
+            example={"steps": "0:4:2", "what": ["weights", "gradients", "updates", "activations"]},
             metrics=METRICS,
             reads_modules=lambda config: ((f"modules.{n}", name) for n, name in enumerate(config.modules)),
         )

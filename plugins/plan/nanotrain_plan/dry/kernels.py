@@ -26,7 +26,9 @@ class DryKernels(Kernels):
         self.config = config
 
     def ops(self, device: torch.device) -> Ops:
-        """Return plain PyTorch with the kernels that it has on a GPU, or on a CPU."""
+        """Return plain PyTorch with the kernels that it has on a GPU, or on a CPU; of ``meta`` alone."""
+        if device.type != "meta":
+            return TORCH
         if self.config.host:
             return replace(TORCH, attention=attention_on_host)
         return replace(TORCH, attention=attention, rms_norm=rms_norm, experts=experts)
