@@ -82,6 +82,7 @@ def test_in_one_process_a_metric_is_what_its_definition_says(alone, metric):
     assert_as_defined(metric, alone)
 
 
+@pytest.mark.full  # tests/test_metrics.py has the core's own
 def test_every_rank_is_told_the_same(ranks):
     by_its_own_clock = {"seconds", "tokens_per_second", "checkpoint/seconds", "checkpoint/blocked"}
     for rank in ranks:

@@ -6,8 +6,7 @@ case that the component declares not to be made for is left out by name, with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
@@ -15,29 +14,7 @@ import attrs
 from nanotrain_core.component import LISTED_KINDS, Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables, merge
-
-SUMMED, SLICED, SPREAD = ({"use": name} for name in ("summed", "sliced", "spread"))
-STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
-#: Biases, LayerNorm, learned positions, and one table for embedding and head.
-BIASED: Tables = {
-    "model": {
-        "positions": "learned",
-        "max_length": 64,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "bias": True,
-        "tied": True,
-    }
-}
-#: No size is a power of two; heads share keys; microbatches are odd in number, and of one sequence.
-UNEVEN: Tables = {
-    "model": {"width": 30, "heads": 4, "kv_heads": 2, "head_size": 10, "ffn": 44, "vocab": 67, "layers": 3},
-    "batch": {"sequences": 12, "microbatch": 1, "length": 13},
-}
-EXPERTS: Tables = {"model": {"use": "routed"}}
-MIXED: Tables = {"precision": {"use": "wide_norms"}}
-#: float16 with a scale at which the first steps overflow, and are skipped.
-SKIPPING: Tables = {"precision": {"use": "fp16", "initial_scale": 2.0**24}, "optimizer": {"use": "adamw"}}
+from nanotrain_core.testing.surroundings_of_kinds import EXPERTS, OF_KIND, Scope, Wanted
 
 TEXT: Tables = {"model": {"vocab": 256}, "data": {"use": "text", "paths": [CORPUS]}}
 
@@ -50,14 +27,6 @@ BASES: tuple[Tables, ...] = (
     {"model": {"layers": 12}},
     {"model": {"vocab": 65536}},
 )
-
-
-class Scope(Enum):
-    """Which checks run in a surrounding."""
-
-    ALL = "all"
-    FEW = "few"
-    """Those of :data:`FEW` for the kind: what another layout or model can break."""
 
 
 #: Labels of checks, or their names: what runs in surroundings beside the first of each number of ranks.
@@ -103,22 +72,6 @@ class Skip:
     reason: str
 
 
-@attrs.define(frozen=True)
-class Wish:
-    """A surrounding as it is written down: laid over the author's case, if the component admits it."""
-
-    name: str
-    topology: Mapping[str, int] = attrs.field(factory=dict)
-    around: Tables = attrs.field(factory=dict)
-    config: Tables = attrs.field(factory=dict)
-    world: int = 0
-    """Of a topology, which makes the degrees itself: how many ranks it lays out."""
-    scope: Scope = Scope.FEW
-    extra: frozenset[str] = frozenset()
-    needs: tuple[str, ...] = ()
-    """Words of ``Component.supports``: one that is unsupported there leaves this out."""
-
-
 def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding | Skip]:
     """Yield where a component is tested, the plainest first.
 
@@ -135,23 +88,23 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
     yield Surrounding("", base, Scope.FEW if twice else Scope.ALL)
     if quick:
         return
-    wishes = [*WISHES.get(case.kind, lambda component: ())(component)]
-    on_ranks = next((wish for wish in wishes if wish.scope is Scope.ALL and wish.topology), Wish(""))
-    options = [*_own_options(component, given, Wish("") if fixed else on_ranks)]
-    for wish in [*wishes, *options]:
-        if fixed and (wish.topology or wish.world):
+    known = [*OF_KIND.get(case.kind, lambda component: ())(component)]
+    on_ranks = next((wanted for wanted in known if wanted.scope is Scope.ALL and wanted.topology), Wanted(""))
+    options = [*_own_options(component, given, Wanted("") if fixed else on_ranks)]
+    for wanted in [*known, *options]:
+        if fixed and (wanted.topology or wanted.world):
             continue
-        if reason := _declined(component, wish.needs):
-            yield Skip(wish.name, reason)
+        if reason := _declined(component, wanted.needs):
+            yield Skip(wanted.name, reason)
             continue
-        made = _made(base, wish, given)
+        made = _made(base, wanted, given)
         refused = None if case.kind == "topology" else _refusal(made)
-        if refused is None and wish in options:
+        if refused is None and wanted in options:
             refused = _not_here(made)
         yield (
-            Skip(wish.name, f"refused: {refused}")
+            Skip(wanted.name, f"refused: {refused}")
             if refused
-            else Surrounding(wish.name, made, wish.scope, wish.extra)
+            else Surrounding(wanted.name, made, wanted.scope, wanted.extra)
         )
 
 
@@ -233,23 +186,23 @@ def _declined(component: Component, needs: Iterable[str]) -> str | None:
     return None
 
 
-def _made(base: Case, wish: Wish, given: Mapping[str, Any]) -> Case:
+def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
     """Return the case in a surrounding: what the author gave of its own table stays."""
-    around = {key: value for key, value in wish.around.items() if key != base.kind or base.listed}
+    around = {key: value for key, value in wanted.around.items() if key != base.kind or base.listed}
     listed = [*around.get("parallel", ())]
     theirs = base.overrides.get("parallel", ())
     if theirs:  # what the author puts around it stays; the layout's wrappers come before
         names = {table["use"] for table in theirs}
         around["parallel"] = [*(table for table in listed if table["use"] not in names), *theirs]
     own = {key: value for key, value in base.overrides.items() if key != "parallel"}
-    ranks: Any = {} if wish.topology else {"world_size": wish.world or base.world_size}
+    ranks: Any = {} if wanted.topology else {"world_size": wanted.world or base.world_size}
     return Case(
         base.kind,
         use=base.use,
-        topology={**base.topology, **wish.topology},
+        topology={**base.topology, **wanted.topology},
         overrides=merge(around, own),
-        config={**base.config, **wish.config, **given},
-        name=f"{base.name or base.use}-{wish.name}",
+        config={**base.config, **wanted.config, **given},
+        name=f"{base.name or base.use}-{wanted.name}",
         plugins=base.plugins,
         **ranks,
     )
@@ -258,7 +211,7 @@ def _made(base: Case, wish: Wish, given: Mapping[str, Any]) -> Case:
 # --- a component's own options ---------------------------------------------------------------------
 
 
-def _own_options(component: Component, given: Mapping[str, Any], where: Wish) -> Iterator[Wish]:
+def _own_options(component: Component, given: Mapping[str, Any], where: Wanted) -> Iterator[Wanted]:
     """Yield every other value of each field that has few: a bool, or one of several words.
 
     On as many ranks as the kind is tested on first.
@@ -284,145 +237,3 @@ def _others(hint: Any, default: Any) -> Sequence[Any]:
     if get_origin(hint) is Literal and isinstance(default, str):
         return [value for value in get_args(hint) if value != default]
     return ()
-
-
-# --- kind by kind ----------------------------------------------------------------------------------
-
-
-#: The check with layers that the tiny models do not have.
-MORE_LAYERS = "inner_shared_and_biased_layers"
-
-
-def _parallel(component: Component) -> Iterator[Wish]:
-    own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
-    here = {"use": component.name}
-    inner = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
-    if "gradient_sync" in component.provides:
-        yield from _sync("parallel", [here], inner)
-    elif own:
-        for dim in own:
-            data, model = ({"dp": 2}, EXPERTS) if dim in ("ep", "etp") else ({}, {})
-            two = {**data, dim: 2}
-            around = {**model, "parallel": [here, SUMMED]}
-            yield Wish(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
-            yield Wish(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=inner, needs=(dim,))
-            four = {**({"dp": 4} if data else {}), dim: 4}
-            yield Wish(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
-            if not model:
-                yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
-            staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
-            yield Wish(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
-    else:
-        yield Wish("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
-        yield Wish("tp2", {"tp": 2}, {"parallel": [SLICED, here, SUMMED]})
-        yield Wish("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
-        yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
-
-
-def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Wish]:
-    """Yield the layouts whose gradients a gradient sync must add up."""
-    around: Tables = {"parallel": [*wrappers]}
-    cut = {"parallel": [SLICED, *wrappers]}
-    tied = merge(STAGED, {**around, "model": {"tied": True}})
-    yield Wish("dp2", {"dp": 2}, around, scope=Scope.ALL, needs=("dp",))
-    yield Wish("dp4", {"dp": 4}, around, needs=("dp",))
-    yield Wish("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
-    yield Wish("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
-    yield Wish("pp2-tied", {"pp": 2}, tied, needs=("pp",))
-    yield Wish("dp2-pp2-tied", {"dp": 2, "pp": 2}, tied, needs=("dp", "pp"))
-    spread = {**EXPERTS, "parallel": [SPREAD, *wrappers]}
-    yield Wish("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
-    yield Wish("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
-    yield from _models("dp2", {"dp": 2}, around)
-    mixed = frozenset({"mixed_dtypes"} if kind == "parallel" else ())
-    if not mixed:
-        yield Wish("dp2-wide_norms", {"dp": 2}, {**around, **MIXED}, needs=("dp", "wide_norms"))
-
-
-def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterator[Wish]:
-    models = {"biased": BIASED, "uneven": UNEVEN, "experts": EXPERTS}
-    for name, model in models.items():
-        yield Wish(f"{layout}-{name}", topology, {**around, **model}, needs=(name,))
-
-
-def _optimizer(component: Component) -> Iterator[Wish]:
-    sync = "gradient_sync" in component.provides
-    yield from _sync("optimizer", [] if sync else [SUMMED])
-    yield Wish("experts", {}, EXPERTS, needs=("experts",))
-    yield Wish("uneven", {}, UNEVEN, needs=("uneven",))
-
-
-def _precision(component: Component) -> Iterator[Wish]:
-    yield Wish("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
-    yield Wish("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
-    yield Wish("experts", {}, EXPERTS, needs=("experts",))
-    yield Wish("biased", {}, BIASED, needs=("biased",))
-    yield Wish("uneven", {}, UNEVEN, needs=("uneven",))
-
-
-def _checkpoint(component: Component) -> Iterator[Wish]:
-    yield Wish("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
-    cut = {"parallel": [SLICED, SUMMED]}
-    yield Wish("dp2-tp2", {"dp": 2, "tp": 2}, cut, needs=("tp",))
-    tied = merge(STAGED, {"parallel": [SUMMED], "model": {"tied": True}})
-    yield Wish("pp2-tied", {"pp": 2}, tied, needs=("pp",))
-    yield Wish("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
-    yield Wish("uneven", {}, UNEVEN, needs=("uneven",))
-
-
-def _schedule(component: Component) -> Iterator[Wish]:
-    around: Tables = {"parallel": [SUMMED], "model": {"layers": 12}}
-    if "pp" not in component.mesh_dims:
-        yield Wish("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL)
-        return
-    yield Wish("pp2", {"pp": 2}, around, scope=Scope.ALL, needs=("pp",))
-    yield Wish("pp4", {"pp": 4}, around, scope=Scope.ALL, needs=("pp",))
-    both = {"dp": 2, "pp": 2}
-    yield Wish("dp2-pp2-tied", both, merge(around, {"model": {"tied": True}}), needs=("pp", "tied"))
-    yield Wish("pp2-biased", {"pp": 2}, merge(merge(around, BIASED), {"model": {"layers": 12}}))
-    yield Wish("pp2-experts", {"pp": 2}, {**around, "model": {"use": "routed", "layers": 12}})
-
-
-def _monitor(component: Component) -> Iterator[Wish]:
-    yield Wish("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
-    yield Wish("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
-    yield Wish("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
-    yield Wish("experts", {}, EXPERTS, needs=("experts",))
-    yield Wish("skipped_steps", {}, SKIPPING, needs=("skipped_steps",))
-    yield Wish("every_third_step_logged", {}, {"run": {"log_every": 3}})
-
-
-def _model(component: Component) -> Iterator[Wish]:
-    lengths = {"short": 6, "odd": 19}
-    yield from (Wish(name, {}, {"batch": {"length": length}}) for name, length in lengths.items())
-    names = [field.name for field in attrs.fields(component.config)]
-    for name in names:
-        if name in ("kv_heads", "key_value_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads"):
-            yield from (Wish(f"{name}={n}", config={name: n}, needs=(name,)) for n in (2, 1))
-
-
-def _data(component: Component) -> Iterator[Wish]:
-    yield from (Wish(f"length{n}", {}, {"batch": {"length": n}}) for n in (5, 33))
-
-
-def _topology(component: Component) -> Iterator[Wish]:
-    dims = [f.name for f in attrs.fields(component.config) if f.name in ("pp", "cp", "tp", "ep", "etp", "dp")]
-    for world in (2, 4):
-        yield Wish(f"world{world}", world=world)
-        yield from (Wish(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims)
-    for one, other in (("pp", "tp"), ("tp", "ep"), ("cp", "tp"), ("pp", "ep")):
-        if one in dims and other in dims:
-            yield Wish(f"{one}2-{other}2-world4", world=4, config={one: 2, other: 2}, needs=(one, other))
-
-
-WISHES: Mapping[str, Callable[[Component], Iterator[Wish]]] = {
-    "parallel": _parallel,
-    "optimizer": _optimizer,
-    "precision": _precision,
-    "checkpoint": _checkpoint,
-    "schedule": _schedule,
-    "monitor": _monitor,
-    "model": _model,
-    "data": _data,
-    "topology": _topology,
-}

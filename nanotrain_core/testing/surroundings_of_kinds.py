@@ -1,0 +1,199 @@
+"""Which layouts, models and precisions the harness puts around a component, kind by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+
+import attrs
+
+from nanotrain_core.component import Component
+from nanotrain_core.testing.case import Tables, merge
+
+SUMMED, SLICED, SPREAD = ({"use": name} for name in ("summed", "sliced", "spread"))
+STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
+#: Biases, LayerNorm, learned positions, and one table for embedding and head.
+BIASED: Tables = {
+    "model": {
+        "positions": "learned",
+        "max_length": 64,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "bias": True,
+        "tied": True,
+    }
+}
+#: No size is a power of two; heads share keys; microbatches are odd in number, and of one sequence.
+UNEVEN: Tables = {
+    "model": {"width": 30, "heads": 4, "kv_heads": 2, "head_size": 10, "ffn": 44, "vocab": 67, "layers": 3},
+    "batch": {"sequences": 12, "microbatch": 1, "length": 13},
+}
+EXPERTS: Tables = {"model": {"use": "routed"}}
+MIXED: Tables = {"precision": {"use": "wide_norms"}}
+#: float16 with a scale at which the first steps overflow, and are skipped.
+SKIPPING: Tables = {"precision": {"use": "fp16", "initial_scale": 2.0**24}, "optimizer": {"use": "adamw"}}
+
+
+class Scope(Enum):
+    """Which checks run in a surrounding."""
+
+    ALL = "all"
+    FEW = "few"
+    """Those of :data:`FEW` for the kind: what another layout or model can break."""
+
+
+@attrs.define(frozen=True)
+class Wanted:
+    """A surrounding as it is written down: laid over the author's case, if the component admits it."""
+
+    name: str
+    topology: Mapping[str, int] = attrs.field(factory=dict)
+    around: Tables = attrs.field(factory=dict)
+    config: Tables = attrs.field(factory=dict)
+    world: int = 0
+    """Of a topology, which makes the degrees itself: how many ranks it lays out."""
+    scope: Scope = Scope.FEW
+    extra: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
+    """Words of ``Component.supports``: one that is unsupported there leaves this out."""
+
+
+#: The check with layers that the tiny models do not have.
+MORE_LAYERS = "inner_shared_and_biased_layers"
+
+
+def _parallel(component: Component) -> Iterator[Wanted]:
+    own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
+    here = {"use": component.name}
+    inner = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
+    if "gradient_sync" in component.provides:
+        yield from _sync("parallel", [here], inner)
+    elif own:
+        for dim in own:
+            data, model = ({"dp": 2}, EXPERTS) if dim in ("ep", "etp") else ({}, {})
+            two = {**data, dim: 2}
+            around = {**model, "parallel": [here, SUMMED]}
+            yield Wanted(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
+            yield Wanted(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=inner, needs=(dim,))
+            four = {**({"dp": 4} if data else {}), dim: 4}
+            yield Wanted(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
+            if not model:
+                yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
+            staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
+            yield Wanted(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
+    else:
+        yield Wanted("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
+        yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, here, SUMMED]})
+        yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
+        yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
+
+
+def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Wanted]:
+    """Yield the layouts whose gradients a gradient sync must add up."""
+    around: Tables = {"parallel": [*wrappers]}
+    cut = {"parallel": [SLICED, *wrappers]}
+    tied = merge(STAGED, {**around, "model": {"tied": True}})
+    yield Wanted("dp2", {"dp": 2}, around, scope=Scope.ALL, needs=("dp",))
+    yield Wanted("dp4", {"dp": 4}, around, needs=("dp",))
+    yield Wanted("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
+    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
+    yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
+    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, tied, needs=("dp", "pp"))
+    spread = {**EXPERTS, "parallel": [SPREAD, *wrappers]}
+    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
+    yield Wanted("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
+    yield from _models("dp2", {"dp": 2}, around)
+    mixed = frozenset({"mixed_dtypes"} if kind == "parallel" else ())
+    if not mixed:
+        yield Wanted("dp2-wide_norms", {"dp": 2}, {**around, **MIXED}, needs=("dp", "wide_norms"))
+
+
+def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterator[Wanted]:
+    models = {"biased": BIASED, "uneven": UNEVEN, "experts": EXPERTS}
+    for name, model in models.items():
+        yield Wanted(f"{layout}-{name}", topology, {**around, **model}, needs=(name,))
+
+
+def _optimizer(component: Component) -> Iterator[Wanted]:
+    sync = "gradient_sync" in component.provides
+    yield from _sync("optimizer", [] if sync else [SUMMED])
+    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
+    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+
+
+def _precision(component: Component) -> Iterator[Wanted]:
+    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
+    yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
+    yield Wanted("biased", {}, BIASED, needs=("biased",))
+    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+
+
+def _checkpoint(component: Component) -> Iterator[Wanted]:
+    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
+    cut = {"parallel": [SLICED, SUMMED]}
+    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, needs=("tp",))
+    tied = merge(STAGED, {"parallel": [SUMMED], "model": {"tied": True}})
+    yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
+    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
+    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+
+
+def _schedule(component: Component) -> Iterator[Wanted]:
+    around: Tables = {"parallel": [SUMMED], "model": {"layers": 12}}
+    if "pp" not in component.mesh_dims:
+        yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL)
+        return
+    yield Wanted("pp2", {"pp": 2}, around, scope=Scope.ALL, needs=("pp",))
+    yield Wanted("pp4", {"pp": 4}, around, scope=Scope.ALL, needs=("pp",))
+    both = {"dp": 2, "pp": 2}
+    yield Wanted("dp2-pp2-tied", both, merge(around, {"model": {"tied": True}}), needs=("pp", "tied"))
+    yield Wanted("pp2-biased", {"pp": 2}, merge(merge(around, BIASED), {"model": {"layers": 12}}))
+    yield Wanted("pp2-experts", {"pp": 2}, {**around, "model": {"use": "routed", "layers": 12}})
+
+
+def _monitor(component: Component) -> Iterator[Wanted]:
+    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
+    yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+    yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
+    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
+    yield Wanted("skipped_steps", {}, SKIPPING, needs=("skipped_steps",))
+    yield Wanted("every_third_step_logged", {}, {"run": {"log_every": 3}})
+
+
+def _model(component: Component) -> Iterator[Wanted]:
+    lengths = {"short": 6, "odd": 19}
+    yield from (Wanted(name, {}, {"batch": {"length": length}}) for name, length in lengths.items())
+    names = [field.name for field in attrs.fields(component.config)]
+    for name in names:
+        if name in ("kv_heads", "key_value_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads"):
+            yield from (Wanted(f"{name}={n}", config={name: n}, needs=(name,)) for n in (2, 1))
+
+
+def _data(component: Component) -> Iterator[Wanted]:
+    yield from (Wanted(f"length{n}", {}, {"batch": {"length": n}}) for n in (5, 33))
+
+
+def _topology(component: Component) -> Iterator[Wanted]:
+    dims = [f.name for f in attrs.fields(component.config) if f.name in ("pp", "cp", "tp", "ep", "etp", "dp")]
+    for world in (2, 4):
+        yield Wanted(f"world{world}", world=world)
+        yield from (
+            Wanted(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims
+        )
+    for one, other in (("pp", "tp"), ("tp", "ep"), ("cp", "tp"), ("pp", "ep")):
+        if one in dims and other in dims:
+            yield Wanted(f"{one}2-{other}2-world4", world=4, config={one: 2, other: 2}, needs=(one, other))
+
+
+OF_KIND: Mapping[str, Callable[[Component], Iterator[Wanted]]] = {
+    "parallel": _parallel,
+    "optimizer": _optimizer,
+    "precision": _precision,
+    "checkpoint": _checkpoint,
+    "schedule": _schedule,
+    "monitor": _monitor,
+    "model": _model,
+    "data": _data,
+    "topology": _topology,
+}
