@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.launch.cause import in_one_line, is_echo
+from nanotrain_core.launch.cause import Cause, in_one_line, is_echo
 from nanotrain_core.run import log
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Peers(threading.Thread):
         self.done, self.ending = threading.Event(), threading.Event()
         self._heard: dict[int, tuple[bytes, float]] = {}
         """On rank 0: the last beat of each other rank, and for how many seconds it has been the last."""
-        self._where_met = "where the ranks met"
+        self._host_0 = ""
         self._rank_0_ended = False
         self.start()
 
@@ -162,9 +162,8 @@ class Peers(threading.Thread):
     def _listen(self, passed: float) -> None:
         if self.rank == 0:
             return self._look(passed)
-        if self.store.check(["at/0"]):
-            host, _ = json.loads(self.store.get("at/0"))
-            self._where_met = f"where the ranks met, on {host}"
+        if not self._host_0 and self.store.check(["at/0"]):
+            self._host_0, _ = json.loads(self.store.get("at/0"))
         if self.store.check(["ended/0"]):
             self._rank_0_ended = True
             self.store.set(f"heard/{self.rank}", "")
@@ -196,15 +195,14 @@ class Peers(threading.Thread):
             return None
         text, code = json.loads(self.store.get("first"))
         self.store.set(f"heard/{self.rank}", "")
-        return _error(text, code)
+        return Cause(text, code).error()
 
     def _knows(self, other: int) -> bool:
         return any(self.store.check([f"{end}/{other}"]) for end in ("ended", "heard"))
 
     def _without_store(self) -> NanotrainError:
-        return _error(
-            f"rank 0, or its host, is gone: the store {self._where_met} does not answer", Exit.FAILED
-        )
+        where = f"where the ranks met{f', on {self._host_0}' if self._host_0 else ''}"
+        return Cause(f"rank 0, or its host, is gone: the store {where} does not answer", Exit.FAILED).error()
 
     def _end(self, first: NanotrainError) -> None:
         """End this rank, which may wait for one that does not come, unless it ends by itself."""
@@ -214,9 +212,3 @@ class Peers(threading.Thread):
                 return
         log.say(str(first))
         os._exit(first.exit_code)
-
-
-def _error(text: str, code: int) -> NanotrainError:
-    error = NanotrainError(text)
-    error.exit_code = code
-    return error
