@@ -139,7 +139,7 @@ def compose(
     build, device = registry.build, torch.device(device)
     topology: Topology = build(recipe.topology)
     model: Model = build(recipe.model)
-    wrappers: list[Parallel] = [build(selection) for selection in recipe.parallel]
+    wrappers: list[tuple[Selection, Parallel]] = [(each, build(each)) for each in recipe.parallel]
     precision: Precision = build(recipe.precision)
     optimizer: Optimizer = build(recipe.optimizer)
     schedule: Schedule = build(recipe.schedule)
@@ -168,23 +168,21 @@ def compose(
     check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
     stages = build_stages(
-        model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for w in wrappers))
+        model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
     )
     placements = share_between_stages(place(stages.values(), layout), mesh)
-    stages = wrap(stages, placements, mesh, zip(recipe.parallel, wrappers, strict=True))
+    stages = wrap(stages, placements, mesh, wrappers)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
     actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
     phases = RunPhases(recipe, model, schedule, pp, mesh.size("dp"))
     passes.splits_backward = phases.split_backward(actions)
     for part in stages.values():
-        if passes.splits_backward or any(wrapper.splits_linear(mesh) for wrapper in wrappers):
+        if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
-    shard_and_draw(
-        stages.values(), placements, mesh, zip(recipe.parallel, wrappers, strict=True), recipe.run.seed
-    )
+    shard_and_draw(stages.values(), placements, mesh, wrappers, recipe.run.seed)
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
@@ -194,9 +192,7 @@ def compose(
     equalise(placed, mesh)
     precision.pack(tuple(stages.values()))
     placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
-    gradients, optimizer = _gradient_sync(
-        recipe, registry, [*zip(recipe.parallel, wrappers, strict=True)], optimizer, placed
-    )
+    gradients, optimizer = _gradient_sync(recipe, registry, wrappers, optimizer, placed)
     if trains:
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
         check_ranges(gradients, optimizer, recipe, registry)
