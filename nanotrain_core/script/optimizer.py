@@ -159,7 +159,7 @@ class ScriptOptimizer(Optimizer):
         self._refuse_other(meta)
         parameters = {name: parameter for parameter, name in self.names.items()}
         self._incoming = {
-            name: {key: allocated(parameters[name], described) for key, described in state.items()}
+            name: {key: allocated(parameters[name], form) for key, form in state.items()}
             for name, state in meta["state"].items()
             if name in parameters
         }
@@ -225,9 +225,9 @@ def described(what: str, value: Any) -> Any:
     )
 
 
-def allocated(parameter: nn.Parameter, described: Mapping[str, Any]) -> Any:
+def allocated(parameter: nn.Parameter, form: Mapping[str, Any]) -> Any:
     """Return an empty tensor of the recorded shape, where the optimizer had it, or the plain value."""
-    if "value" in described:
-        return described["value"]
-    device = torch.device("cpu") if described["host"] else parameter.device
-    return torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device)
+    if "value" in form:
+        return form["value"]
+    device = torch.device("cpu") if form["host"] else parameter.device
+    return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=device)
