@@ -32,6 +32,10 @@ use = "1f1b"
 [data]
 use = "synthetic"
 vocab = 256
+"""
+
+
+PHASES = """
 [[phase]]
 name = "short"
 until_tokens = 640
@@ -45,7 +49,7 @@ def test_all_phases_have_the_stages_that_the_run_cuts_for_its_longest_sequences(
     steps, stages = [], []
     for number, layers in enumerate(("", "layers = [3, 3]", "layers = [4, 2]")):
         path = tmp_path / f"{number}.toml"
-        path.write_text(RECIPE.replace("{layers}", layers))
+        path.write_text(RECIPE.replace("{layers}", layers) + PHASES)
         found = resolve_recipe(str(path))
         plan = make_plan(found.recipe, found.registry, found.layout, find_hardware("h100"))
         steps.append([phase.step for phase in plan.phases])
@@ -55,34 +59,11 @@ def test_all_phases_have_the_stages_that_the_run_cuts_for_its_longest_sequences(
         assert cut == as_for_long != as_for_short
 
 
-UNEVEN = """
-[run]
-steps = 10
-ranks = 2
-[batch]
-sequences = 3
-microbatch = 2
-length = 32
-[model]
-use = "transformer"
-layers = 3
-width = 64
-heads = 4
-vocab = 256
-[topology]
-pp = 2
-[schedule]
-use = "1f1b"
-[data]
-use = "synthetic"
-vocab = 256
-"""
-
-
 def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_shape(tmp_path, capsys):
     path = tmp_path / "uneven.toml"
-    path.write_text(UNEVEN)
-    assert main(["plan", str(path), "--hardware", "cpu", "--json"]) == 0
+    path.write_text(RECIPE.replace("{layers}", ""))
+    batch = ("--set", "batch.sequences=3", "--set", "batch.microbatch=2", "--set", "batch.length=32")
+    assert main(["plan", str(path), "--hardware", "cpu", "--json", *batch]) == 0
     plan = json.loads(capsys.readouterr().out)
     sent = [each for each in plan["collectives"]["of_a_step"] if each["op"] in ("send", "recv")]
     assert [each["count"] for each in sent] == [2, 2]  # of two and of one sequence, each way
