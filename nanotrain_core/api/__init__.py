@@ -5,6 +5,7 @@ Files of the core may move; these names stay. What needs torch is in :mod:`nanot
 
 from nanotrain_core import __version__, hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig, yarn_magnitude
+from nanotrain_core.checkpoint.aside import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
 from nanotrain_core.checkpoint.run_state import (
@@ -216,6 +217,7 @@ __all__ = [
     "pipeline_of",
     "plan_recipe",
     "plugin_arguments",
+    "quarantine_checkpoint",
     "read_metrics",
     "read_rope",
     "remove_leftovers",
@@ -224,6 +226,7 @@ __all__ = [
     "resolve_recipe",
     "run_settings",
     "running",
+    "set_checkpoints_aside",
     "share_tokens",
     "simulate",
     "state_problems",

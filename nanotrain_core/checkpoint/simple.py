@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
+from nanotrain_core.checkpoint.aside import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import strange_kinds
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
-from nanotrain_core.checkpoint.simple_aside import quarantine, set_aside
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, strange_entries
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
@@ -178,7 +178,7 @@ class SimpleCheckpoint:
         if self.mesh.rank == 0:
             own = path.resolve().parent == self.folder.resolve()
             later = [saved for saved in self.steps() if saved > step or not own]
-            if aside := set_aside(self.folder, map(self.path, later)):
+            if aside := set_checkpoints_aside(self.folder, map(self.path, later)):
                 log = structlog.get_logger("nanotrain.checkpoint")
                 log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
 
@@ -203,7 +203,7 @@ class SimpleCheckpoint:
     def _quarantine(self, damaged: Mapping[Path, str]) -> None:
         """Rename damaged files, on rank 0, once there is another one to go on from."""
         for path, problem in damaged.items():
-            aside = quarantine(path)
+            aside = quarantine_checkpoint(path)
             log = structlog.get_logger("nanotrain.checkpoint")
             log.warning("a damaged checkpoint was set aside", problem=problem, now=str(aside))
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,7 +19,9 @@ from nanotrain_core.api import (
     CheckpointError,
     flush,
     is_of_a_run,
+    quarantine_checkpoint,
     remove_leftovers,
+    set_checkpoints_aside,
     streams_problem,
     write_text_atomically,
 )
@@ -114,29 +114,17 @@ def name_latest(folder: Path) -> None:
 
 def quarantine(folder: Path, step: int) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again; return its new path."""
-    stem = f".corrupt-{step:08d}-{time.strftime('%Y%m%d-%H%M%S')}"
-    target = _free(folder, stem)
-    step_folder(folder, step).rename(target)
+    target = quarantine_checkpoint(step_folder(folder, step))
     name_latest(folder)
     return target
 
 
 def set_aside(folder: Path, unwanted: Collection[int]) -> Path | None:
     """Move checkpoints of a branch that the run leaves into ``superseded-<time>/``; return that, if any."""
-    if not unwanted:
-        return None
-    aside = _free(folder, time.strftime("superseded-%Y%m%d-%H%M%S"))
-    aside.mkdir()
-    for step in unwanted:
-        old = step_folder(folder, step)
-        old.rename(aside / old.name)
-    name_latest(folder)
+    aside = set_checkpoints_aside(folder, [step_folder(folder, step) for step in unwanted])
+    if aside is not None:
+        name_latest(folder)
     return aside
-
-
-def _free(folder: Path, stem: str) -> Path:
-    names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
-    return next(folder / name for name in names if not (folder / name).exists())
 
 
 def expendable(

@@ -1,4 +1,4 @@
-"""Renames of ``simple`` checkpoints: damaged ones, and those of a branch that a run leaves. Torch-free."""
+"""Renames of checkpoints, files or folders: damaged ones, and those of a branch that is left. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import count
 from pathlib import Path
 
 
-def quarantine(damaged: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again; return its new path."""
+def quarantine_checkpoint(damaged: Path) -> Path:
+    """Rename a damaged ``step-<number>``, so that its step can be saved again; return its new path."""
     step = damaged.stem.removeprefix("step-")
     target = _free(damaged.parent, time.strftime(f".corrupt-{step}-%Y%m%d-%H%M%S"))
     damaged.rename(target)
     return target
 
 
-def set_aside(folder: Path, unwanted: Iterable[Path]) -> Path | None:
+def set_checkpoints_aside(folder: Path, unwanted: Iterable[Path]) -> Path | None:
     """Move checkpoints into ``folder/superseded-<time>/``; return that folder, or None if there were none."""
     there = list(unwanted)
     if not there:
