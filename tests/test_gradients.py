@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nanotrain_ddp import DataParallelConfig
-from nanotrain_ddp.wrapper import DataParallel
+from nanotrain_ddp.data_parallel import DataParallel
 from torch import nn
 
 from nanotrain_core.layout import gradients as layer

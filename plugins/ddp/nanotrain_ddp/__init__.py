@@ -34,7 +34,7 @@ def nanotrain_register_parallel(register: Register) -> None:
         Component(
             name="ddp",
             config=DataParallelConfig,
-            factory="nanotrain_ddp.wrapper:DataParallel",
+            factory="nanotrain_ddp.data_parallel:DataParallel",
             summary="bucketed gradient all-reduce overlapped with backward",
             provides={"gradient_sync"},
             mesh_dims={"dp"},

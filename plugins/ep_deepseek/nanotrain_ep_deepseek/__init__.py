@@ -57,7 +57,7 @@ def nanotrain_register_parallel(register: Register) -> None:
         Component(
             name="ep_deepseek",
             config=ExpertParallelConfig,
-            factory="nanotrain_ep_deepseek.wrapper:ExpertParallel",
+            factory="nanotrain_ep_deepseek.expert_parallel:ExpertParallel",
             summary="experts spread over ranks, tokens sent to them by all-to-all, none dropped",
             mesh_dims={"ep", "etp"},
             check=check,

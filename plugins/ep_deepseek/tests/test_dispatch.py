@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_ep_deepseek import ExpertParallelConfig
 from nanotrain_ep_deepseek.exchange import Route, Sent
-from nanotrain_ep_deepseek.wrapper import ExpertParallel, check_view
+from nanotrain_ep_deepseek.expert_parallel import ExpertParallel, check_view
 from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.builtin.configs import GridConfig

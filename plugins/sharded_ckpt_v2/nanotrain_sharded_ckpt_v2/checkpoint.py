@@ -97,7 +97,7 @@ class ShardedCheckpoint:
         return self._any(late and self.mesh.rank == 0)
 
     def _any(self, mine: bool) -> bool:
-        """All-reduce: say whether it is so on any rank."""
+        """All-reduce: return whether it is so on any rank."""
         flag = torch.tensor([float(mine)], device=self.mesh.device)
         self.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -90,7 +90,7 @@ def nanotrain_register_parallel(register: Register) -> None:
         Component(
             name="tp",
             config=TensorParallelConfig,
-            factory="nanotrain_tp.wrapper:TensorParallel",
+            factory="nanotrain_tp.tensor_parallel:TensorParallel",
             summary="splits layers by their roles, and the sequence between them",
             mesh_dims={"tp"},
             check=check,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_tp.collectives import Ranks
 from nanotrain_tp.regions import Boundary
-from nanotrain_tp.wrapper import hook
+from nanotrain_tp.tensor_parallel import hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

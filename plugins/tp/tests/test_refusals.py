@@ -6,7 +6,7 @@ import pytest
 import torch
 from nanotrain_tp import TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
-from nanotrain_tp.wrapper import TensorParallel
+from nanotrain_tp.tensor_parallel import TensorParallel
 
 from nanotrain_core.builtin.configs import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
