@@ -57,8 +57,8 @@ class Case:
     lean: bool = False
     """Whether a rank may take no more memory than the peer's."""
 
-    def recipe(self) -> Recipe:
-        """Return the recipe of both sides."""
+    def overrides(self) -> list[str]:
+        """Return what the case sets in its file, as ``--set`` takes it."""
         data_ranks = self.ranks // (self.tp * self.pp)
         whole = self.precision.startswith("{")
         changes = {
@@ -74,9 +74,12 @@ class Case:
             changes["optimizer.stage"] = self.stage
         if self.dropin:
             changes["parallel"] = f'[{{ use = "{self.dropin}" }}]'
-        overrides = [f"{key}={value}" for key, value in changes.items()]
+        return [f"{key}={value}" for key, value in changes.items()]
+
+    def recipe(self) -> Recipe:
+        """Return the recipe of both sides."""
         plugins = PluginArguments(local=self.local)
-        return load_recipe(self.file, overrides=overrides, plugins=plugins, ranks=self.ranks)
+        return load_recipe(self.file, overrides=self.overrides(), plugins=plugins, ranks=self.ranks)
 
     @property
     def local(self) -> tuple[str, ...]:
