@@ -58,7 +58,7 @@ def test_every_block_is_one_of_those_that_are_looked_at():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text)), page
-    assert {block.language for block in blocks()} == {"python", "toml", "sh", "text"}
+    assert {block.language for block in blocks()} == {"python", "toml", "sh", "text", "yaml"}
     assert len(blocks("python")) > 30
     assert len(blocks("sh")) > 40
 
@@ -88,6 +88,28 @@ def test_recipes_load(block, tmp_path, monkeypatch):
     text = block.text + before if whole and "extends" not in before else block.text
     (tmp_path / "recipe.toml").write_text(text if whole else before + block.text)
     assert load_recipe(tmp_path / "recipe.toml", overrides=overrides)
+
+
+# --- tasks of lm_eval -----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_tasks_are_read_by_lm_eval(block, tmp_path, monkeypatch):
+    """With the questions that stand beside ``test:``."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.chdir(tmp_path)
+    file, row = re.search(r"test: (\S+) +# (\{.*\})$", block.text, re.MULTILINE).groups()
+    Path(file).write_text(row)
+    Path("task.yaml").write_text(block.text)
+    name = re.search(r"^task: (\S+)$", block.text, re.MULTILINE)[1]
+    task = TaskManager(include_path=str(tmp_path)).load([name])["tasks"][name]
+    (document,) = task.test_docs()
+    question = json.loads(row)
+    assert task.doc_to_text(document) == question["question"]
+    assert task.doc_to_choice(document) == question["choices"]
+    assert task.doc_to_target(document) == question["answer"]
 
 
 # --- commands -------------------------------------------------------------------------------------

@@ -29,6 +29,25 @@ def test_ranks_write_what_one_process_does(tmp_path):
     assert [prompt for prompt, _ in sampled(one)] == ["one two", "t"]
 
 
+def test_ranks_score_what_one_process_does(tmp_path):
+    (tmp_path / "text.txt").write_text("one two three " * 40)
+    data = {"use": "text", "paths": [str(tmp_path / "text.txt")], "suffixes": [".txt"]}
+    case = Case("checkpoint", use="simple", overrides={"model": {"vocab": 259}, "data": data})
+    make_engine(case, {"run": {"steps": 1}}, folder=tmp_path / "run").fit()
+    words = ("eval", "run", "--text", "text.txt", "--stride", "7", "--json")
+    ((one,), (four,)) = (
+        json.loads(done.out)["texts"]
+        for done in (
+            nanotrain(*words, cwd=tmp_path),
+            nanotrain(*words, "--degree", "tp=2", "--degree", "pp=2", cwd=tmp_path),
+        )
+    )
+    assert four == {
+        **one,
+        **{name: pytest.approx(one[name], rel=1e-9) for name in ("loss", "perplexity", "bits_per_byte")},
+    }
+
+
 def saved_by_transformers(kind, folder):
     """Save a small random model in ``folder``, and return it."""
     if kind == "deepseek-v3":

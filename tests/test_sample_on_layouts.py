@@ -64,7 +64,7 @@ def written(case, *, caches):
     run = make_run(case, {}, trains=False)
     writer = Writer(run, HOW, caches=caches)
     passes = max(HOW.passes(len(prompt), caches=caches) for prompt in PROMPTS)
-    numbers = range(writer.replica, len(PROMPTS) + writer.replica, writer.replicas)
+    numbers = range(writer.replica.index, len(PROMPTS) + writer.replica.index, writer.replica.count)
     texts = [writer.write(PROMPTS[n % len(PROMPTS)], n % len(PROMPTS), passes) for n in numbers]
     tokens, cache, found = torch.tensor(PROMPTS[:1]), Cache(7), []
     for count in (4, 2, 1) if caches else (7,):

@@ -1,4 +1,4 @@
-"""Writes text with the weights of a run: one prompt after another, token by token.
+"""Writes text with the weights of a run, and scores text: validation loss, perplexity, tasks.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -10,11 +10,18 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain sample``."""
+    """Announce ``nanotrain sample`` and ``nanotrain eval``."""
     register(
         Command(
             name="sample",
             summary="continue prompts with the weights of a run or a checkpoint",
             module="nanotrain_sample.command",
+        )
+    )
+    register(
+        Command(
+            name="eval",
+            summary="measure a checkpoint: validation loss, perplexity of files, multiple-choice tasks",
+            module="nanotrain_sample.evaluate.command",
         )
     )

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from nanotrain_core.api import (
@@ -87,26 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write, on this process or on ranks that it starts."""
     texts = prompts_of(args.prompt)
-    degrees = degrees_of(args.degree)
     plugins = plugin_arguments(args)
     registry = load_plugins(block=plugins.blocked, local=plugins.local)
 
-    from nanotrain_core.api.ranks import EXIT_OF, Nodes, Ranks, prepare_ranks, start_ranks
-    from nanotrain_sample.layout import resolved
-    from nanotrain_sample.ranks import SampleJob
+    from nanotrain_core.api.ranks import Ranks
+    from nanotrain_sample.ranks import degrees_of, run_on_ranks
     from nanotrain_sample.source import codec_of, find
     from nanotrain_sample.tell import Asked
+    from nanotrain_sample.write import SampleJob
 
-    joined = Ranks.detect()
+    degrees = degrees_of(args.degree)
     source = find(Path(args.path), args.step, args.tokenizer, registry)
-    with TemporaryDirectory(prefix="nanotrain-sample-") as folder:
-        ranks = joined.world_size if joined else None
-        recipe, found = resolved(
-            source, degrees, args.set, registry, Path(folder), ranks=ranks, plugins=plugins
-        )
-        ranks = found.recipe.run.ranks
-        if ranks > 1 and not joined:
-            prepare_ranks(ranks)
+    joined = Ranks.detect()
+
+    def job_of(recipe: str, found: Resolution) -> SampleJob:
         codec = codec_of(found.recipe, source.tokenizer, registry)
         how = how_of(args, found, codec)
         asked = Asked(
@@ -115,18 +108,18 @@ def run(args: argparse.Namespace) -> int:
             how=how,
             json=args.json,
         )
-        job = SampleJob(
+        if not joined or joined.rank == 0:
+            note_length(asked, source.length)
+        return SampleJob(
             recipe=recipe,
             overrides=tuple(args.set),
             plugins=plugins,
-            asked=asked,
+            weights=asked.weights,
             tokenizer=source.tokenizer,
+            asked=asked,
         )
-        if not joined or joined.rank == 0:
-            note_length(asked, source.length)
-        if joined:
-            return EXIT_OF[job.run(joined)]
-        return start_ranks(job, found.recipe, Nodes(nproc=ranks))
+
+    return run_on_ranks(job_of, source, degrees, args.set, registry, plugins=plugins)
 
 
 def prompts_of(given: Sequence[str]) -> list[str]:
@@ -147,21 +140,6 @@ def _standard_input() -> str:
     except UnicodeDecodeError as error:
         where = f"byte {error.start + 1}"
         raise NanotrainError(f"--prompt -: standard input is not UTF-8 ({where})") from None
-
-
-def degrees_of(lines: Sequence[str]) -> dict[str, int]:
-    """Return lines such as ``tp=2`` as a table.
-
-    Raises:
-        NanotrainError: one is not of that form.
-    """
-    found = {}
-    for line in lines:
-        dim, _, degree = line.partition("=")
-        if not dim or not degree.isdecimal() or int(degree) < 1:
-            raise NanotrainError(f"--degree: expected DIM=N such as tp=2, with a number above 0, got {line}")
-        found[dim] = int(degree)
-    return found
 
 
 def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How:

@@ -15,9 +15,10 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.api import NanotrainError, Span
+from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.text import draw
 from nanotrain_core.api.torch import Batch, Cache, Executor, Run, stream_seed
+from nanotrain_sample.replica import Replica
 
 #: Tokens of a prompt that pass through the model at once: logits of all of them are computed.
 CHUNK = 512
@@ -75,19 +76,7 @@ class Writer:
         self.mesh, self.how, self.caches = run.mesh, how, caches
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.final = len(run.owners) - 1
-        layout, dense = run.mesh.layout, run.mesh.layout.views["dense"].dims
-        data = tuple(dim for dim in dense if dim in layout.data_dims)
-        self.replicas, self.replica = layout.size(*data), layout.coordinate(run.mesh.rank, *data)
-        """How many replicas of the model there are, and which one this rank is in."""
-        inside = tuple(dim for dim in dense if dim not in data)
-        run.mesh.agree_on_groups([Span(inside)])
-        self.group = run.mesh.group_of(Span(inside))
-        last = {dim: run.owners[-1] if dim == "pp" else 0 for dim in inside}
-        self.drawer = next(
-            rank
-            for rank in layout.members(run.mesh.rank, Span(inside))
-            if all(layout.coordinate(rank, dim) == place for dim, place in last.items())
-        )
+        self.replica = Replica(run)
 
     def write(
         self,
@@ -145,7 +134,7 @@ class Writer:
     def _draw(self, logits_V: torch.Tensor | None, generator: torch.Generator) -> int:
         """Broadcast: return the token that the drawing rank draws."""
         token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
-        if self.mesh.rank == self.drawer:
+        if self.mesh.rank == self.replica.speaker:
             assert logits_V is not None
             known_V = logits_V[: self.how.vocab]
             if not bool(known_V.isfinite().all()):
@@ -155,7 +144,7 @@ class Writer:
             how = self.how
             chosen = draw(known_V, generator, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
             token.fill_(chosen)
-        if self.group is not None:
+        if self.replica.group is not None:
             with self.mesh.waits.collectives:
-                dist.broadcast(token, self.drawer, group=self.group)
+                dist.broadcast(token, self.replica.speaker, group=self.replica.group)
         return int(token)

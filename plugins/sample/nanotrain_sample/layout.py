@@ -1,4 +1,4 @@
-"""The recipe that text is written by: the model of a run on another layout, without what trains it."""
+"""The recipe that text is written or scored by: the run's model on another layout, nothing that trains."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def resolved(
     degrees: Mapping[str, int],
     overrides: Sequence[str],
     registry: Registry,
-    folder: Path,
+    folder: str,
     *,
     ranks: int | None = None,
+    scores: bool = False,
     **plugins: Any,
 ) -> tuple[str, Resolution]:
     """Write the recipe to ``folder``; return its path and what it says.
@@ -40,19 +41,22 @@ def resolved(
         registry: finds the components.
         folder: where the file goes.
         ranks: world size; None: the fewest that have the degrees.
+        scores: whether the run's validation split is kept.
         plugins: keyword arguments of :func:`~nanotrain_core.api.resolve_recipe`.
 
     Raises:
         RecipeError: the model cannot be spread like that.
     """
     tables = tables_for(source, degrees, registry)
+    if scores:
+        tables["data"], tables["evaluation"] = source.tables["data"], _evaluated(source)
     layout = Degrees(degrees, tables["topology"], registry)
     ranks = ranks or layout.fewest_ranks() or prod(degrees.values())
     layout.check(ranks)
     tables["topology"] = {**tables["topology"], **layout.keys}
     tables["run"]["ranks"] = ranks
     tables["batch"]["sequences"] = ranks * degrees.get("pp", 1)  # a schedule may want one for each stage
-    path = folder / "sample.toml"
+    path = Path(folder, "sample.toml")
     path.write_text(tomli_w.dumps(tables), encoding="utf-8")
     try:
         return str(path), resolve_recipe(path, overrides=overrides, ranks=ranks, **plugins)
@@ -83,6 +87,13 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
         "monitor": [],
         "data": data,
     }
+
+
+def _evaluated(source: Source) -> Tables:
+    """Return ``[evaluation]`` with the sequences that the run evaluates: its own, in whole global batches."""
+    saved, batch = source.tables.get("evaluation", {}), source.tables["batch"]["sequences"]
+    wanted = saved.get("sequences", 0)
+    return {**saved, "sequences": -(-wanted // batch) * batch}
 
 
 def wrappers(saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry) -> Iterator[Tables]:

@@ -1,35 +1,49 @@
-"""What each rank does: build its part of the model, write with the others, and on rank 0 tell the user."""
+"""Ranks that build a model without what trains it, started by this command or by torchrun or srun."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.api import Layout, Resolution, resolve_recipe
-from nanotrain_core.api.ranks import Job, Ranks, choose_device, join_ranks
-from nanotrain_core.api.torch import Model, caches_context, compose
-from nanotrain_sample.generate import Writer
-from nanotrain_sample.layout import without_data
-from nanotrain_sample.source import codec_of
-from nanotrain_sample.tell import Asked, Teller
+from nanotrain_core.api import NanotrainError, Registry, Resolution, resolve_recipe
+from nanotrain_core.api.ranks import (
+    EXIT_OF,
+    Job,
+    Nodes,
+    Ranks,
+    choose_device,
+    join_ranks,
+    prepare_ranks,
+    start_ranks,
+)
+from nanotrain_core.api.torch import Run, compose
+from nanotrain_sample.layout import resolved, without_data
+from nanotrain_sample.source import Source
+
+#: Of the recipe's path and what it says: the job of each rank.
+JobOf = Callable[[str, Resolution], "ForwardJob"]
 
 
 @attrs.define(frozen=True, kw_only=True)
-class SampleJob(Job):
-    """Prompts to continue."""
+class ForwardJob(Job):
+    """Passes through a model that was trained."""
 
     saves: ClassVar[bool] = False
-    asked: Asked
+    opens_data: ClassVar[bool] = False
+    """Whether the run's data are read."""
+    weights: str
+    """What :func:`~nanotrain_core.api.torch.open_weights` opens."""
     tokenizer: str | None
     """As :class:`~nanotrain_sample.source.Source` has it."""
 
     def run(self, ranks: Ranks) -> str:
-        """Write all texts as one of the ranks; return ``done``."""
+        """Be one of the ranks; return ``done``."""
         found = resolve_recipe(
             self.recipe, overrides=self.overrides, plugins=self.plugins, ranks=ranks.world_size
         )
@@ -39,61 +53,74 @@ class SampleJob(Job):
         device = choose_device(run.device, ranks, shared=run.share_device)
         join_ranks(self, ranks, found.recipe, device, found.registry)
         try:
-            self._write(found, ranks.rank, device)
+            recipe = found.recipe if self.opens_data else without_data(found)
+            self.compute(
+                found,
+                compose(
+                    recipe,
+                    found.registry,
+                    rank=ranks.rank,
+                    device=device,
+                    weights=self.weights,
+                    trains=False,
+                ),
+            )
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
         return "done"
 
-    def _write(self, found: Resolution, rank: int, device: torch.device) -> None:
-        run = compose(
-            without_data(found),
-            found.registry,
-            rank=rank,
-            device=device,
-            weights=self.asked.weights,
-            trains=False,
-        )
-        model: Model = found.registry.build(found.recipe.model)
-        caches = caches_context(model)
-        writer = Writer(run, self.asked.how, caches=caches)
-        codec = codec_of(found.recipe, self.tokenizer, found.registry) if rank == 0 else None
-        teller = Teller(codec, self.asked, found.recipe.model.use) if codec else None
-        if teller and not caches:
-            teller.note(
-                f"model '{found.recipe.model.use}' keeps no cache: each token is computed from the whole text"
-            )
-        for numbers in rounds(len(self.asked.prompts), writer.replicas):
-            self._round(numbers, writer, teller)
-        if teller:
-            teller.end()
-
-    def _round(self, numbers: Sequence[int], writer: Writer, teller: Teller | None) -> None:
-        """Write one text on each replica of the model, and tell of all that are wanted."""
-        mesh, prompts = writer.mesh, self.asked.prompts
-        mine = numbers[writer.replica]
-        passes = 0
-        if writer.replicas > 1 and any_exchange_between_replicas(mesh.layout):
-            passes = max(self.asked.how.passes(len(prompts[n]), caches=writer.caches) for n in numbers)
-        tell = teller.begin(mine) if teller else lambda token: None
-        text = writer.write(prompts[mine], mine, passes, tell)
-        everyone = {each.number: each for each in reversed(mesh.gather(text))}  # of each its first rank's
-        if teller:
-            for number in sorted(everyone):
-                teller.text(everyone[number])
+    def compute(self, found: Resolution, run: Run) -> None:
+        """Do it, on every rank."""
+        raise NotImplementedError("a job says what its ranks compute")
 
 
-def rounds(prompts: int, replicas: int) -> Iterator[Sequence[int]]:
-    """Yield which prompt each replica of the model continues; in the last round some repeat its first.
+def run_on_ranks(
+    job_of: JobOf,
+    source: Source,
+    degrees: Mapping[str, int],
+    overrides: Sequence[str],
+    registry: Registry,
+    *,
+    scores: bool = False,
+    **plugins: object,
+) -> int:
+    """Make the recipe and have its ranks do the job; return the exit code.
 
-    >>> list(rounds(5, 2))
-    [[0, 1], [2, 3], [4, 4]]
+    Args:
+        job_of: makes the job.
+        source: weights and the recipe they were trained by.
+        degrees: how the model is spread over ranks.
+        overrides: lines laid over the recipe.
+        registry: finds the components.
+        scores: whether the run's validation split is kept.
+        plugins: keyword arguments of :func:`~nanotrain_core.api.resolve_recipe`.
     """
-    for first in range(0, prompts, replicas):
-        yield [n if n < prompts else first for n in range(first, first + replicas)]
+    joined = Ranks.detect()
+    with TemporaryDirectory(prefix="nanotrain-sample-") as folder:
+        world = joined.world_size if joined else None
+        recipe, found = resolved(
+            source, degrees, overrides, registry, folder, ranks=world, scores=scores, **plugins
+        )
+        ranks = found.recipe.run.ranks
+        if ranks > 1 and not joined:
+            prepare_ranks(ranks)
+        job = job_of(recipe, found)
+        if joined:
+            return EXIT_OF[job.run(joined)]
+        return start_ranks(job, found.recipe, Nodes(nproc=ranks))
 
 
-def any_exchange_between_replicas(layout: Layout) -> bool:
-    """Return whether a pass of one replica may need the others: where experts are spread over them."""
-    apart = {*layout.views["dense"].dims, "edp"}
-    return any(layout.size(dim) > 1 for dim in layout.dims if dim not in apart)
+def degrees_of(lines: Sequence[str]) -> dict[str, int]:
+    """Return lines such as ``tp=2`` as a table.
+
+    Raises:
+        NanotrainError: one is not of that form.
+    """
+    found = {}
+    for line in lines:
+        dim, _, degree = line.partition("=")
+        if not dim or not degree.isdecimal() or int(degree) < 1:
+            raise NanotrainError(f"--degree: expected DIM=N such as tp=2, with a number above 0, got {line}")
+        found[dim] = int(degree)
+    return found

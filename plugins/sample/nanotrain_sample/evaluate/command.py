@@ -1,0 +1,134 @@
+"""``nanotrain eval PATH``: validation loss of a run, perplexity of files, tasks of ``lm_eval``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nanotrain_core.api import (
+    NanotrainError,
+    Resolution,
+    add_plugin_options,
+    load_plugins,
+    plugin_arguments,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    what = "a run folder (its newest checkpoint), a checkpoint, a converted folder, or a Hugging Face folder"
+    parser.add_argument("path", metavar="PATH", help=what)
+    about = "score a UTF-8 file in place of the run's validation split; may be repeated"
+    parser.add_argument("--text", action="append", default=[], metavar="FILE", help=about)
+    about = "a task or group of lm_eval, or a task's YAML file; may be repeated"
+    parser.add_argument("--task", action="append", default=[], metavar="NAME", help=about)
+    parser.add_argument("--tasks-from", metavar="FOLDER", help="with further tasks of lm_eval")
+    about = "examples before each question (default: as the task says)"
+    parser.add_argument("--few-shot", type=_count, metavar="N", help=about)
+    parser.add_argument("--limit", type=_above_zero, metavar="N", help="questions of each task, at most")
+    about = "tokens that the model reads at once (default: as it was trained)"
+    parser.add_argument("--length", type=_above_zero, metavar="N", help=about)
+    about = "tokens of a file that a window of --length scores; the others are context (default: all)"
+    parser.add_argument("--stride", type=_above_zero, metavar="N", help=about)
+    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
+    about = "a tokenizer.json, or bytes (default: that of the run's data)"
+    parser.add_argument("--tokenizer", metavar="FILE", help=about)
+    about = "spread the model over ranks, for example tp=2; may be repeated"
+    parser.add_argument("--degree", action="append", default=[], metavar="DIM=N", help=about)
+    about = "change one value of the recipe, for example evaluation.sequences=512"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    add_plugin_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, on this process or on ranks that it starts."""
+    plugins = plugin_arguments(args)
+    registry = load_plugins(block=plugins.blocked, local=plugins.local)
+    scores = bool(args.text or args.task)
+    only_with = {"--length": args.length, "--stride": args.stride, "--tokenizer": args.tokenizer}
+    if given := [name for name, value in only_with.items() if value is not None and not scores]:
+        raise NanotrainError(f"{given[0]} is for --text and --task: a run's validation split is as it was")
+    for path in args.text:
+        if not Path(path).is_file():
+            raise NanotrainError(f"--text {path}: there is no such file")
+
+    from nanotrain_sample.evaluate.job import Asked, ScoreJob, ValidationJob
+    from nanotrain_sample.evaluate.tasks import check_installed
+    from nanotrain_sample.ranks import ForwardJob, degrees_of, run_on_ranks
+    from nanotrain_sample.source import codec_of, find
+
+    if args.task:
+        check_installed()
+    degrees = degrees_of(args.degree)
+    # The validation split is tokenised by the run's own data: no tokenizer of its own need be known.
+    source = find(Path(args.path), args.step, args.tokenizer if scores else "bytes", registry)
+    if not scores and "data" not in source.tables:
+        raise NanotrainError(f"{args.path} holds weights alone, of no run: name files with --text, or tasks")
+
+    def job_of(recipe: str, found: Resolution) -> ForwardJob:
+        common: dict[str, Any] = {"recipe": recipe, "overrides": tuple(args.set), "plugins": plugins}
+        common["weights"] = str(source.path)
+        if not scores:
+            return ValidationJob(**common, tokenizer=None, json=args.json)
+        codec = codec_of(found.recipe, source.tokenizer, registry)
+        model = registry.build(found.recipe.model)
+        if codec.vocab_size > model.vocab_size:
+            raise NanotrainError(
+                f"the tokenizer has {codec.vocab_size} tokens, but the model's vocabulary is "
+                f"{model.vocab_size}: it was trained with another tokenizer"
+            )
+        length = length_of(args.length, source.length, model.max_length)
+        asked = Asked(
+            texts=tuple(args.text),
+            tasks=tuple(args.task),
+            task_folder=args.tasks_from,
+            few_shot=args.few_shot,
+            limit=args.limit,
+            length=length,
+            stride=stride_of(args.stride, length),
+            json=args.json,
+        )
+        return ScoreJob(**common, tokenizer=source.tokenizer, asked=asked)
+
+    return run_on_ranks(job_of, source, degrees, args.set, registry, scores=not scores, plugins=plugins)
+
+
+def length_of(given: int | None, trained: int | None, limit: int | None) -> int:
+    """Return how many tokens the model reads at once.
+
+    Raises:
+        NanotrainError: more than its positions, or nothing says.
+    """
+    length = given or trained or limit
+    if length is None:
+        raise NanotrainError("these weights do not say how long their sequences were: give --length N")
+    if limit is not None and length > limit:
+        raise NanotrainError(f"--length {length}: the model reads at most {limit} (model.max_length)")
+    return length
+
+
+def stride_of(given: int | None, length: int) -> int:
+    """Return how many tokens a window scores.
+
+    Raises:
+        NanotrainError: more than it has.
+    """
+    if given is not None and given > length:
+        raise NanotrainError(
+            f"--stride {given}: a window has {length} tokens (--length); expected at most that"
+        )
+    return given or length
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return int(text)
+
+
+def _above_zero(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return int(text)

@@ -1,0 +1,95 @@
+"""What each rank does: rank 0 asks, all of them score, and rank 0 tells the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+
+from nanotrain_core.api import Resolution
+from nanotrain_core.api.torch import Run
+from nanotrain_sample.evaluate.measure import Measured, read_text, validation
+from nanotrain_sample.evaluate.scorer import Score, Scorer
+from nanotrain_sample.evaluate.tell import tell
+from nanotrain_sample.evaluate.windows import Request
+from nanotrain_sample.ranks import ForwardJob
+from nanotrain_sample.source import codec_of
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Asked:
+    """What the user asked for."""
+
+    texts: tuple[str, ...] = ()
+    """Paths of files."""
+    tasks: tuple[str, ...] = ()
+    """Of ``lm_eval``."""
+    task_folder: str | None = None
+    few_shot: int | None = None
+    limit: int | None = None
+    length: int
+    """Tokens that the model reads at once."""
+    stride: int
+    """Tokens of a file that one window scores."""
+    json: bool = False
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ScoreJob(ForwardJob):
+    """Files and tasks to score, with a model whose data are not opened."""
+
+    asked: Asked
+
+    def compute(self, found: Resolution, run: Run) -> None:
+        """Score what rank 0 asks for, until it asks for no more."""
+        scorer = Scorer(run, found.registry.build(found.recipe.model).vocab_size)
+
+        def together(asked: Sequence[Request] | None) -> list[Score] | None:
+            everyone: Sequence[Request] | None = run.mesh.gather(asked)[0]
+            return None if everyone is None else scorer.score(everyone)
+
+        if run.mesh.rank:
+            while together(None) is not None:
+                pass
+            return
+
+        def scored(requests: Sequence[Request]) -> list[Score]:
+            scores = together(requests)
+            assert scores is not None
+            return scores
+
+        asked, measured, tasks = self.asked, list[Measured](), dict[str, Any]()
+        codec = codec_of(found.recipe, self.tokenizer, found.registry)
+        for path in asked.texts:
+            text = read_text(Path(path), codec, asked.length, asked.stride)
+            measured.append(text.measured(scored(text.requests)))
+        if asked.tasks:
+            from nanotrain_sample.evaluate.tasks import run_tasks
+
+            tasks = run_tasks(
+                asked.tasks,
+                asked.task_folder,
+                codec,
+                scored,
+                length=asked.length,
+                few_shot=asked.few_shot,
+                limit=asked.limit,
+            )
+        together(None)
+        tell(self.weights, found.recipe.model.use, measured, tasks, json=asked.json)
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ValidationJob(ForwardJob):
+    """The run's validation split."""
+
+    opens_data: ClassVar[bool] = True
+    json: bool = False
+
+    def compute(self, found: Resolution, run: Run) -> None:
+        """Evaluate as the run did."""
+        measured = validation(run)
+        if run.mesh.rank == 0:
+            tell(self.weights, found.recipe.model.use, [measured], {}, json=self.json)

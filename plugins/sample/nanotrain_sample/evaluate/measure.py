@@ -1,0 +1,97 @@
+"""What is measured: the validation split of a run, and files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+from nanotrain_core.api import DataError, NanotrainError
+from nanotrain_core.api.text import TextCodec
+from nanotrain_core.api.torch import Executor, Run, sum_over_data
+from nanotrain_sample.evaluate.scorer import Score
+from nanotrain_sample.evaluate.windows import Request, windows
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Measured:
+    """How well a model predicts one text."""
+
+    name: str
+    tokens: int
+    """That were predicted."""
+    loss: float
+    """Mean negative logarithm of a token's probability."""
+    bits_per_byte: float | None
+    """Of the text; None where its bytes are not known."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the loss; infinity where that is too large for a number."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def validation(run: Run) -> Measured:
+    """Return what an evaluation of the run itself reports, on any layout. Collective.
+
+    Raises:
+        NanotrainError: the recipe holds nothing out.
+    """
+    executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
+    mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=run.mesh.device)
+    for batch in run.feed.validation():
+        mine += executor.forward(batch).get("lm", 0.0)
+        counted += run.feed.counts(batch)["lm"]
+    loss = sum_over_data(mine, run.mesh).item()
+    count = int(sum_over_data(counted, run.mesh, once_per_pipeline=True).item())
+    if not count:
+        raise NanotrainError(
+            "the run's recipe evaluates nothing: --set evaluation.sequences=N, or name files with --text"
+        )
+    per_token = run.feed.bytes_per_token
+    mean = loss / count
+    return Measured(
+        name="validation",
+        tokens=count,
+        loss=mean,
+        bits_per_byte=mean / per_token / math.log(2) if per_token else None,
+    )
+
+
+@attrs.define(frozen=True)
+class Text:
+    """A file to be scored."""
+
+    name: str
+    bytes: int
+    requests: tuple[Request, ...]
+
+    def measured(self, scores: Sequence[Score]) -> Measured:
+        """Return the means of its requests' scores."""
+        total = -math.fsum(score.log_probability for score in scores)
+        tokens = sum(request.scored for request in self.requests)
+        bits = total / math.log(2) / self.bytes
+        return Measured(name=self.name, tokens=tokens, loss=total / tokens, bits_per_byte=bits)
+
+
+def read_text(path: Path, codec: TextCodec, length: int, stride: int) -> Text:
+    """Return a file as requests.
+
+    Raises:
+        DataError: it cannot be read, is not UTF-8, or has no two tokens.
+    """
+    try:
+        content = path.read_bytes()
+        text = content.decode()
+    except OSError as problem:
+        raise DataError(f"--text {path}: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise DataError(f"--text {path}: no UTF-8 at byte {problem.start}; expected a text") from None
+    found = tuple(windows(codec.encode(text), length, stride, codec.separator))
+    if not found:
+        raise DataError(f"--text {path}: there is nothing to predict in it; expected a text of some tokens")
+    return Text(str(path), len(content), found)

@@ -1,0 +1,125 @@
+"""Tasks of EleutherAI's ``lm_eval``: its own code asks, and a nanotrain model answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from nanotrain_core.api import NanotrainError, did_you_mean
+from nanotrain_core.api.text import TextCodec
+from nanotrain_sample.evaluate.scorer import Score
+from nanotrain_sample.evaluate.windows import Request, windows
+
+Scored = Callable[[Sequence[Request]], list[Score]]
+
+
+def check_installed() -> None:
+    """Refuse tasks where ``lm_eval`` is not there.
+
+    Raises:
+        NanotrainError: it is missing.
+    """
+    if find_spec("lm_eval") is None:
+        raise NanotrainError(
+            "--task needs lm_eval, which is not installed: pip install 'nanotrain-sample[tasks]'"
+        )
+
+
+def run_tasks(
+    names: Sequence[str],
+    folder: str | None,
+    codec: TextCodec,
+    scored: Scored,
+    *,
+    length: int,
+    few_shot: int | None,
+    limit: int | None,
+) -> dict[str, Any]:
+    """Return what ``lm_eval.simple_evaluate`` returns for these tasks.
+
+    Args:
+        names: of tasks or groups, or paths of their YAML files.
+        folder: with further tasks.
+        codec: of the model.
+        scored: scores requests on all ranks.
+        length: of what the model reads at once.
+        few_shot: examples before each question; None: as the task says.
+        limit: questions of each task, at most.
+
+    Raises:
+        NanotrainError: there is no such task, or it asks the model to write.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=folder)
+    known = manager.all_tasks
+    for name in names:
+        if not os.path.isfile(name) and name not in known:
+            raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
+    return dict(
+        simple_evaluate(
+            model=adapter(codec, scored, length),
+            tasks=[*names],
+            num_fewshot=few_shot,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    )
+
+
+def adapter(codec: TextCodec, scored: Scored, length: int) -> Any:
+    """Return the model as ``lm_eval`` knows models."""
+    from lm_eval.api.model import TemplateLM
+
+    class NanotrainLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
+        """Log-likelihoods of what a nanotrain model was trained for."""
+
+        @property
+        def eot_token_id(self) -> int:
+            """Return what stands for an empty context: the token that ends documents, or a line's end."""
+            return codec.encode("\n")[0] if codec.separator is None else codec.separator
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            """Return the tokens of a text."""
+            return codec.encode(string)
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+        ) -> list[tuple[float, bool]]:
+            asked = [_request(context, wanted, length) for _, context, wanted in requests]
+            return [(score.log_probability, score.greedy) for score in scored(asked)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+            """Return the log-likelihood of whole documents, in windows of what the model reads at once."""
+            each = [
+                [*windows(codec.encode(request.args[0]), length, length, self.eot_token_id)]
+                for request in requests
+            ]
+            scores = iter(scored([request for asked in each for request in asked]))
+            return [sum(next(scores).log_probability for _ in asked) for asked in each]
+
+        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+            """Refuse."""
+            name = requests[0].task_name if requests else "a task"
+            raise NanotrainError(
+                f"--task {name}: it has the model write text; expected a task that compares likelihoods, "
+                "such as multiple choice"
+            )
+
+    return NanotrainLM()
+
+
+def _request(context: list[int], wanted: list[int], length: int) -> Request:
+    """Return the answer after the end of its context that the model can read."""
+    if len(wanted) > length:
+        raise NanotrainError(
+            f"an answer of {len(wanted)} tokens is longer than the {length} that the model reads at once "
+            "(--length, or the model's max_length)"
+        )
+    return Request(tuple((context + wanted)[-(length + 1) :]), len(wanted))

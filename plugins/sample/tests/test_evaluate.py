@@ -1,0 +1,188 @@
+"""``nanotrain eval``: losses by their definition, tasks through ``lm_eval`` itself, and what is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from nanotrain_sample.evaluate import tasks
+from nanotrain_sample.evaluate.windows import windows
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.cli import main
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
+
+MODEL = {
+    **{"use": "transformer", "layers": 2, "width": 32, "heads": 4, "init_std": 0.2},
+    **{"vocab": 300, "positions": "learned", "max_length": 48},
+}
+TEXT = "It was the best of times, it was the worst of times: \u00e9t\u00e9.\n" * 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "train.txt").write_text("one two three " * 60)
+    (folder / "text.txt").write_text(TEXT)
+    data = {"use": "text", "paths": [str(folder / "train.txt")], "suffixes": [".txt"]}
+    around = {"model": MODEL, "data": data, "batch": {"sequences": 2}, "evaluation": {"sequences": 3}}
+    engine = make_engine(
+        Case("checkpoint", use="simple", overrides=around),
+        {"run": {"steps": 1}, "monitor": [{"use": "jsonl"}]},
+        folder=folder,
+    )
+    engine.fit()
+    return folder, engine
+
+
+def call(capsys, *words):
+    code = main(["eval", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def found(capsys, *words):
+    code, out, err = call(capsys, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@torch.no_grad()
+def log_probabilities(engine, context, tokens):
+    """Return each token's log-probability after ``context``, and whether it is the likeliest."""
+    (part,) = engine.run.stages.values()
+    whole = torch.tensor([[*context, *tokens]])
+    logits = part.eval()(whole[:, :-1], Batch(whole[:, :-1])).value[0, -len(tokens) :].double()
+    wanted = whole[0, -len(tokens) :]
+    return -F.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
+
+
+def test_a_validation_loss_is_that_of_the_run(trained, capsys):
+    folder, _ = trained
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["event"] == "evaluation"][-1]
+    (text,) = found(capsys, folder)["texts"]
+    assert text["tokens"] == last["tokens"]
+    assert text["loss"] == pytest.approx(last["loss"], abs=1e-12)
+    assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
+
+
+@pytest.mark.parametrize("stride", [16, 5, 1])
+def test_every_byte_of_a_file_is_scored_after_those_before_it(trained, capsys, stride):
+    folder, engine = trained
+    (text,) = found(capsys, folder, "--text", folder / "text.txt", "--length", 16, "--stride", stride)[
+        "texts"
+    ]
+    content = TEXT.encode()
+    total = 0.0
+    for begin in range(0, len(content), stride):
+        tokens = content[begin : begin + stride]
+        seen = [0, *content][: begin + 1]  # byte 0 ends documents
+        context = seen[len(tokens) - 1 - 16 :] if len(seen) + len(tokens) - 1 > 16 else seen
+        total -= log_probabilities(engine, context, tokens)[0].sum().item()
+    assert text["tokens"] == len(content)
+    assert text["loss"] == pytest.approx(total / len(content), abs=1e-9)
+    assert text["perplexity"] == pytest.approx(math.exp(total / len(content)), rel=1e-9)
+    assert text["bits_per_byte"] == pytest.approx(total / len(content) / math.log(2), abs=1e-9)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.data(), st.booleans())
+def test_windows_score_each_token_once_within_the_length(count, length, data, with_start):
+    stride = data.draw(st.integers(1, length))
+    tokens = list(range(1, count + 1))
+    asked = list(windows(tokens, length, stride, 0 if with_start else None))
+    scored = [token for request in asked for token in request.tokens[-request.scored :]]
+    assert scored == (tokens if with_start else tokens[1:])
+    assert all(request.scored < len(request.tokens) <= length + 1 for request in asked)
+
+
+QUESTIONS = [
+    {"question": "one two", "choices": [" three", " seven", "?"], "answer": 0},
+    {"question": "two three", "choices": [" one", " six and more", "!!"], "answer": 1},
+    {"question": "three one", "choices": [" nine", "zzz", " two"], "answer": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
+    (folder / "questions.jsonl").write_text(rows)
+    (folder / "tiny.yaml").write_text(
+        f"""task: tiny_choice
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder / "questions.jsonl"}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+    )
+    return folder
+
+
+def test_a_task_of_lm_eval_has_the_accuracy_of_its_definition(trained, task, capsys, monkeypatch):
+    """acc: the likeliest choice is right; acc_norm: the likeliest by its mean over characters."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(task / "cache"))
+    folder, engine = trained
+    right = {"acc": 0, "acc_norm": 0}
+    for row in QUESTIONS:
+        logs = [
+            log_probabilities(engine, row["question"].encode(), choice.encode())[0].sum().item()
+            for choice in row["choices"]
+        ]
+        means = [log / len(choice) for log, choice in zip(logs, row["choices"], strict=True)]
+        right["acc"] += max(range(3), key=logs.__getitem__) == row["answer"]
+        right["acc_norm"] += max(range(3), key=means.__getitem__) == row["answer"]
+    results = found(capsys, folder, "--task", "tiny_choice", "--tasks-from", task)["tasks"]
+    assert {row["metric"]: row["value"] for row in results} == {
+        name: pytest.approx(count / 3) for name, count in right.items()
+    }
+    assert {row["task"] for row in results} == {"tiny_choice"}
+    code, _, err = call(capsys, folder, "--task", "tiny_chioce", "--tasks-from", task)
+    assert code == 2
+    assert "lm_eval knows no such task (did you mean 'tiny_choice'?)" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--length", "8"), "--length is for --text and --task"),
+        (("--text", "{run}/nothing.txt"), "nothing.txt: there is no such file"),
+        (("--text", "{run}/text.txt", "--length", "49"), "--length 49: the model reads at most 48"),
+        (
+            ("--text", "{run}/text.txt", "--length", "8", "--stride", "9"),
+            "--stride 9: a window has 8 tokens",
+        ),
+        (("--set", "evaluation.sequences=0"), "the run's recipe evaluates nothing"),
+        (("--text", "{run}/empty.txt"), "there is nothing to predict in it"),
+        (("--text", "{run}/bytes"), "no UTF-8 at byte 1"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told(trained, capsys, words, expected):
+    folder, _ = trained
+    (folder / "empty.txt").write_text("")
+    (folder / "bytes").write_bytes(b"a\xff")
+    code, _, err = call(capsys, folder, *(word.format(run=folder) for word in words))
+    assert code == 2
+    assert expected in err
+
+
+def test_without_lm_eval_tasks_are_refused_with_what_to_install(trained, capsys, monkeypatch):
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    folder, _ = trained
+    code, _, err = call(capsys, folder, "--task", "arc_easy")
+    assert code == 2
+    assert "pip install 'nanotrain-sample[tasks]'" in err
