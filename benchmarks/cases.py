@@ -44,6 +44,8 @@ class Case:
     pp: int = 1
     ep: int = 1
     schedule: str = "accumulate"
+    kernels: str = "auto"
+    """On our side: ``auto`` takes nanotrain-cpu's."""
     stage: int = 0
     """Of ZeRO, where the file's optimizer has stages."""
     microbatch: int = 4
@@ -70,6 +72,8 @@ class Case:
             "batch.microbatch": self.microbatch,
             "batch.sequences": self.microbatch * self.accumulate * data_ranks,
         }
+        if self.kernels != "auto":
+            changes["kernels.use"] = f'"{self.kernels}"'
         if self.stage:
             changes["optimizer.stage"] = self.stage
         if self.dropin:
@@ -105,6 +109,14 @@ CASES = (
     Case(name="fp32-2-threads", peer=PLAIN, threads=2),
     Case(name="bf16-1-thread", peer=f"{PLAIN}, autocast", precision="bf16"),
     Case(name="bf16-2-threads", peer=f"{PLAIN}, autocast", precision="bf16", threads=2),
+    Case(name="fp32-1-thread-torch-kernels", peer=PLAIN, kernels="torch", bar=0.95),
+    Case(
+        name="bf16-1-thread-torch-kernels",
+        peer=f"{PLAIN}, autocast",
+        precision="bf16",
+        kernels="torch",
+        bar=0.95,
+    ),
     Case(name="ddp-2-ranks", peer="torch DDP", ranks=2, bar=1.1),
     Case(name="ddp-4-ranks", peer="torch DDP", ranks=4, bar=1.1),
     Case(name="tp-2-ranks", ranks=2, tp=2, bar=1.1, **TENSOR),

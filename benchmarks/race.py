@@ -67,7 +67,7 @@ class Result:
     def row(self) -> list[str]:
         case = self.case
         speeds = [f"{self.ours:,.0f}", f"{self.peer:,.0f}"]
-        numbers = [*speeds, f"{self.ratio:.2f}", spread(self.ratios, ".2f"), f"{case.bar:.1f}"]
+        numbers = [*speeds, f"{self.ratio:.2f}", spread(self.ratios, ".2f"), f"{case.bar:g}"]
         numbers += [f"{self.memory:,}", f"{self.peer_memory:,}"]
         return [case.name, case.peer, str(case.ranks), str(case.threads), *numbers, verdict(self.passed)]
 
