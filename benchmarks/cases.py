@@ -53,7 +53,8 @@ class Case:
     accumulate: int = 2
     """Microbatches of each data-parallel rank in a step."""
     dropin: str = ""
-    """Plugin of docs/examples/plugins in place of all wrappers on our side: torch's part in our engine."""
+    """Plugin of docs/examples/plugins on our side, torch's part in our engine: the schedule if that has its
+    name, else in place of all wrappers."""
     bar: float = 1.0
     """Lowest median of tokens/s over the peer's tokens/s that passes."""
     lean: bool = False
@@ -76,7 +77,7 @@ class Case:
             changes["kernels.use"] = f'"{self.kernels}"'
         if self.stage:
             changes["optimizer.stage"] = self.stage
-        if self.dropin:
+        if self.dropin and self.dropin != self.schedule:
             changes["parallel"] = f'[{{ use = "{self.dropin}" }}]'
         return [f"{key}={value}" for key, value in changes.items()]
 
@@ -168,18 +169,30 @@ SHARDED = tuple(
 )
 
 #: Our engine around torch's own parts, against the same parts in a plain loop: what the engine costs.
-DROPINS = tuple(
-    Case(name=f"dropin-{name}-{ranks}-ranks", peer=peer, build=f"benchmarks.{build}", ranks=ranks, **more)
-    for ranks in (2, 4)
-    for name, peer, build, more in (
-        ("ddp", "torch DDP", "peers:peer", {"dropin": "torch_ddp"}),
-        (
-            "fsdp2",
-            "torch FSDP2, reshard",
-            "peers_sharded:fsdp_reshard",
-            {"dropin": "fsdp2", "microbatch": 8, "accumulate": 1},
-        ),
-    )
+DROPINS = (
+    *(
+        Case(name=f"dropin-{name}-{ranks}-ranks", peer=peer, build=f"benchmarks.{build}", ranks=ranks, **more)
+        for ranks in (2, 4)
+        for name, peer, build, more in (
+            ("ddp", "torch DDP", "peers:peer", {"dropin": "torch_ddp"}),
+            (
+                "fsdp2",
+                "torch FSDP2, reshard",
+                "peers_sharded:fsdp_reshard",
+                {"dropin": "fsdp2", "microbatch": 8, "accumulate": 1},
+            ),
+        )
+    ),
+    Case(
+        name="dropin-interleaved-2-ranks",
+        peer="torch pipelining, interleaved 1F1B",
+        build="benchmarks.peers_parallel:pipeline",
+        ranks=2,
+        pp=2,
+        schedule="torch_pipelining",
+        dropin="torch_pipelining",
+        **PIPELINE,
+    ),
 )
 
 #: 1024 tokens a step of a small DeepSeek, whatever the layout.

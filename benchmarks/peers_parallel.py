@@ -77,6 +77,10 @@ def split(model: Llama, ranks: int) -> None:
         layer.attn.heads //= ranks
 
 
+#: Schedules of ours beside which torch runs its interleaved 1F1B.
+INTERLEAVED = ("interleaved_1f1b", "torch_pipelining")
+
+
 class Stage(nn.Module):
     """Consecutive layers of a Llama, with embedding and head at the ends."""
 
@@ -97,7 +101,7 @@ class Stage(nn.Module):
 
 def pipeline(recipe: Recipe, rank: int) -> Callable[[int], object]:
     """Return what trains for so many steps more, layers split evenly as in torch's tutorials."""
-    stages = recipe.run.ranks * (2 if recipe.schedule.use == "interleaved_1f1b" else 1)
+    stages = recipe.run.ranks * (2 if recipe.schedule.use in INTERLEAVED else 1)
     each = recipe.model.config.layers // stages
     edges = [stage * each for stage in range(stages + 1)]
     return piped(recipe, rank, parts_between(edges, [stage % recipe.run.ranks for stage in range(stages)]))
@@ -122,7 +126,7 @@ def piped(recipe: Recipe, rank: int, parts: Sequence[Part]) -> Callable[[int], o
     ]
     schedule: Any = (
         ScheduleInterleaved1F1B(mine, count, loss_fn=loss)
-        if recipe.schedule.use == "interleaved_1f1b"
+        if recipe.schedule.use in INTERLEAVED
         else Schedule1F1B(mine[0], count, loss_fn=loss)
     )
     loop = PipelineLoop(recipe, nn.ModuleList(stage.submod for stage in mine), schedule)
