@@ -144,8 +144,10 @@ def test_commands_take_what_they_are_given(block, words, tmp_path, monkeypatch):
         files = [word for before, word in pairwise(rest) if before == "-r"]
         assert all((ROOT / name).is_file() for name in files)
     elif program == "python":
-        assert rest[0] == "-m"
-        assert importlib.util.find_spec(rest[1]) or (ROOT / rest[1]).is_dir()
+        if rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]) or (ROOT / rest[1]).is_dir()
+        else:
+            assert (ROOT / rest[0]).is_file()
     elif program == "pytest":
         assert all((ROOT / word).exists() for word in rest if not word.startswith("-"))
     else:

@@ -74,11 +74,13 @@ class Target:
 
     def _load_file(self) -> ModuleType:
         """Execute the file under the same name: test modules often are in no package."""
-        spec = spec_from_file_location(self.module, self.file or "")
+        # A script's file must not run as a script again: the name is multiprocessing's for that.
+        name = "__mp_main__" if self.module == "__main__" else self.module
+        spec = spec_from_file_location(name, self.file or "")
         if spec is None or spec.loader is None:
             raise ImportError(f"cannot import {self.module} from {self.file}")
         module = module_from_spec(spec)
-        sys.modules[self.module] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
 
