@@ -157,6 +157,10 @@ def test_a_recipe_that_is_refused_is_told_once_with_the_option_that_mends_it(cap
     [
         (["paralel:ddp"], r"expected KIND:NAME .* \(did you mean 'parallel'\?\)"),
         (["parallel"], r"got 'parallel'; kinds: topology"),
+        (
+            ["command:keys"],
+            r"conformance has no checks of commands; a test calls .*main\(\[\"keys\", \.\.\.\]\)",
+        ),
         (["topology:gird"], r"no topology named 'gird' \(did you mean 'grid'\?\)"),
         (["topology:grid", "--set", "tq=2"], r"unknown key 'tq' \(did you mean 'tp'\?\)"),
         (["topology:grid", "--set", "tp"], "--set: expected KEY=VALUE"),

@@ -192,6 +192,11 @@ def _reason(result: Result, printed: set[str]) -> list[str]:
 
 def _component(text: str) -> tuple[str, str]:
     kind, _, use = text.partition(":")
+    if kind == "command":
+        raise NanotrainError(
+            f"'{text}' is no component: conformance has no checks of commands; "
+            f'a test calls nanotrain_core.cli.main(["{use or "NAME"}", ...])'
+        )
     if kind not in KINDS or not use:
         near, kinds = "" if kind in KINDS else did_you_mean(kind, KINDS), ", ".join(KINDS)
         raise NanotrainError(f"expected KIND:NAME such as parallel:ddp, got '{text}'{near}; kinds: {kinds}")

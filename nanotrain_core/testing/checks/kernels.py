@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -30,10 +31,36 @@ def kernels_of(case: Case) -> Kernels:
 
 
 def functions(case: Case) -> Iterator[tuple[str, Function, Function]]:
-    """Yield (name, the component's, plain PyTorch's) of every function in the table."""
+    """Yield (name, the component's, plain PyTorch's) of every function in the table.
+
+    Raises:
+        AssertionError: a function cannot be called as plain PyTorch's can.
+    """
     table = kernels_of(case).ops(CPU)
     for field in fields(Ops):
-        yield field.name, getattr(table, field.name), getattr(TORCH, field.name)
+        function, plain = getattr(table, field.name), getattr(TORCH, field.name)
+        assert_takes_the_arguments(field.name, function, plain)
+        yield field.name, function, plain
+
+
+def assert_takes_the_arguments(name: str, function: Function, plain: Function) -> None:
+    """Refuse a function that cannot be called with the arguments of ``plain``, optional ones by name.
+
+    Raises:
+        AssertionError: with both signatures.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function in C, as ``apply`` of an autograd.Function: the calls will tell
+        return
+    expected = inspect.signature(plain).parameters
+    optional = {key for key, parameter in expected.items() if parameter.default is not parameter.empty}
+    try:
+        signature.bind(*(None for key in expected if key not in optional), **dict.fromkeys(optional))
+    except TypeError as error:
+        listed = ", ".join(f"{key}=..." if key in optional else key for key in expected)
+        mine = ", ".join(signature.parameters)
+        raise AssertionError(f"{name}({mine}): {error}; models may call {name}({listed})") from None
 
 
 def every_sample(case: Case) -> Iterator[tuple[str, Sample, Function, Function]]:

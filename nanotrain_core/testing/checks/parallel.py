@@ -111,7 +111,8 @@ def a_precision_may_replace_modules(case: Case) -> None:
         assert_same(whole([t.gradients for t in ranks]), whole([alone.gradients]), "gradients")
     except AssertionError as error:
         hint = (
-            "what `apply` changes of a tagged module must be a hook: see nanotrain_core.layout.roles.replace"
+            "if gradients_equal passes: what `apply` changes of a tagged module must be a hook: see "
+            "nanotrain_core.layout.roles.replace"
         )
         raise AssertionError(f"{error}; {hint}") from None
 
@@ -130,8 +131,8 @@ def inner_shared_and_biased_layers(case: Case) -> None:
             assert_same_reports(trace, alone, atol=EXACT)
     except AssertionError as error:
         hint = (
-            "a rank's gradient of what is INNER is partial: sum_over; what is SHARED enters the split region "
-            "as a COLUMN's input does; the bias of a ROW is added once"
+            "if gradients_equal passes: a rank's gradient of what is INNER is partial: sum_over; what is "
+            "SHARED enters the split region as a COLUMN's input does; the bias of a ROW is added once"
         )
         raise AssertionError(f"{error}; {hint}") from None
 
