@@ -52,7 +52,8 @@ class MoEConfig:
     """``[[monitor]] use = "moe"``: how tokens are spread over experts."""
 
     loads_every: int = attrs.field(default=50, validator=Range(0))
-    """Steps between histograms of every layer's tokens by expert, in logged steps; 0: none."""
+    """Most steps between histograms of every layer's tokens by expert, in logged steps; 0: none. They begin
+    with the first step, at intervals that double, and the last step has them."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -33,8 +33,8 @@ class MoE(Monitor):
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
-        self.told = 0
-        """The step of the last histograms."""
+        self.begun, self.told = 0, 0
+        """The steps of the first and of the last histograms."""
 
     def on_start(self, run: RunInfo) -> None:
         """Find this rank's routers."""
@@ -51,9 +51,9 @@ class MoE(Monitor):
         """Publish the step's loads."""
         if not update.logged:
             return
-        every = self.config.loads_every
-        in_detail = every > 0 and (self.told == 0 or update.step - self.told >= every)
-        self.told = update.step if in_detail else self.told
+        in_detail = self._is_due(update.step)
+        if in_detail:
+            self.begun, self.told = self.begun or update.step, update.step
         self.known += 1
         for name, load_E in update.loads.items() if self.speaks else ():
             self._publish(name, load_E)
@@ -65,8 +65,16 @@ class MoE(Monitor):
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Tell histograms anew of steps that are made anew."""
-        self.told = 0
+        self.begun, self.told = 0, 0
         self.sent = bytes_sent(self.run.parts)
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether a logged step has histograms: the first, then at intervals that double up to
+        ``loads_every``, as loads change most at first, and the run's last, for what it came to."""
+        every = self.config.loads_every
+        if not every or not self.told:
+            return every > 0
+        return step - self.told >= min(every, self.told - self.begun + 1) or step == self.run.steps
 
     def _publish(self, name: str, load_E: torch.Tensor) -> None:
         metrics = self.run.metrics

@@ -17,19 +17,19 @@ from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 
 
-def test_histograms_are_told_anew_after_a_rollback():
-    """From 23 back to 10, with one every 10 steps: those of 11 and 21 are told again."""
+def test_histograms_are_told_at_growing_intervals_at_the_end_and_anew_after_a_rollback():
+    """Intervals 1, 2, 4, 8, and then the 10 of the recipe; from step 40 back to 10 they begin again."""
     told = []
     metrics = SimpleNamespace(scalar=lambda *_: None, histogram=lambda name, *_, **__: told.append(step))
     mesh = SimpleNamespace(layout=SimpleNamespace(views={"dense": SimpleNamespace(dims=())}))
     monitor = MoE(MoEConfig(loads_every=10))
-    monitor.on_start(SimpleNamespace(parts=[], mesh=mesh, metrics=metrics))
+    monitor.on_start(SimpleNamespace(parts=[], mesh=mesh, metrics=metrics, steps=40))
     monitor._publish = lambda *_: None
-    for steps in (range(1, 24), range(11, 24)):
+    for steps in (range(1, 41), range(11, 41)):
         for step in steps:
             monitor.on_after_update(SimpleNamespace(logged=True, step=step, loads={"r": torch.ones(2)}))
-        monitor.on_rollback(RollbackReport(23, 23, 10, (0, 1), 1, "a spike"))
-    assert told == [1, 11, 21, 11, 21]
+        monitor.on_rollback(RollbackReport(40, 40, 10, (0, 1), 1, "a spike"))
+    assert told == [1, 2, 4, 8, 16, 26, 36, 40, 11, 12, 14, 18, 26, 36, 40]
 
 
 class Largest(TorchDispatchMode):

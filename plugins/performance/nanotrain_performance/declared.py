@@ -80,7 +80,7 @@ LESS = "use a smaller batch.microbatch, activation checkpointing (recompute), or
 #: 1.3 a step for the first hundred steps of ``deepseek_4d_small``, and no more then.
 GROWS = 2.0
 
-#: Logged steps from one report of every rank's memory to the next.
+#: Logged steps from one report of every rank's memory to the next; the last step has one, too.
 RANKS_EVERY = 10
 
 MEMORY: tuple[Metric, ...] = (

@@ -86,7 +86,7 @@ class Memory(Monitor):
             self._put(name, value)
         if self.in_use is not None:
             self.run.metrics.scalar("memory/host_fraction", self.in_use)
-        if self.reported % RANKS_EVERY == 0:
+        if self.reported % RANKS_EVERY == 0 or report.step == self.run.steps:
             self._ranks()
         self.reported += 1
 

@@ -86,15 +86,18 @@ class Published(Monitor):
     """Keeps the names that each logged step tells."""
 
     def __init__(self):
-        self.told = []
+        self.told, self.with_ranks = [], []
 
     def on_metrics(self, report):
         names = {name for name in report.published if name.startswith("memory/")}
         self.told.append(names - {"memory/ranks"})  # of which not every step tells
+        if "memory/ranks" in names:
+            self.with_ranks.append(report.step)
 
 
 def names_of_steps():
-    """Train on two ranks of which one's clock is late; return what each logged step tells."""
+    """Train on two ranks of which one's clock is late; return what each logged step tells, and which of them
+    tell every rank's memory."""
     case = Case("monitor", use="memory", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
     published = Published()
     engine = make_engine(case, {"run": {"steps": 6}, "monitor": [{"use": "memory"}]}, callbacks=[published])
@@ -102,14 +105,15 @@ def names_of_steps():
         ticks = iter(range(0, 1000, 2 if engine.run.mesh.rank else 1))
         patched.setattr(memory, "time", SimpleNamespace(monotonic=lambda: 0.3 * next(ticks)))
         engine.fit()
-    return published.told
+    return published.told, published.with_ranks
 
 
 def test_ranks_publish_in_the_same_steps_whatever_their_clocks():
-    told = run_ranks(names_of_steps, 2)[0]
+    told, with_ranks = run_ranks(names_of_steps, 2)[0]
     assert len(told) >= 6
     assert {"memory/host/rank", "memory/weights/max", "memory/optimizer/mean"} <= told[0]
     assert [names ^ told[0] for names in told[:6]] == [set()] * 6
+    assert with_ranks == [1, 6]  # the last one, too
 
 
 def test_state_that_appears_with_the_first_update_is_counted_then():
@@ -125,12 +129,13 @@ def test_state_that_appears_with_the_first_update_is_counted_then():
             optimizer_device_bytes=lambda: state.pop(0),
             rank=0,
             world_size=1,
+            steps=9,
         )
     )
     found = []
-    for _ in range(4):
+    for step in range(1, 5):
         monitor.on_before_update(SimpleNamespace(logged=True, gradient_bytes=lambda: 0))
-        monitor.on_step(None)
+        monitor.on_step(SimpleNamespace(step=step))
         found.append(told["memory/optimizer/{over}"])
     monitor.on_end(None)
     assert (found, state) == ([0.0, 0.0, 3.0, 3.0], [])

@@ -113,9 +113,10 @@ def several(each: Shown, family: Family, *, alone: bool) -> Chart:
     lowest = rule is not None and rule.warn_above is None and rule.bad_above is None
     drawn, (low, high) = heat(lines, unit=metric.unit, palette=MAP, log=log, lowest=lowest)
     ramp = (quantity(low, metric.unit), gradient(MAP), quantity(high, metric.unit))
-    scale = "colours follow the logarithm; " if log else ""
+    scale = "Colours follow the logarithm; " if log else ""
+    cell = "a cell" if log else "A cell"
     which = "smallest" if lowest else "largest"
-    note = f"{note} {scale}a cell has the {which} value of its steps.".replace("  ", " ")
+    note = f"{note} {scale}{cell} has the {which} value of its steps.".replace("  ", " ")
     return Chart(title, drawn, note, ramp=ramp, words=words, wide=len(lines) > 24, names=names)
 
 

@@ -70,23 +70,34 @@ def learning(run: RunFolder) -> Answer:
     first, now, best = float(values[0]), float(values[-1]), float(values.min())
     fifth = steps[-1] - 0.2 * (steps[-1] - steps[0])
     change = float(values[max(0, int(np.searchsorted(steps, fifth, side="right")) - 1)] - now)
-    detail = f"{what} went from {number(first)} to {number(now)} nats"
+    terms, beside = ("", "") if judged is held else (_terms(run), _held_too(held))
+    detail = f"{what}{terms} went from {number(first)} to {number(now)} nats"
     if len(values) < 2:
         return Answer(ask, "unknown", "Too early to say", f"{what} is {number(now)} nats.")
     if now > first:
-        return Answer(ask, "bad", "No: the loss has risen", detail + ".")
+        return Answer(ask, "bad", "No: the loss has risen", f"{detail}.{beside}")
     if now - best > 0.1 * max(first - best, 1e-12):
         where = int(steps[int(values.argmin())])
-        return Answer(
-            ask, "warn", f"It has got worse since step {where:,}", f"{detail}; its best was {number(best)}."
-        )
+        detail += f"; its best was {number(best)}.{beside}"
+        return Answer(ask, "warn", f"It has got worse since step {where:,}", detail)
+    by = number(change, 2)
     if change > STILL_FALLS * (first - now):
-        return Answer(
-            ask, "good", "Yes", f"{detail}, and still fell by {number(change, 2)} in the last fifth."
-        )
-    return Answer(
-        ask, "good", "Yes, but it has levelled off", f"{detail}, by {number(change, 2)} in the last fifth."
-    )
+        return Answer(ask, "good", "Yes", f"{detail}, and still fell by {by} in the last fifth.{beside}")
+    detail += f", by {by} in the last fifth.{beside}"
+    return Answer(ask, "good", "Yes, but it has levelled off", detail)
+
+
+def _terms(run: RunFolder) -> str:
+    """Return what the training loss adds up, where it is not what validation measures."""
+    terms = [name.removeprefix("losses/") for name in run.lines if name.startswith("losses/")]
+    return f" ({' + '.join(terms)}, weighted)" if len(terms) > 1 else ""
+
+
+def _held_too(held: Line | None) -> str:
+    """Return what few evaluations say beside the training loss, which is judged."""
+    if held is None or len(held.values) < 2 or not np.isfinite(held.values[[0, -1]]).all():
+        return ""
+    return f" Validation loss went from {number(held.values[0])} to {number(held.values[-1])}."
 
 
 def _broken_since(line: Line) -> int:

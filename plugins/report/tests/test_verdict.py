@@ -49,6 +49,20 @@ def test_is_it_learning(tmp_path, losses, held, status, says):
         assert "step 41" in found.detail
 
 
+def test_a_loss_of_terms_is_called_a_sum_and_few_evaluations_are_told_beside_it(tmp_path):
+    """Multi-token prediction adds to the training loss, and not to validation: they do not compare."""
+    run = MadeUp(tmp_path, steps=20)
+    run.start()
+    for step in range(1, 21):
+        run.step(step, loss=6.0 - 0.1 * step, losses={"lm": 4.0, "mtp": 1.0})
+        if step in (1, 20):
+            run.row("evaluation", step=step, loss=4.5 - 0.1 * step, bits_per_byte=None, tokens=1)
+    found = answers(open_run(run.write()))[0]
+    assert found.headline == "Yes"
+    assert found.detail.startswith("Training loss (lm + mtp, weighted) went from 5.")
+    assert found.detail.endswith("Validation loss went from 4.4 to 2.5.")
+
+
 def test_a_gradient_that_is_no_number_teaches_nothing(tmp_path):
     run = MadeUp(tmp_path)
     run.start()
