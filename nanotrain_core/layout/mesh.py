@@ -182,6 +182,22 @@ class Mesh:
             with self.waits.collectives:
                 dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
 
+    def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> None:
+        """Reduce both tensors in place over the world, ``sums`` by SUM and ``most`` by MAX.
+
+        Both are on their way at once, so that ranks wait for one another once and not twice.
+        """
+        if self.world_size == 1:
+            return
+        with self.waits.collectives:
+            works = [
+                dist.all_reduce(tensor, op=op, async_op=True)
+                for tensor, op in ((sums, dist.ReduceOp.SUM), (most, dist.ReduceOp.MAX))
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+
     def all_reduce_data(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` in place over the ranks of this pipeline stage that see different data."""
         group = self.group_of(self._data)

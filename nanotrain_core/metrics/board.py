@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
@@ -235,7 +234,7 @@ class Board:
     def _reduce(
         self, table: Sequence[Spec], gathered: Mapping[str, Gathered], header: Sequence[float]
     ) -> torch.Tensor:
-        """Return what :func:`pack` does, of all ranks together. Two all-reduces.
+        """Return what :func:`pack` does, of all ranks together. Two all-reduces, at the same time.
 
         Header: whether there are new names, and how often each monitor failed; then the rank it failed on
         ends the buffer.
@@ -243,8 +242,7 @@ class Board:
         ranks = [float(self.mesh.rank) if times else -math.inf for times in header[1:]]
         numbers = pack(table, gathered, self.mesh.device, header, ranks)
         length = len(numbers) - len(table) - len(ranks)
-        self.mesh.all_reduce(numbers[:length])
-        self.mesh.all_reduce(numbers[length:], op=dist.ReduceOp.MAX)
+        self.mesh.all_reduce_sum_and_max(numbers[:length], numbers[length:])
         return numbers
 
     def _decode(
