@@ -8,17 +8,27 @@ never decides which sequences a step sees, and one integer is the whole state.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from itertools import count as counted_from
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.data.ahead import ReadAhead, Request
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.random_state import stream_seed
 
 Integers = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """Which sequence stands at each position of an endless stream."""
+
+    def at(self, positions: Iterable[int]) -> Integers:
+        """Return the sequence numbers at ``positions``, which are any, in any order."""
+        ...
 
 
 class ShuffledOrder:
@@ -54,7 +64,11 @@ class SequenceData:
     """Whether a position is carried over to sequences of another length by its share of the epoch, rounded up
     to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
     n-th one of each length has tokens of its own."""
+    read_ahead = 0
+    """Training batches that a thread reads before they are asked for. Above 0, two threads at a time may call
+    ``read_sequences``, and ``set_length`` calls :meth:`prepare_length` before it changes what that reads."""
     _expected = 0
+    _ahead: ReadAhead | None = None
 
     def expect_lengths(self, lengths: Collection[int]) -> None:
         """Note the longest of the lengths that the run will set."""
@@ -70,6 +84,7 @@ class SequenceData:
             validation: sequences held out.
             fingerprint: readable, and different for any data whose positions mean something else.
         """
+        self._ahead = None
         self.longest, self._seed = max(self._expected, length), seed
         self.fingerprint = f"{fingerprint}, sequences of {self.longest}, seed {seed}"
         self.position, self._position_length, self._position_train = 0, length, train
@@ -77,10 +92,16 @@ class SequenceData:
 
     def prepare_length(self, length: int, *, train: int, validation: int) -> None:
         """Have so many sequences of ``length`` tokens; each length has an order of its own."""
+        if self._ahead:
+            self._ahead.clear()  # it reads sequences of the length before
         self.length, self.train, self.validation = length, train, validation
-        self._train_order = ShuffledOrder(train, stream_seed(self._seed, "data/train"))
+        self._train_order = self.order(stream_seed(self._seed, "data/train"), validation=False)
         # Shuffled once, so that the first few validation batches already represent the whole split.
-        self._validation_order = ShuffledOrder(validation, stream_seed(self._seed, "data/validation"))
+        self._validation_order = self.order(stream_seed(self._seed, "data/validation"), validation=True)
+
+    def order(self, seed: int, *, validation: bool) -> Order:
+        """Return the order of a split's sequences; a subclass may have another than a seeded shuffle."""
+        return ShuffledOrder(self.validation if validation else self.train, seed)
 
     def _carry_position_over(self) -> None:
         """Count the position in sequences of the length in force. Only what advances does so."""
@@ -108,9 +129,19 @@ class SequenceData:
                 f"{self.train}: lower batch.sequences or batch.length, or add data"
             )
         self._carry_position_over()
-        rows = shard.rows(sequences)
-        numbers = self._train_order.at(self.position + row for row in rows)
+        wanted = Request(self.position, sequences, shard, self.length)
+        if self.read_ahead and self._ahead is None:
+            self._ahead = ReadAhead(self._read, self.read_ahead)
+        if self._ahead is None:
+            batch = self._read(wanted)
+        else:
+            behind = counted_from(self.position + sequences, sequences)
+            batch = self._ahead.take(wanted, (Request(at, sequences, shard, self.length) for at in behind))
         self.position += sequences
+        return batch
+
+    def _read(self, wanted: Request) -> Batch:
+        numbers = self._train_order.at(wanted.position + row for row in wanted.shard.rows(wanted.sequences))
         return _batch(self.read_sequences(numbers, validation=False))
 
     def skip(self, sequences: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import Source, fingerprint, sources
+from nanotrain_core.data.held_out import held_out
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, Problem
 
@@ -61,11 +62,3 @@ def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int 
         return tokenizer.vocab_size, None
     documents = [document for source in found for document in source.documents()]
     return tokenizer.vocab_size, len(tokenizer.tokenize(documents, fingerprint(documents)))
-
-
-def held_out(count: int, fraction: float) -> int:
-    """Return how many of ``count`` sequences are held out.
-
-    Unless ``fraction`` is 0 at least one, if ``count`` leaves one to train on.
-    """
-    return min(count - 1, max(1, round(count * fraction))) if fraction and count else 0
