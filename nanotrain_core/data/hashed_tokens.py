@@ -23,16 +23,18 @@ HASH = 16
 class HashedTokens:
     """Tokens of a file, compared with their hashes as they are read: a piece once, before its first use."""
 
-    def __init__(self, path: Path, tokens: Tokens, hashes: bytes | npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, path: Path, tokens: Tokens, hashes: bytes, compared: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         """Take what :func:`piece_hashes` returned of ``tokens``, [tokens] of an unsigned type.
 
-        Both may be mapped into memory, which the processes of a host then share.
+        ``compared``: :attr:`compared` of an object that had the file open before.
         """
         self.path, self.tokens, self.hashes = path, tokens, hashes
         self.dtype = tokens.dtype
         self._piece = PIECE // tokens.itemsize
-        self._known = np.zeros(-(-tokens.nbytes // PIECE), np.bool_)
-        """Which pieces this process has compared."""
+        self.compared = np.zeros(-(-tokens.nbytes // PIECE), np.bool_) if compared is None else compared
+        """Which pieces this process has found to be right, [pieces]."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,18 +63,18 @@ class HashedTokens:
 
     def has_hashes(self) -> bool:
         """Return whether there are as many hashes as pieces."""
-        return len(self.hashes) == len(self._known) * HASH
+        return len(self.hashes) == len(self.compared) * HASH
 
     def first_damaged(self) -> int | None:
         """Compare all pieces, and return the byte at which the first that is damaged begins."""
-        return next((n * PIECE for n in range(len(self._known)) if not self._is_sound(n)), None)
+        return next((n * PIECE for n in range(len(self.compared)) if not self._is_sound(n)), None)
 
     def _is_sound(self, number: int) -> bool:
-        if not self._known[number]:
+        if not self.compared[number]:
             piece = self.tokens[number * self._piece : (number + 1) * self._piece]
             wanted = self.hashes[number * HASH : (number + 1) * HASH]
-            self._known[number] = _hash(np.ascontiguousarray(piece).data) == bytes(wanted)
-        return bool(self._known[number])
+            self.compared[number] = _hash(np.ascontiguousarray(piece).data) == wanted
+        return bool(self.compared[number])
 
 
 def piece_hashes(tokens: Tokens) -> bytes:
