@@ -49,13 +49,30 @@ def write_shard(folder: Path, name: str, dtype: str, documents: Iterable[Documen
 
     write_atomically(paths[".tokens"], fill)
     offsets = np.fromiter(itertools.accumulate(lengths, initial=0), "<i8", len(lengths) + 1)
+    return seal_shard(folder, name, dtype, offsets, size)
+
+
+def seal_shard(
+    folder: Path, name: str, dtype: str, offsets: npt.NDArray[np.int64], size: int = 0
+) -> ShardInfo:
+    """Write what stands beside the tokens of a shard, which are there: where documents begin, and hashes.
+
+    Args:
+        folder: with the file of tokens.
+        name: of the files, without suffix.
+        dtype: of the tokens.
+        offsets: where each document begins, and the end, [documents + 1].
+        size: bytes of the text.
+    """
+    paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
+    offsets = offsets.astype("<i8", copy=False)
     write_atomically(paths[".offsets"], offsets.tofile)
     tokens = map_tokens(paths[".tokens"], dtype)
     hashes = piece_hashes(tokens)
     write_atomically(paths[".hashes"], lambda path: _write(path, hashes))
     return ShardInfo(
         name=name,
-        documents=len(lengths),
+        documents=len(offsets) - 1,
         tokens=len(tokens),
         bytes=size,
         sha256=hashlib.sha256(tokens.data).hexdigest(),
