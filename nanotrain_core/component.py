@@ -112,6 +112,8 @@ class Component:
     """Capabilities this component brings to a run, for example ``"gradient_sync"``."""
     requires: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities that some other component of the run must provide."""
+    requires_for: Callable[[Any], Iterable[str]] | None = None
+    """Says what else it requires with a config: none where it has nothing to say. Must not import torch."""
     conflicts: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities or component names (``"kind:name"``) it cannot share a run with."""
     mesh_dims: frozenset[str] = attrs.field(default=frozenset(), converter=_words)

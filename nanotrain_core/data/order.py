@@ -67,6 +67,8 @@ class SequenceData:
     read_ahead = 0
     """Training batches that a thread reads before they are asked for. Above 0, two threads at a time may call
     ``read_sequences``, and ``set_length`` calls :meth:`prepare_length` before it changes what that reads."""
+    document_end: int | None = None
+    """The token that ends a document, if tokens are to attend to those of their own document alone."""
     _expected = 0
     _ahead: ReadAhead | None = None
 
@@ -142,7 +144,7 @@ class SequenceData:
 
     def _read(self, wanted: Request) -> Batch:
         numbers = self._train_order.at(wanted.position + row for row in wanted.shard.rows(wanted.sequences))
-        return _batch(self.read_sequences(numbers, validation=False))
+        return _batch(self.read_sequences(numbers, validation=False), self.document_end)
 
     def skip(self, sequences: int) -> None:
         """Advance without a look at what is there. Who keeps more than the position overrides this too."""
@@ -156,7 +158,7 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(_batch(self.read_sequences(numbers, validation=True)), len(rows))
+        return _padded(_batch(self.read_sequences(numbers, validation=True), self.document_end), len(rows))
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""
@@ -179,9 +181,22 @@ class SequenceData:
         self._position_train = int(meta.get("train", 0))
 
 
-def _batch(sequences: Integers) -> Batch:
+def _batch(sequences: Integers, document_end: int | None) -> Batch:
     tokens = torch.from_numpy(sequences)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    begins = None if document_end is None else torch.from_numpy(document_begins(sequences, document_end))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), begins=begins)
+
+
+def document_begins(sequences: Integers, end: int) -> Integers:
+    """Return where the document of each token begins that is read, [n, length], of tokens [n, length + 1].
+
+    A document begins behind a token ``end``; the first one of a sequence, of which only its end may be
+    there, with the sequence.
+    """
+    begins = np.zeros((len(sequences), sequences.shape[1] - 1), np.int64)
+    behind = sequences[:, :-2] == end
+    begins[:, 1:] = np.where(behind, np.arange(1, begins.shape[1]), 0)
+    return np.maximum.accumulate(begins, axis=1)
 
 
 def _padded(batch: Batch, rows: int) -> Batch:
@@ -190,8 +205,9 @@ def _padded(batch: Batch, rows: int) -> Batch:
     if missing == 0:
         return batch
     assert batch.targets is not None
-    shape = (missing, batch.tokens.shape[1])
+    zeros = batch.tokens.new_zeros(missing, batch.tokens.shape[1])
     return Batch(
-        torch.cat((batch.tokens, batch.tokens.new_zeros(shape))),
-        torch.cat((batch.targets, batch.targets.new_full(shape, IGNORE))),
+        torch.cat((batch.tokens, zeros)),
+        torch.cat((batch.targets, torch.full_like(zeros, IGNORE))),
+        begins=None if batch.begins is None else torch.cat((batch.begins, zeros)),
     )

@@ -46,6 +46,11 @@ class Text(SequenceData):
             digest = fingerprint(documents)
         self.tokenizer = self.tokenizer_alone()
         self.vocab_size = self.tokenizer.vocab_size
+        if self.config.mask_documents:
+            if self.tokenizer.separator is None:
+                name = self.tokenizer.name
+                raise DataError(f"data.mask_documents: tokenizer {name} has no token that ends documents")
+            self.document_end = self.tokenizer.separator
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
         self._expected = max(self._expected, self.config.piece_length)  # prepare() has the pieces as long

@@ -19,6 +19,7 @@ def nanotrain_register_data(register: Register) -> None:
             factory="nanotrain_data.shards:Shards",
             summary="prepared folders of tokens, memory-mapped, blended by weights",
             provides={"changes_length"},
+            requires_for=lambda config: ["document_masks"] if config.mask_documents else [],
             survey="nanotrain_data.survey:survey",
             example_of_text="nanotrain_data.prepare:example_of_text",
         )

@@ -23,6 +23,8 @@ class ShardsConfig:
     piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
     """Tokens of the pieces that are held out as a whole. 0: the longest sequence of the recipe and its
     phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
+    mask_documents: bool = False
+    """Whether tokens attend to those of their own document alone, where documents share a sequence."""
     read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
     """Batches that a thread reads before they are asked for."""
 

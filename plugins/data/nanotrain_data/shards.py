@@ -59,6 +59,7 @@ class Shards(SequenceData):
         self._blend = Blend(whole_weights(config.weights or [each.split.train for each in self.pieces]))
         self.vocab_size = max(manifest.vocab_size for manifest in manifests)
         self.bytes_per_token = self._bytes_per_token()
+        self.document_end = manifests[0].end_of_document if config.mask_documents else None
         self._taken = dict.fromkeys(self.names, 0)
         sources = " ".join(manifest.digest for manifest in manifests)
         shares = ":".join(map(str, self._blend.weights))

@@ -304,3 +304,35 @@ def test_no_more_files_are_open_than_a_process_may_have(tmp_path, monkeypatch):
 
 def open_files():
     return [*Path("/proc/self/fd").iterdir()]
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+def test_masks_tell_documents_apart_where_the_offsets_do(tmp_path):
+    """What a batch says of its documents, against the file of offsets."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(60)))
+    folder = tmp_path / "out"
+    prepared(folder, tmp_path / "in.jsonl", unit_bytes=2000)
+    data = opened(folder, mask_documents=True, validation_fraction=0.0, length=64)
+    offsets, before = [], 0
+    for shard in data.corpora[0].manifest.shards:
+        offsets += (np.fromfile(folder / f"{shard.name}.offsets", np.int64)[:-1] + before).tolist()
+        before += shard.tokens
+    tokens = np.concatenate([np.fromfile(path, np.uint8) for path in sorted(folder.glob("*.tokens"))])
+    several = 0
+    for _ in range(20):
+        batch = data.train_batch(2, WHOLE)
+        for row, begins in zip(batch.tokens.numpy(), batch.begins.tolist(), strict=True):
+            (first,) = [at for at in range(0, len(tokens) - 64, 64) if (tokens[at : at + 64] == row).all()]
+            starts = [max([first, *(at for at in offsets if at <= first + i)]) - first for i in range(64)]
+            assert begins == starts
+            several += len(set(starts)) > 1
+    assert several > 5
+
+
+def test_masks_need_a_token_that_ends_documents(folder):
+    with pytest.raises(DataError, match="numbers has documents that end with no token, and mask_documents"):
+        opened(folder, mask_documents=True)
+    (problem,) = survey(ShardsConfig(paths=(str(folder),), mask_documents=True), LENGTH).problems
+    assert problem.key == "data.paths"
