@@ -36,6 +36,9 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
             vocab, tokens = tokenized(config.tokenizer, found, small=not problems and sum(sizes) <= SMALL)
         except DataError as error:
             return Survey(problems=(*problems, Problem("data.tokenizer", str(error))))
+    if config.mask_documents and not problems and not ends_documents(config.tokenizer):
+        text = f"tokenizer {config.tokenizer} has no token that ends documents, by which they are told apart"
+        return Survey(vocab=vocab, problems=(Problem("data.mask_documents", text),))
     if problems or tokens is None:
         return Survey(vocab=vocab, problems=problems)
     count = max(0, (tokens - 1) // longest)
@@ -47,6 +50,13 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
         return Survey(vocab=vocab, problems=(Problem("batch.length", text),))
     each = longest // length
     return Survey(vocab=vocab, train=each * (count - held), validation=each * held)
+
+
+def ends_documents(name: str) -> bool:
+    """Return whether a tokenizer has a token for it."""
+    from nanotrain_core.data.tokenizers import make_tokenizer
+
+    return make_tokenizer(name).separator is not None
 
 
 def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int | None]:

@@ -117,7 +117,8 @@ class TransformerPart(nn.Module):
         x_BSD: torch.Tensor = self.embed(tokens_BS)
         if self.config.positions != "learned":
             return x_BSD
-        return x_BSD + self.positions(batch.start, end, batch.places)
+        positions: torch.Tensor = self.positions(batch.start, end, batch.places)
+        return x_BSD + positions
 
     def _rotation(self, batch: Batch, like: torch.Tensor) -> Rotation | None:
         """Return RoPE's angles, which go on from document to document: scores depend on differences alone."""

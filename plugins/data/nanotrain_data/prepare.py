@@ -12,6 +12,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -78,7 +80,10 @@ def prepare(request: Request, workers: int) -> Prepared:
     end = codec.separator if request.end_documents else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
     made_of = _digest([form, [[part.identity for part in unit.parts] for unit in units]])
-    request.out.mkdir(parents=True, exist_ok=True)
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(request.out, error) from None
     with _alone(request.out):
         remove_leftovers(request.out)
         if (request.out / NAME).exists():
@@ -133,9 +138,12 @@ class _Writer:
 
     def write(self, task: _Task) -> ShardInfo:
         out, name = self.request.out, shard_name(task.number)
-        info = write_shard(out, name, stored_dtype(self.codec.vocab_size), self._documents(task.unit))
-        record = {"made_of": task.digest, "shard": attrs.asdict(info)}
-        write_text_atomically(_record(out, task.number), json.dumps(record))
+        try:
+            info = write_shard(out, name, stored_dtype(self.codec.vocab_size), self._documents(task.unit))
+            record = {"made_of": task.digest, "shard": attrs.asdict(info)}
+            write_text_atomically(_record(out, task.number), json.dumps(record))
+        except OSError as error:
+            raise _cannot_write(out, error) from None
         return info
 
     def _documents(self, unit: Unit) -> Iterator[Document]:
@@ -144,7 +152,7 @@ class _Writer:
             told = 0.0
             for texts, size in _batches(documents(part, self.request.field)):
                 for text, tokens in zip(texts, self.codec.encode_batch(texts), strict=True):
-                    yield tokens + end, len(text.encode(errors="replace"))
+                    yield tokens + end, len(text.encode())
                 now = min(part.size, told + size)
                 self._advance(now - told)
                 told = now
@@ -175,7 +183,19 @@ _writer: _Writer | None = None
 def _begin(request: Request, done: Any) -> None:
     global _writer  # noqa: PLW0603 a process pool has no other place for what its workers keep
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C ends a worker at once: what it writes is not in place
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _writer = _Writer(request, done)
+
+
+def _end_with_parent() -> None:
+    """End this process when the command that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _write_in_worker(task: _Task) -> ShardInfo:
@@ -311,6 +331,10 @@ def _alone(out: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
+
+
+def _cannot_write(out: Path, error: OSError) -> DataError:
+    return DataError(f"cannot write to {out}: {error.strerror or error}; given again, the command goes on")
 
 
 def _digest(value: Any) -> str:

@@ -38,9 +38,18 @@ def documents(part: Part, field: str) -> Iterator[str]:
             from nanotrain_data.tables import texts_of
 
             texts = texts_of(part, field)
-        yield from (text for text in texts if text)
+        yield from (_sound(text) for text in texts if text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _sound(text: str) -> str:
+    """Return a text that UTF-8 has: half a surrogate pair, which JSON may escape, becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _of_text(part: Part) -> Iterator[str]:

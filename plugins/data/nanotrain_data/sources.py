@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -111,15 +112,20 @@ def _parts(source: Path, suffixes: Sequence[str], unit_bytes: int) -> Iterator[P
 def _files(source: Path, suffixes: Sequence[str]) -> list[Path]:
     """Return the files of a source: of a folder that Hugging Face ``datasets`` saved, those that it lists."""
     if (source / "dataset_dict.json").is_file():
-        splits = json.loads((source / "dataset_dict.json").read_bytes()).get("splits", [])
-        some = " or ".join(str(source / name) for name in splits)
+        some = " or ".join(str(source / name) for name in _json(source / "dataset_dict.json", "splits"))
         raise DataError(f"{source} holds several splits of a dataset; name one of them: {some}")
     if (source / "state.json").is_file() and (source / "dataset_info.json").is_file():
-        files = json.loads((source / "state.json").read_bytes())["_data_files"]
-        return [source / file["filename"] for file in files]
+        return [source / str(file["filename"]) for file in _json(source / "state.json", "_data_files")]
     known = (*suffixes, *LINE_SUFFIXES, *COMPRESSED, ".parquet")
     found = TextSource(source, known, hint="--suffixes names others that are text").files()
     return [path for path in found if not source.is_dir() or form_of(path, suffixes)]
+
+
+def _json(path: Path, key: str) -> list[Any]:
+    try:
+        return list(json.loads(path.read_bytes())[key])
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{path} is damaged: expected what save_to_disk of datasets writes") from None
 
 
 def _cut(path: Path, name: str, form: str, unit_bytes: int) -> Iterator[Part]:

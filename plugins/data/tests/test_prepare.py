@@ -1,5 +1,6 @@
 """``nanotrain data prepare``: what is read, and the same bytes however often it is interrupted."""
 
+import contextlib
 import fcntl
 import gzip
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -131,6 +133,14 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
     assert len(files_of(tmp_path / "out1")) > 10
 
 
+def test_half_a_surrogate_pair_is_no_end_of_the_world(tmp_path):
+    """JSON may escape what UTF-8 cannot have, and scraped text does."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude42"}\n')
+    prepared(tmp_path / "out", path)
+    assert documents_of(tmp_path / "out") == ["a\ufffdb", "\U0001f642"]
+
+
 class Interrupted(Exception):
     pass
 
@@ -223,31 +233,51 @@ def test_documents_may_end_without_a_token(tmp_path):
     assert tokens.tobytes().decode() == "".join(TEXTS)
 
 
+def of_session(session):
+    """Return the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its = stat.read_text().rpartition(")")[2].split()[:4]
+            found += [stat.parent.name] if int(its) == session and state != "Z" else []
+    return found
+
+
 @pytest.mark.full
-def test_killed_in_its_middle_it_goes_on_to_the_same_bytes(tmp_path):
-    """By SIGKILL, with workers of its own, which must not live on."""
+@pytest.mark.parametrize("how", ["the command is killed", "Ctrl-C"])
+def test_ended_in_its_middle_it_goes_on_to_the_same_bytes(tmp_path, how):
+    """Its workers do not live on, and Ctrl-C does not wait for what they are at."""
     source = tmp_path / "in.jsonl"
     source.write_text(lines_of(texts(20_000, seed=2)))
-    words = [
-        sys.executable,
-        "-m",
-        "nanotrain_core.cli",
-        "data",
-        "prepare",
-        str(source),
-        "--tokenizer",
-        "bytes",
-    ]
-    words += ["--workers", "2", "--shard-mb", "1", "--out"]
+    words = [*COMMAND, "data", "prepare", str(source), "--tokenizer", "bytes", "--workers", "2"]
+    words += ["--shard-mb", "1", "--out"]
     subprocess.run([*words, tmp_path / "whole"], check=True, capture_output=True)
     out = tmp_path / "out"
-    command = subprocess.Popen([*words, out], stdout=subprocess.DEVNULL, start_new_session=True)
+    command = subprocess.Popen([*words, out], stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not [*out.glob("*.json")]:
         time.sleep(0.005)
-    os.killpg(command.pid, signal.SIGKILL)
-    command.wait()
+    if how == "Ctrl-C":
+        os.killpg(command.pid, signal.SIGINT)
+    else:
+        command.kill()
+    told = command.communicate(timeout=20)[1]
+    assert "Traceback" not in told
+    assert command.returncode == (130 if how == "Ctrl-C" else -signal.SIGKILL)
+    until = time.monotonic() + 10
+    while left := of_session(command.pid):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
     subprocess.run([*words, out], check=True, capture_output=True)
     assert files_of(out) == files_of(tmp_path / "whole")
+
+
+#: As a terminal's shell gives it: pytest may itself run with Ctrl-C ignored.
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from nanotrain_core.cli import main; sys.exit(main())",
+]
 
 
 # --- what cannot be read --------------------------------------------------------------------------
@@ -308,6 +338,19 @@ def test_sources_that_are_none_are_refused(tmp_path):
     assert "'--suffixes .html' reads it as text" in refusal(tmp_path, tmp_path / "corpus" / "a.html")
     (tmp_path / "corpus" / "b.txt").write_text("")
     assert "there is no text in" in refusal(tmp_path, tmp_path / "corpus")
+
+
+def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
+    source = corpus(tmp_path / "in", "jsonl")
+    (tmp_path / "out").write_text("a file")
+    assert f"cannot write to {tmp_path / 'out'}: File exists" in refusal(tmp_path, source)
+    (tmp_path / "out").unlink()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_shard", full)
+    assert "No space left on device; given again, the command goes on" in refusal(tmp_path, source)
 
 
 def test_of_several_splits_one_is_to_be_named(tmp_path):
