@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from as_one_process import assert_trains_as_one_process
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.order import document_begins
 from nanotrain_core.data.text import Text
-from nanotrain_core.errors import RecipeError
+from nanotrain_core.data.text_survey import survey
+from nanotrain_core.errors import DataError, RecipeError
 from nanotrain_core.models.ops import attention
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
@@ -175,3 +178,14 @@ def test_a_model_that_knows_no_documents_is_refused_before_ranks_start(files):
     case = Case("model", use="routed", overrides={"data": masked(files)}, config={"vocab": 256})
     with pytest.raises(RecipeError, match=r"data 'text' needs document_masks; .*transformer"):
         case.recipe()
+
+
+def test_a_tokenizer_that_ends_no_documents_is_refused_before_ranks_start(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "words.json"))
+    config = TextConfig(paths=(str(files),), mask_documents=True, tokenizer=str(tmp_path / "words.json"))
+    (problem,) = survey(config, 4).problems
+    assert problem.key == "data.mask_documents"
+    assert "words.json has no token that ends documents" in problem.message
+    with pytest.raises(DataError, match=r"words.json .* has no token that ends documents"):
+        Text(config).open(length=4, seed=0)

@@ -183,9 +183,7 @@ _writer: _Writer | None = None
 def _begin(request: Request, done: Any) -> None:
     global _writer  # noqa: PLW0603 a process pool has no other place for what its workers keep
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C ends a worker at once: what it writes is not in place
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C waits for no shard to be whole
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _writer = _Writer(request, done)
 
