@@ -78,17 +78,18 @@ class Shards(SequenceData):
         self.prepare_length(length, **self._counts(length))
 
     def _counts(self, length: int) -> dict[str, int]:
-        train = [each.sequences(length, validation=False) for each in self.pieces]
-        held = [each.sequences(length, validation=True) for each in self.pieces]
-        self._of_source = {False: train, True: held}
-        self._firsts = {split: np.cumsum([0, *counts])[:-1] for split, counts in self._of_source.items()}
+        train, held = (self._of_sources(length, validation=validation) for validation in (False, True))
         return {"train": sum(train), "validation": sum(held)}
+
+    def _of_sources(self, length: int, *, validation: bool) -> list[int]:
+        """Return how many sequences of that length a split has of each source, [sources]."""
+        return [each.sequences(length, validation=validation) for each in self.pieces]
 
     def order(self, seed: int, *, validation: bool) -> BlendedOrder | HeldOutOrder:
         """Return an order that takes no memory."""
         if validation:
             return HeldOutOrder(self.validation, seed)
-        return BlendedOrder(self._blend, self._of_source[False], seed)
+        return BlendedOrder(self._blend, self._of_sources(self.length, validation=False), seed)
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the tokens of those sequences of a split, [n, length + 1].
@@ -97,7 +98,8 @@ class Shards(SequenceData):
             DataError: a shard is damaged there, by its name.
         """
         found = np.empty((len(numbers), self.length + 1), np.int64)
-        firsts, each = self._firsts[validation], self.longest // self.length
+        each = self.longest // self.length
+        firsts = np.cumsum([0, *self._of_sources(self.length, validation=validation)])[:-1]
         sources = np.searchsorted(firsts, numbers, side="right") - 1
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
@@ -115,7 +117,7 @@ class Shards(SequenceData):
         return batch
 
     def skip(self, sequences: int) -> None:
-        """Advance without reading; what is left out is not counted as taken."""
+        """Advance without reading. What is left out is not counted as taken."""
         super().skip(sequences)
 
     def tokens_by_source(self) -> Mapping[str, int]:
