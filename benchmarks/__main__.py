@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import bubble, kernels, mesh, moe, monitors, narrow, optimizer, originals, planning, startup
+from benchmarks import (
+    bubble,
+    data,
+    kernels,
+    mesh,
+    moe,
+    monitors,
+    narrow,
+    optimizer,
+    originals,
+    planning,
+    startup,
+)
 from benchmarks.cases import ALONE, CASES, DROPINS, SHARDED
 from benchmarks.ours import engine
 from benchmarks.race import alone, race
@@ -30,6 +42,7 @@ NAMES = (
     "startup",
     "mesh",
     "planning",
+    "data",
 )
 ON_GPU = "gpu"
 TWINS = "twins"
@@ -109,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []
     measured += planning.measure(rounds=args.rounds) if "planning" in names else []
+    measured += data.measure(rounds=args.rounds) if "data" in names else []
     text = markdown(measured)
     print(text)
     if args.json:

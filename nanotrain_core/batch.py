@@ -30,6 +30,9 @@ class Batch:
     rank's part. None: they are whole."""
     first: int = 0
     """Position in :attr:`whole` of the first token."""
+    begins: torch.Tensor | None = None
+    """Of each token of the whole sequences the position at which its document begins, int64 [B, length]: a
+    token attends to those of its own document alone. None: to all before it."""
 
     @property
     def start(self) -> int:
@@ -46,6 +49,15 @@ class Batch:
         return None if self.cache is None else self.cache.layer(layer)
 
     @property
+    def places(self) -> torch.Tensor | None:
+        """Of these tokens the places in their documents, int64 [B, S]; None: documents are not told apart."""
+        if self.begins is None:
+            return None
+        first, size = self.first, self.tokens.shape[1]
+        at_S = torch.arange(first, first + size, device=self.begins.device)
+        return at_S - self.begins[:, first : first + size]
+
+    @property
     def sequences(self) -> int:
         return self.tokens.shape[0]
 
@@ -56,6 +68,7 @@ class Batch:
             None if self.targets is None else change(self.targets),
             whole=None if self.whole is None else self.whole._each(change),
             first=self.first,
+            begins=None if self.begins is None else change(self.begins),
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -74,7 +87,8 @@ class Batch:
             return self
         begin, end = share_of(self.tokens.shape[1], index, count)
         targets = None if self.targets is None else self.targets[:, begin:end].contiguous()
-        return Batch(self.tokens[:, begin:end].contiguous(), targets, whole=self, first=begin)
+        part = self.tokens[:, begin:end].contiguous()
+        return Batch(part, targets, whole=self, first=begin, begins=self.begins)
 
     def later(self, depth: int) -> Batch:
         """Return tokens and targets that lie ``depth`` positions after these, of the same shape.

@@ -112,6 +112,8 @@ class Component:
     """Capabilities this component brings to a run, for example ``"gradient_sync"``."""
     requires: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities that some other component of the run must provide."""
+    requires_for: Callable[[Any], Iterable[str]] | None = None
+    """Says what else it requires with a config: none where it has nothing to say. Must not import torch."""
     conflicts: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities or component names (``"kind:name"``) it cannot share a run with."""
     mesh_dims: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
@@ -122,6 +124,10 @@ class Component:
     example: Mapping[str, Any] = attrs.field(factory=dict)
     """Keys of ``config`` with values that make a small component, which is built and run within a second:
     ``nanotrain conformance`` tests that where its user names none, or leaves out keys that are required."""
+    example_of_text: str | None = None
+    """``"module:attribute"`` of a callable for data that is prepared before a run: it takes a text file and
+    an empty folder, writes there what a run reads of that text, with its bytes as tokens, and returns the
+    keys of ``config`` that name it. For the harness. Must not import torch."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
     stays_eager: EagerRule | None = None
@@ -170,7 +176,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["hf", "weights", "listing", "survey"]) -> Any:
+    def load_optional(self, field: Literal["hf", "weights", "listing", "survey", "example_of_text"]) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

@@ -51,7 +51,8 @@ def test_no_name_is_behind_two_doors():
     assert len(set(names)) == len(names)
 
 
-def test_two_doors_do_not_import_torch():
-    code = "import nanotrain_core.api, nanotrain_core.api.ranks, sys; print('torch' in sys.modules)"
+def test_three_doors_do_not_import_torch():
+    doors = ", ".join(f"nanotrain_core.{name}" for name in ("api", "api.ranks", "api.text"))
+    code = f"import {doors}, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "False"

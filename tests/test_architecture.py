@@ -18,8 +18,8 @@ LEVELS = (
         "vocabulary",
         "errors batch deprecated registry registry.local_plugins watch.* checkpoint checkpoint.box_cover "
         "compile "
-        "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.survey hf hf.mapping hf.rope "
-        "layout layout.layout "
+        "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.codec data.survey "
+        "hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
@@ -175,17 +175,17 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 950,
-    "api": 580,
+    "api": 605,
     "builtin": 455,
     "checkpoint": 870,
     "cli": 1560,
     "compile": 350,
     "contracts": 620,
-    "data": 630,
+    "data": 755,
     "hf": 860,
     "launch": 1310,
     "layout": 1120,
-    "models": 650,
+    "models": 675,
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,

@@ -13,9 +13,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
-from nanotrain_core.data import token_cache
+from nanotrain_core.data import hashed_tokens
 from nanotrain_core.data.documents import Document
-from nanotrain_core.data.text import Text, split
+from nanotrain_core.data.held_out import Split, held_out
+from nanotrain_core.data.text import Text
 from nanotrain_core.data.token_cache import TokenCache
 from nanotrain_core.data.tokenizers import make_tokenizer
 from nanotrain_core.errors import DataError
@@ -126,12 +127,25 @@ def test_training_and_validation_are_disjoint_and_together_everything(corpus):
     assert len(held) == data.validation == round(0.2 * len(everything))
 
 
+def test_held_out_pieces_are_found_without_a_table():
+    """What is trained on is all that is not held out, in order, for every number of pieces."""
+    for count in range(2, 60):
+        for held in range(count):
+            split = Split(count, held)
+            out = split.pieces(np.arange(held), validation=True) if held else np.empty(0, np.int64)
+            kept = split.pieces(np.arange(split.train), validation=False)
+            assert kept.tolist() == np.setdiff1d(np.arange(count), out).tolist()
+
+
 @pytest.mark.parametrize(
     ("count", "fraction", "expected"), [(100, 0.05, 5), (7, 0.01, 1), (1, 0.5, 0), (9, 0.0, 0)]
 )
 def test_held_out_sequences_are_spread_evenly(count, fraction, expected):
-    train, held = split(count, fraction)
-    assert len(held) == expected
+    split = Split(count, held_out(count, fraction))
+    assert split.held == expected
+    train = split.pieces(np.arange(split.train), validation=False)
+    held = split.pieces(np.arange(split.held), validation=True)
+    assert sorted(train) == train.tolist()
     assert sorted([*train, *held]) == list(range(count))
     assert all(np.diff(held) == count // max(expected, 1))
 
@@ -317,10 +331,10 @@ def test_damaged_tokens_in_the_cache_are_made_anew(words, sentences, tmp_path, c
 
 def test_tokens_are_compared_once_for_a_host_and_then_where_they_are_read(tmp_path, monkeypatch):
     """All of them were hashed at each start by each rank, which takes minutes for 100 GB."""
-    hashed, real = [], token_cache._hash
+    hashed, real = [], hashed_tokens._hash
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(token_cache, "PIECE", 64)
-    monkeypatch.setattr(token_cache, "_hash", lambda piece: hashed.append(bytes(piece)) or real(piece))
+    monkeypatch.setattr(hashed_tokens, "PIECE", 64)
+    monkeypatch.setattr(hashed_tokens, "_hash", lambda piece: hashed.append(bytes(piece)) or real(piece))
     cache = TokenCache("text", np.dtype(np.uint16))
     cache.write(np.arange(1000, dtype=np.uint16))
     (path,) = tmp_path.rglob("*.tokens")

@@ -22,6 +22,7 @@ FREE = [
     "nanotrain_core.builtin.configs",
     "nanotrain_core.optim.moment_groups",
     "nanotrain_core.data.text_survey",
+    "nanotrain_core.api.text",
     "nanotrain_core.checkpoint.simple_listing",
     "nanotrain_core.layout.grid",
     "nanotrain_core.pipeline.accumulate",

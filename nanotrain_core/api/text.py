@@ -1,13 +1,45 @@
 """What data components and commands may import that turn text into tokens and tokens into text.
 
-Files of the core may move; these names stay.
+Torch-free, but for :func:`draw`. Files of the core may move; these names stay.
 """
 
-from nanotrain_core.contracts.data import HasTokenizer, TextCodec
-from nanotrain_core.data.tokenizers import make_tokenizer
+from typing import TYPE_CHECKING, Any
+
+from nanotrain_core.data.codec import HasTokenizer, TextCodec
+from nanotrain_core.data.documents import Source as TextSource
+from nanotrain_core.data.documents import missing_path
+from nanotrain_core.data.hashed_tokens import HASH, PIECE, HashedTokens, Tokens, piece_hashes
+from nanotrain_core.data.held_out import Split, held_out
+from nanotrain_core.data.tokenizers import END_OF_TEXT, Tokenizer, make_tokenizer
 from nanotrain_core.deprecated import attribute_of
-from nanotrain_core.models.sampling import draw
 
-__all__ = ["HasTokenizer", "TextCodec", "draw", "make_tokenizer"]
+if TYPE_CHECKING:
+    from nanotrain_core.models.sampling import draw
 
-__getattr__ = attribute_of(__name__)
+__all__ = [
+    "END_OF_TEXT",
+    "HASH",
+    "PIECE",
+    "HasTokenizer",
+    "HashedTokens",
+    "Split",
+    "TextCodec",
+    "TextSource",
+    "Tokenizer",
+    "Tokens",
+    "draw",
+    "held_out",
+    "make_tokenizer",
+    "missing_path",
+    "piece_hashes",
+]
+
+_deprecated = attribute_of(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "draw":  # the one that computes: who reads tokens alone does without torch
+        from nanotrain_core.models.sampling import draw
+
+        return draw
+    return _deprecated(name)

@@ -53,6 +53,7 @@ def nanotrain_register_model(register: Register) -> None:
             config=configs.TransformerConfig,
             factory="nanotrain_core.models.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
+            provides={"document_masks"},
             check=configs.check_transformer,
             hf="nanotrain_core.hf.llama_gpt2:names",
         )
@@ -215,6 +216,7 @@ def nanotrain_register_data(register: Register) -> None:
             factory="nanotrain_core.data.text:Text",
             summary="files and folders of text; with none named, the Python standard library's source",
             provides={"changes_length"},
+            requires_for=configs.masks_documents,
             survey="nanotrain_core.data.text_survey:survey",
         )
     )

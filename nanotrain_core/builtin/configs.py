@@ -400,6 +400,13 @@ class TextConfig:
     piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
     """Tokens of the pieces of text that are held out as a whole. 0: the longest sequence of the recipe and
     its phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
+    mask_documents: bool = False
+    """Whether tokens attend to those of their own document alone, where documents share a sequence."""
+
+
+def masks_documents(config: Any) -> tuple[str, ...]:
+    """Return what data requires of a model with that config: see ``Component.requires_for``."""
+    return ("document_masks",) if config.mask_documents else ()
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -6,22 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.data.codec import HasTokenizer, TextCodec
 
-
-class TextCodec(Protocol):
-    """Text to tokens and back."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def separator(self) -> int | None:
-        """The token that ends a document; None: not known."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
+__all__ = [
+    "ChangesLength",
+    "Data",
+    "HasTokenizer",
+    "MixesSources",
+    "SkipsAhead",
+    "TextCodec",
+]
 
 
 class Data(Protocol):
@@ -119,18 +113,5 @@ class MixesSources(Protocol):
         """Return how many tokens of each source training has taken since its beginning, over all ranks.
 
         A source is named by a word of letters, digits, ``_``, ``-`` and ``.``.
-        """
-        ...
-
-
-@runtime_checkable
-class HasTokenizer(Protocol):
-    """What a data component may offer beside, if its tokens are text: to write text no data need be there."""
-
-    def tokenizer_alone(self) -> TextCodec:
-        """Return who encodes and decodes, without opening the data.
-
-        Raises:
-            DataError: what it is made of is missing.
         """
         ...

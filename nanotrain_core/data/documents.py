@@ -38,6 +38,8 @@ class Source:
     suffixes: Sequence[str]
     skip: frozenset[str] = frozenset()
     """Names of folders that are left out."""
+    hint: str = "set data.suffixes"
+    """What to do if no file has one of the suffixes."""
 
     def files(self) -> list[Path]:
         """Return the files, in an order that is the same on every machine.
@@ -54,7 +56,7 @@ class Source:
         if not chosen:
             raise DataError(
                 f"data folder {self.path} has no file with suffix {', '.join(self.suffixes)}: "
-                f"{_suffixes_of(files)}"
+                f"{_suffixes_of(files, self.hint)}"
             )
         return chosen
 
@@ -118,11 +120,11 @@ def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
-def _suffixes_of(files: Sequence[Path]) -> str:
+def _suffixes_of(files: Sequence[Path], hint: str) -> str:
     counts = Counter(file.suffix or "none" for file in files).most_common(5)
     if not counts:
         return "it has no files"
-    return "it has " + ", ".join(f"{suffix} ({count})" for suffix, count in counts) + "; set data.suffixes"
+    return "it has " + ", ".join(f"{suffix} ({count})" for suffix, count in counts) + f"; {hint}"
 
 
 def _content(path: Path) -> bytes:

@@ -8,17 +8,27 @@ never decides which sequences a step sees, and one integer is the whole state.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from itertools import count as counted_from
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.data.ahead import ReadAhead, Request
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.random_state import stream_seed
 
 Integers = npt.NDArray[np.int64]
+
+
+class Order(Protocol):
+    """Which sequence stands at each position of an endless stream."""
+
+    def at(self, positions: Iterable[int]) -> Integers:
+        """Return the sequence numbers at ``positions``, which are any, in any order."""
+        ...
 
 
 class ShuffledOrder:
@@ -54,7 +64,13 @@ class SequenceData:
     """Whether a position is carried over to sequences of another length by its share of the epoch, rounded up
     to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
     n-th one of each length has tokens of its own."""
+    read_ahead = 0
+    """Training batches that a thread reads before they are asked for. Above 0, two threads at a time may call
+    ``read_sequences``, and ``set_length`` calls :meth:`prepare_length` before it changes what that reads."""
+    document_end: int | None = None
+    """The token that ends a document, if tokens are to attend to those of their own document alone."""
     _expected = 0
+    _ahead: ReadAhead | None = None
 
     def expect_lengths(self, lengths: Collection[int]) -> None:
         """Note the longest of the lengths that the run will set."""
@@ -70,6 +86,7 @@ class SequenceData:
             validation: sequences held out.
             fingerprint: readable, and different for any data whose positions mean something else.
         """
+        self._ahead = None
         self.longest, self._seed = max(self._expected, length), seed
         self.fingerprint = f"{fingerprint}, sequences of {self.longest}, seed {seed}"
         self.position, self._position_length, self._position_train = 0, length, train
@@ -77,10 +94,16 @@ class SequenceData:
 
     def prepare_length(self, length: int, *, train: int, validation: int) -> None:
         """Have so many sequences of ``length`` tokens; each length has an order of its own."""
+        if self._ahead:
+            self._ahead.clear()  # it reads sequences of the length before
         self.length, self.train, self.validation = length, train, validation
-        self._train_order = ShuffledOrder(train, stream_seed(self._seed, "data/train"))
+        self._train_order = self.order(stream_seed(self._seed, "data/train"), validation=False)
         # Shuffled once, so that the first few validation batches already represent the whole split.
-        self._validation_order = ShuffledOrder(validation, stream_seed(self._seed, "data/validation"))
+        self._validation_order = self.order(stream_seed(self._seed, "data/validation"), validation=True)
+
+    def order(self, seed: int, *, validation: bool) -> Order:
+        """Return the order of a split's sequences; a subclass may have another than a seeded shuffle."""
+        return ShuffledOrder(self.validation if validation else self.train, seed)
 
     def _carry_position_over(self) -> None:
         """Count the position in sequences of the length in force. Only what advances does so."""
@@ -108,10 +131,20 @@ class SequenceData:
                 f"{self.train}: lower batch.sequences or batch.length, or add data"
             )
         self._carry_position_over()
-        rows = shard.rows(sequences)
-        numbers = self._train_order.at(self.position + row for row in rows)
+        wanted = Request(self.position, sequences, shard, self.length)
+        if self.read_ahead and self._ahead is None:
+            self._ahead = ReadAhead(self._read, self.read_ahead)
+        if self._ahead is None:
+            batch = self._read(wanted)
+        else:
+            behind = counted_from(self.position + sequences, sequences)
+            batch = self._ahead.take(wanted, (Request(at, sequences, shard, self.length) for at in behind))
         self.position += sequences
-        return _batch(self.read_sequences(numbers, validation=False))
+        return batch
+
+    def _read(self, wanted: Request) -> Batch:
+        numbers = self._train_order.at(wanted.position + row for row in wanted.shard.rows(wanted.sequences))
+        return _batch(self.read_sequences(numbers, validation=False), self.document_end)
 
     def skip(self, sequences: int) -> None:
         """Advance without a look at what is there. Who keeps more than the position overrides this too."""
@@ -125,7 +158,7 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(_batch(self.read_sequences(numbers, validation=True)), len(rows))
+        return _padded(_batch(self.read_sequences(numbers, validation=True), self.document_end), len(rows))
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""
@@ -148,9 +181,22 @@ class SequenceData:
         self._position_train = int(meta.get("train", 0))
 
 
-def _batch(sequences: Integers) -> Batch:
+def _batch(sequences: Integers, document_end: int | None) -> Batch:
     tokens = torch.from_numpy(sequences)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    begins = None if document_end is None else torch.from_numpy(document_begins(sequences, document_end))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), begins=begins)
+
+
+def document_begins(sequences: Integers, end: int) -> Integers:
+    """Return where the document of each token begins that is read, [n, length], of tokens [n, length + 1].
+
+    A document begins behind a token ``end``; the first one of a sequence, of which only its end may be
+    there, with the sequence.
+    """
+    begins = np.zeros((len(sequences), sequences.shape[1] - 1), np.int64)
+    behind = sequences[:, :-2] == end
+    begins[:, 1:] = np.where(behind, np.arange(1, begins.shape[1]), 0)
+    return np.maximum.accumulate(begins, axis=1)
 
 
 def _padded(batch: Batch, rows: int) -> Batch:
@@ -159,8 +205,9 @@ def _padded(batch: Batch, rows: int) -> Batch:
     if missing == 0:
         return batch
     assert batch.targets is not None
-    shape = (missing, batch.tokens.shape[1])
+    zeros = batch.tokens.new_zeros(missing, batch.tokens.shape[1])
     return Batch(
-        torch.cat((batch.tokens, batch.tokens.new_zeros(shape))),
-        torch.cat((batch.targets, batch.targets.new_full(shape, IGNORE))),
+        torch.cat((batch.tokens, zeros)),
+        torch.cat((batch.targets, torch.full_like(zeros, IGNORE))),
+        begins=None if batch.begins is None else torch.cat((batch.begins, zeros)),
     )

@@ -8,8 +8,8 @@ import numpy as np
 
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import fingerprint, read_documents
+from nanotrain_core.data.held_out import Split, held_out
 from nanotrain_core.data.order import Integers, SequenceData
-from nanotrain_core.data.text_survey import held_out
 from nanotrain_core.data.tokenizers import Tokenizer, make_tokenizer
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.working import working
@@ -46,6 +46,11 @@ class Text(SequenceData):
             digest = fingerprint(documents)
         self.tokenizer = self.tokenizer_alone()
         self.vocab_size = self.tokenizer.vocab_size
+        if self.config.mask_documents:
+            if self.tokenizer.separator is None:
+                name = self.tokenizer.name
+                raise DataError(f"data.mask_documents: tokenizer {name} has no token that ends documents")
+            self.document_end = self.tokenizer.separator
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
         self._expected = max(self._expected, self.config.piece_length)  # prepare() has the pieces as long
@@ -56,13 +61,13 @@ class Text(SequenceData):
                 f"the text has {len(self.tokens)} tokens in {self.files} files, but one sequence of "
                 f"{piece} needs {piece + 1}: add text or lower batch.length"
             )
-        self._train_pieces, self._validation_pieces = split(count, self.config.validation_fraction)
+        self._split = Split(count, held_out(count, self.config.validation_fraction))
         self.prepare(
             length=length,
             seed=seed,
             **self._counts(length),
             fingerprint=f"text {digest[:16]}, {self.tokenizer.name}, "
-            f"{len(self._validation_pieces)} of {count} sequences held out",
+            f"{self._split.held} of {count} sequences held out",
         )
         self.bytes_per_token = self._bytes_per_token()
 
@@ -72,13 +77,13 @@ class Text(SequenceData):
 
     def _counts(self, length: int) -> dict[str, int]:
         each = self.longest // length
-        return {"train": each * len(self._train_pieces), "validation": each * len(self._validation_pieces)}
+        return {"train": each * self._split.train, "validation": each * self._split.held}
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return the tokens of those sequences of a split."""
-        pieces = self._validation_pieces if validation else self._train_pieces
         each = self.longest // self.length
-        begins = pieces[numbers // each] * self.longest + numbers % each * self.length
+        pieces = self._split.pieces(numbers // each, validation=validation)
+        begins = pieces * self.longest + numbers % each * self.length
         places = begins[:, None] + np.arange(self.length + 1)
         return np.asarray(self.tokens[places], np.int64)
 
@@ -103,13 +108,3 @@ class Text(SequenceData):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""
         return self.tokenizer.decode(tokens)
-
-
-def split(count: int, fraction: float) -> tuple[Integers, Integers]:
-    """Return the numbers of the training and of the validation sequences, of ``count`` in all.
-
-    The held-out ones are spread evenly over the text, so that both splits hold every kind of it.
-    """
-    held = held_out(count, fraction)
-    validation = ((2 * np.arange(held) + 1) * count) // (2 * held) if held else np.empty(0, np.int64)
-    return np.setdiff1d(np.arange(count), validation), validation

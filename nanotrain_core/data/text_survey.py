@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.data.documents import Source, fingerprint, sources
+from nanotrain_core.data.held_out import held_out
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, Problem
 
@@ -35,6 +36,9 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
             vocab, tokens = tokenized(config.tokenizer, found, small=not problems and sum(sizes) <= SMALL)
         except DataError as error:
             return Survey(problems=(*problems, Problem("data.tokenizer", str(error))))
+    if config.mask_documents and not problems and not ends_documents(config.tokenizer):
+        text = f"tokenizer {config.tokenizer} has no token that ends documents, by which they are told apart"
+        return Survey(vocab=vocab, problems=(Problem("data.mask_documents", text),))
     if problems or tokens is None:
         return Survey(vocab=vocab, problems=problems)
     count = max(0, (tokens - 1) // longest)
@@ -46,6 +50,13 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
         return Survey(vocab=vocab, problems=(Problem("batch.length", text),))
     each = longest // length
     return Survey(vocab=vocab, train=each * (count - held), validation=each * held)
+
+
+def ends_documents(name: str) -> bool:
+    """Return whether a tokenizer has a token for it."""
+    from nanotrain_core.data.tokenizers import make_tokenizer
+
+    return make_tokenizer(name).separator is not None
 
 
 def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int | None]:
@@ -61,11 +72,3 @@ def tokenized(name: str, found: list[Source], *, small: bool) -> tuple[int, int 
         return tokenizer.vocab_size, None
     documents = [document for source in found for document in source.documents()]
     return tokenizer.vocab_size, len(tokenizer.tokenize(documents, fingerprint(documents)))
-
-
-def held_out(count: int, fraction: float) -> int:
-    """Return how many of ``count`` sequences are held out.
-
-    Unless ``fraction`` is 0 at least one, if ``count`` leaves one to train on.
-    """
-    return min(count - 1, max(1, round(count * fraction))) if fraction and count else 0

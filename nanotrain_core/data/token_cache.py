@@ -14,25 +14,18 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
+from nanotrain_core.data.hashed_tokens import HashedTokens, Tokens, piece_hashes
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.working import working
-
-Tokens = npt.NDArray[Any]
-
-#: Bytes that share a hash. A sequence reads few more than its own.
-PIECE = 2**16
-#: Bytes of a hash: half of a SHA-256.
-HASH = 16
 
 
 class TokenCache:
@@ -60,7 +53,7 @@ class TokenCache:
 
     def write(self, tokens: Tokens) -> None:
         """Keep tokens for the next run, and nothing else under their key; without a place, do nothing."""
-        hashes = b"".join(map(_hash, _pieces(tokens)))
+        hashes = piece_hashes(tokens)
         path = self.folder / self._name(hashes)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -77,41 +70,18 @@ class TokenCache:
         return f"{self.key}-{hashlib.sha256(hashes).hexdigest()}.tokens"
 
 
-class CachedTokens:
-    """Tokens of a file, compared with their hashes as they are read."""
+class CachedTokens(HashedTokens):
+    """Tokens of the cache. Those found damaged are deleted, to be made anew."""
 
-    def __init__(self, path: Path, tokens: Tokens, hashes: bytes) -> None:
-        self.path, self.tokens, self.hashes = path, tokens, hashes
-        self.dtype = tokens.dtype
-        self._piece = PIECE // tokens.itemsize
-        self._known = np.zeros(-(-tokens.nbytes // PIECE), np.bool_)
-        """Which pieces this process has compared."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Tokens:
-        """Return tokens at a slice, or at an array of places whose rows are compared from end to end.
-
-        Raises:
-            DataError: they are not those that were written. The file is gone then, to be made anew.
-        """
-        if isinstance(index, slice):
-            first, last, step = index.indices(len(self))
-            spans = [(first, last - 1)] if step == 1 and first < last else [(0, len(self) - 1)]
-        else:
-            rows = index.reshape(-1, index.shape[-1])
-            spans = list(zip(rows.min(1).tolist(), rows.max(1).tolist(), strict=True)) if index.size else []
-        wanted = {n for first, last in spans for n in range(first // self._piece, last // self._piece + 1)}
-        if damaged := [number for number in sorted(wanted) if not self._is_sound(number)]:
-            for suffix in (".checked", ".hashes", ".tokens"):
-                with suppress(OSError):
-                    self.path.with_suffix(suffix).unlink(missing_ok=True)
-            raise DataError(
-                f"the cached tokens {self.path} are damaged at byte {damaged[0] * PIECE}, and were deleted: "
-                "start again with --resume, and the text is tokenised anew"
-            )
-        return self.tokens[index]
+    def damaged(self, byte: int) -> DataError:
+        """Delete the files."""
+        for suffix in (".checked", ".hashes", ".tokens"):
+            with suppress(OSError):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+        return DataError(
+            f"the cached tokens {self.path} are damaged at byte {byte}, and were deleted: "
+            "start again with --resume, and the text is tokenised anew"
+        )
 
     def tolist(self) -> list[int]:
         """Return all tokens."""
@@ -123,7 +93,7 @@ class CachedTokens:
 
         All are compared if that was not done since the file changed, by one process of the host.
         """
-        if len(self.hashes) != len(self._known) * HASH:
+        if not self.has_hashes():
             return False
         if _was_checked(self.path):
             return True
@@ -131,27 +101,11 @@ class CachedTokens:
             if _was_checked(self.path):
                 return True
             with working("verifying cached tokens"):
-                whole = all(map(self._is_sound, range(len(self._known))))
+                whole = self.first_damaged() is None
             if whole:
                 with suppress(OSError):  # the next start looks again
                     _note_checked(self.path)
             return whole
-
-    def _is_sound(self, number: int) -> bool:
-        if not self._known[number]:
-            piece = self.tokens[number * self._piece : (number + 1) * self._piece]
-            wanted = self.hashes[number * HASH : (number + 1) * HASH]
-            self._known[number] = _hash(np.ascontiguousarray(piece).data) == wanted
-        return bool(self._known[number])
-
-
-def _hash(piece: Any) -> bytes:
-    return hashlib.sha256(piece).digest()[:HASH]
-
-
-def _pieces(tokens: Tokens) -> Iterable[Any]:
-    data = np.ascontiguousarray(tokens).data.cast("B")
-    return (data[begin : begin + PIECE] for begin in range(0, len(data), PIECE))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanotrain_core.contracts.data import TextCodec
+from nanotrain_core.data.codec import TextCodec
 from nanotrain_core.data.documents import Document, missing_path
-from nanotrain_core.data.token_cache import CachedTokens, TokenCache, Tokens
+from nanotrain_core.data.hashed_tokens import Tokens
+from nanotrain_core.data.token_cache import CachedTokens, TokenCache
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.working import working
 
@@ -36,6 +37,10 @@ class Tokenizer(TextCodec, Protocol):
         """Return all documents as one array of the smallest unsigned type, each followed by a separator."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, as :meth:`encode` does."""
+        ...
+
     def byte_count(self, tokens: Sequence[int]) -> int:
         """Return how many bytes of text ``tokens`` stand for."""
         ...
@@ -55,6 +60,10 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         """Return the bytes of UTF-8."""
         return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the bytes of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return text, with U+FFFD where bytes are no UTF-8 or tokens no bytes."""
@@ -103,8 +112,7 @@ class TokenizerFile:
         with working("tokenising", sum(len(d.content) for d in documents), "B") as advance:
             for some in self._batches(documents):
                 texts = [d.content.decode(errors="replace") for d in some]
-                encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-                pieces += [np.array(encoding.ids + end, self._dtype) for encoding in encodings]
+                pieces += [np.array(tokens + end, self._dtype) for tokens in self.encode_batch(texts)]
                 advance(sum(len(d.content) for d in some))
         return pieces
 
@@ -123,6 +131,11 @@ class TokenizerFile:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, no special ones added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text; all processors tokenise them."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``, special ones left out."""

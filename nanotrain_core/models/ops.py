@@ -26,16 +26,27 @@ from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has
 Tensor = torch.Tensor
 
 
-def attention(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None = None) -> Tensor:
+def attention(
+    q_BSHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    scale: float | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     """Return softmax(q k^T ``scale``) v [B, S, H, V] where no token sees a later one.
 
     The queries are those of the last S of T tokens. In training T is S; where a model goes on from a cache,
     there are more keys. H is a multiple of G: consecutive query heads share a key and value head. ``scale``
-    is 1 / sqrt(K) by default. Source: Vaswani et al., arXiv 1706.03762, equation 1.
+    is 1 / sqrt(K) by default. With ``begins_BS``, given where T is S, token s sees those from
+    ``begins_BS[b, s]`` on alone: documents that share a sequence do not see one another. It is of whole
+    sequences where ranks share them. Source: Vaswani et al., arXiv 1706.03762, equation 1.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     shared = q_BSHK.shape[2] != k_BTGK.shape[2]
-    if q.shape[2] == k.shape[2]:
+    if begins_BS is not None:
+        seen_B1ST = seen(begins_BS).unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B1ST, scale=scale, enable_gqa=shared)
+    elif q.shape[2] == k.shape[2]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
     elif q.shape[2] == 1:  # sees all keys: heads that share one are rows of one product, and no key is copied
         rows_BGRK = q.reshape(len(q), k.shape[1], -1, q.shape[3])
@@ -45,6 +56,12 @@ def attention(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | Non
         seen_ST = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=shared)
     return y.transpose(1, 2)
+
+
+def seen(begins_BS: Tensor) -> Tensor:
+    """Return which tokens each token sees [B, S, S]: those from where its document begins up to itself."""
+    at_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
+    return (at_S >= begins_BS.unsqueeze(-1)) & (at_S <= at_S.unsqueeze(-1))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -98,10 +98,10 @@ class TransformerPart(nn.Module):
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
-        x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
+        x_BSD = self._embed(inputs, batch) if self.part.has_embedding else inputs
         cos_sin = self._rotation(batch, x_BSD)
         for number, layer in self.layers.items():
-            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number))
+            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
         if not self.part.has_head:
             return PartOutput(x_BSD)
         # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
@@ -110,14 +110,18 @@ class TransformerPart(nn.Module):
         output = self.head(self.norm(x_BSD), batch.targets, table_VD)
         return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output})
 
-    def _embed(self, tokens_BS: torch.Tensor, start: int) -> torch.Tensor:
-        end, limit = start + tokens_BS.shape[1], self.config.max_length
+    def _embed(self, tokens_BS: torch.Tensor, batch: Batch) -> torch.Tensor:
+        end, limit = batch.start + tokens_BS.shape[1], self.config.max_length
         if limit and end > limit:
             raise ValueError(f"a sequence of {end} tokens exceeds the model's max_length = {limit}")
         x_BSD: torch.Tensor = self.embed(tokens_BS)
-        return x_BSD + self.positions(start, end) if self.config.positions == "learned" else x_BSD
+        if self.config.positions != "learned":
+            return x_BSD
+        positions: torch.Tensor = self.positions(batch.start, end, batch.places)
+        return x_BSD + positions
 
     def _rotation(self, batch: Batch, like: torch.Tensor) -> Rotation | None:
+        """Return RoPE's angles, which go on from document to document: scores depend on differences alone."""
         if self.config.positions != "rope":
             return None
         c, length = self.config, batch.tokens.shape[1]
@@ -156,9 +160,13 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: Rotation | None, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: Rotation | None,
+        cache: LayerCache | None = None,
+        begins_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache)
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, begins_BS)
         out_BSD: torch.Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
         return out_BSD
 
@@ -177,7 +185,11 @@ class Attention(nn.Module):
         self.o = tag(nn.Linear(config.heads * K, D, bias=bias), Role.ROW, unit=K)
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: Rotation | None, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: Rotation | None,
+        cache: LayerCache | None = None,
+        begins_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = (-1, self.head_size)
         q_BSHK = self.q(x_BSD).unflatten(-1, heads)
@@ -187,7 +199,8 @@ class Attention(nn.Module):
             q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
         if cache is not None:
             k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK)  # of all tokens so far
-        y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK)
+        documents = () if begins_BS is None else (None, begins_BS)
+        y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK, *documents)
         y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
         return y_BSD
 
@@ -212,9 +225,9 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.max_length, config.width))
 
-    def forward(self, start: int, end: int) -> torch.Tensor:
-        """Return the vectors [S, D] of positions ``start`` to ``end`` - 1."""
-        return self.weight[start:end]
+    def forward(self, start: int, end: int, places_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the vectors [S, D] of positions ``start`` to ``end`` - 1, or [B, S, D] of those given."""
+        return self.weight[start:end] if places_BS is None else F.embedding(places_BS, self.weight)
 
 
 def _norm(config: TransformerConfig, ops: Ops) -> nn.Module:

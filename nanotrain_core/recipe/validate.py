@@ -283,7 +283,9 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
     for member in members:
         others = [other for other in members if other is not member]
         provided = {word for other in others for word in other.component.provides}
-        for word in sorted(member.component.requires - provided):
+        more = member.component.requires_for
+        required = member.component.requires | {*(more(member.selection.config) if more else ())}
+        for word in sorted(required - provided):
             offers = ", ".join(registry.providers(word)) or "none"
             yield Problem(
                 member.key, f"{member} needs {word}; installed components that provide it: {offers}"

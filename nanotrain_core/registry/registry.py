@@ -20,6 +20,7 @@ from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, disco
 
 #: Commands of this project that are not part of the core: for ``pip install``.
 FIRST_PARTY_COMMANDS = {
+    "data": "nanotrain-data",
     "doctor": "nanotrain-doctor",
     "explain": "nanotrain-plan",
     "inspect": "nanotrain-inspect",
@@ -35,6 +36,7 @@ FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
     ("kernels", "cuda"): "nanotrain-cuda",
     ("kernels", "dry"): "nanotrain-plan",
+    ("data", "shards"): "nanotrain-data",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "activation_offload"): "nanotrain-activation-offload",
     ("parallel", "ddp"): "nanotrain-ddp",

@@ -22,7 +22,7 @@ class Upload:
 
     def __call__(self, batch: Batch) -> Batch:
         """Return ``batch`` on the device: there for whatever the current stream computes from now on."""
-        tensors = [each for each in (batch.tokens, batch.targets) if each is not None]
+        tensors = [each for each in (batch.tokens, batch.targets, batch.begins) if each is not None]
         if self.device.type != "cuda" or any(each.device.type != "cpu" for each in tensors):
             return batch.to(self.device)
         if self._stream is None:
@@ -31,7 +31,7 @@ class Upload:
             moved = batch.pinned().to(self.device)
         now = torch.cuda.current_stream(self.device)
         now.wait_stream(self._stream)
-        for each in (moved.tokens, moved.targets):
+        for each in (moved.tokens, moved.targets, moved.begins):
             if each is not None:
                 each.record_stream(now)  # its memory is not given out again before that has used it
         return moved

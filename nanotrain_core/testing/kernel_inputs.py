@@ -78,6 +78,13 @@ def _attention() -> Iterator[Sample]:
     yield _after_others("one token after 6 others", _heads("", (2, 7, 6, 2, 4, 5)), 1)
     yield _after_others("3 tokens after 6 others", _heads("", (2, 9, 4, 2, 4, 5)), 3)
 
+    def documents(function: Function, leaves: Tensors) -> torch.Tensor:
+        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves["begins"])
+
+    begins = torch.tensor([[0, 0, 2, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 6]])
+    leaves = {"q": _normal(2, 7, 4, 8), "k": _normal(2, 7, 2, 8), "v": _normal(2, 7, 2, 5)}
+    yield Sample("documents that do not see one another", {**leaves, "begins": begins}, documents)
+
     def views(function: Function, leaves: Tensors) -> torch.Tensor:
         q, k = leaves["q"].transpose(1, 2), leaves["k"].unsqueeze(2).expand(-1, -1, 4, -1)
         return function(q, k, leaves["v"][..., 1:])

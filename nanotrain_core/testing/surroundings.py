@@ -7,6 +7,8 @@ case that the component declares not to be made for is left out by name, with th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
@@ -99,7 +101,7 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
             continue
         made = _made(base, wanted, given)
         refused = None if case.kind == "topology" else _refusal(made)
-        if refused is None and wanted in options:
+        if refused is None and wanted in options and case.kind != "data":  # whose checks compose no run
             refused = _not_here(made)
         yield (
             Skip(wanted.name, f"refused: {refused}")
@@ -116,7 +118,7 @@ def filled(case: Case) -> Case:
     """
     component, known = case.component(), {} if case.listed else TINY.get(case.kind, {})
     if case.kind == "data":
-        known = {**known, "paths": [CORPUS]}
+        known = {**known, "paths": [CORPUS], **_example_of_text(component)}
     given = {} if case.listed else case.overrides.get(case.kind, {})
     fields = attrs.fields(component.config)
     wanted = [f.name for f in fields if f.default is attrs.NOTHING or case.kind == "data"]
@@ -126,6 +128,22 @@ def filled(case: Case) -> Case:
         found |= component.example
     below = {name: value for name, value in found.items() if name not in given}
     return attrs.evolve(case, config={**below, **case.config})
+
+
+_examples: dict[str, tuple[TemporaryDirectory[str], Mapping[str, Any]]] = {}
+"""What components made of the harness's text, in folders that are there until this process ends."""
+
+
+def _example_of_text(component: Component) -> Mapping[str, Any]:
+    """Return the keys that name what a component made of the harness's text, once in a process."""
+    make = component.load_optional("example_of_text")
+    if make is None:
+        return {}
+    reference = str(component.example_of_text)
+    if reference not in _examples:
+        folder = TemporaryDirectory(prefix="nanotrain-example-")
+        _examples[reference] = folder, make(Path(CORPUS), Path(folder.name))
+    return _examples[reference][1]
 
 
 def _base(case: Case) -> Case:

@@ -90,15 +90,15 @@ def build(config):
             if self.calls < blocks:  # of a model whose tokens would not see those of other ranks
                 raise NanotrainError(f"cp: {blocks} layers called ops.attention {self.calls} times")
 
-        def attend(self, attention, q, k, v, *scale):
+        def attend(self, attention, q, k, v, *more):
             """Attend with h heads to all tokens; q [B, s, H, K], k, v and what is returned have all heads."""
             self.calls += 1
             if self.parts is None:  # sequences are whole on every rank, as where text is sampled
-                return attention(q, k, v, *scale)
+                return attention(q, k, v, *more)
             if wrong := [x.shape[2] for x in (q, k) if x.shape[2] % self.ranks]:
                 raise NanotrainError(f"cp: {wrong[0]} heads do not divide by cp = {self.ranks}")
             q, k, v = (self.join(x.unflatten(2, (self.ranks, -1)).permute(2, 1, 0, 3, 4)) for x in (q, k, v))
-            y, sent = attention(q, k, v, *scale).transpose(0, 1), [self.parts[self.index]] * self.ranks
+            y, sent = attention(q, k, v, *more).transpose(0, 1), [self.parts[self.index]] * self.ranks
             y = AllToAll.apply(y, self.exchange, self.parts, sent).unflatten(0, (self.ranks, -1))
             return y.permute(2, 1, 0, 3, 4).flatten(2, 3)
 

@@ -25,12 +25,19 @@ BLOCK = 64
 
 
 def attention(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, scale: float | None = None
+    q_BSHK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSGV: torch.Tensor,
+    scale: float | None = None,
+    begins_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what :func:`nanotrain_core.models.ops.attention` does; of longer sequences, that itself.
 
-    Also where keys of earlier tokens were kept in a cache: text is generated without a backward pass.
+    Also where keys of earlier tokens were kept in a cache (text is generated without a backward pass), and of
+    documents that do not see one another.
     """
+    if begins_BS is not None:
+        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BS)
     after_others = q_BSHK.shape[1] != k_BSGK.shape[1]
     if q_BSHK.shape[1] > SHORT or after_others or not q_BSHK.numel():
         return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)

@@ -19,6 +19,7 @@ def nanotrain_register_model(register: Register) -> None:
             config=DeepSeekConfig,
             factory="nanotrain_deepseek.model:DeepSeek",
             summary="DeepSeek-V3 or V2: latent attention, mixture of experts, multi-token prediction",
+            provides={"document_masks"},
             check=check_deepseek,
             example=V3,
             hf="nanotrain_deepseek.hf_config:names",

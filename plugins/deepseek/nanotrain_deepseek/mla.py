@@ -40,7 +40,11 @@ class LatentAttention(nn.Module):
         self.o = tag(nn.Linear(H * config.value_size, D, bias=False), Role.ROW, unit=config.value_size)
 
     def forward(
-        self, x_BSD: torch.Tensor, cos_sin: Rotation, cache: LayerCache | None = None
+        self,
+        x_BSD: torch.Tensor,
+        cos_sin: Rotation,
+        cache: LayerCache | None = None,
+        begins_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # Both layers that read x are called one after the other: a precision may make its form of x once.
         latent_of_q, latent_of_kv = self.q_a(x_BSD) if self.config.q_rank else x_BSD, self.kv_a(x_BSD)
@@ -49,7 +53,8 @@ class LatentAttention(nn.Module):
             y_BSHV = self._attend_to_latents(q_BSHK, latent_of_kv, cos_sin, cache)
         else:
             k_BSHK, v_BSHV = self._keys_and_values(latent_of_kv, cos_sin)
-            y_BSHV = self.ops.attention(q_BSHK, k_BSHK, v_BSHV, self.scale)
+            documents = () if begins_BS is None else (begins_BS,)
+            y_BSHV = self.ops.attention(q_BSHK, k_BSHK, v_BSHV, self.scale, *documents)
         y_BSD: torch.Tensor = self.o(y_BSHV.flatten(2))
         return y_BSD
 

@@ -32,10 +32,14 @@ class Predictor(nn.Module):
         self.norm = norm(config, ops)
 
     def forward(
-        self, h_BSD: torch.Tensor, embedded_BSD: torch.Tensor, turn: Rotation
+        self,
+        h_BSD: torch.Tensor,
+        embedded_BSD: torch.Tensor,
+        turn: Rotation,
+        begins_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Routed | None]:
         """Return hidden states [B, S, D] for the next module, and normalised for the model's head."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
-        out_BSD, routed = self.block(joined, turn)
+        out_BSD, routed = self.block(joined, turn, None, begins_BS)
         return out_BSD, self.norm(out_BSD), routed

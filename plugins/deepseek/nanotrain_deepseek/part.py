@@ -47,7 +47,7 @@ class DeepSeekPart(nn.Module):
         x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
         cos_sin = rotation(batch.tokens.shape[1], self.config, like=x_BSD, start=batch.start)
         for number, layer in self.layers.items():
-            x_BSD, routed = layer(x_BSD, cos_sin, batch.cache_of(number))
+            x_BSD, routed = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
             self._count(layer, routed, losses)
         if not self.part.has_head:
             return PartOutput(x_BSD, losses)
@@ -91,7 +91,7 @@ class DeepSeekPart(nn.Module):
         for depth, predictor in enumerate(self.mtp, start=1):
             later = batch.later(depth)
             embedded_BSD = self.embed(later.tokens)
-            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin)
+            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.begins)
             self._count(cast(Predictor, predictor).block, routed, losses)
             found.append(self._head(normed_BSD, later.targets))
         return torch.stack(found).sum()

@@ -34,9 +34,10 @@ class Attention(Watcher):
         k_BSGK: torch.Tensor,
         v_BSGV: torch.Tensor,
         scale: float | None = None,
+        begins_BS: torch.Tensor | None = None,
     ) -> None:
         """Publish what a layer attends to in one microbatch."""
-        most, entropy, ratio = attended(q_BSHK, k_BSGK, scale, self.queries)
+        most, entropy, ratio = attended(q_BSHK, k_BSGK, scale, self.queries, begins_BS)
         batch, _, heads, _ = q_BSHK.shape
         metrics = self.scene.metrics
         metrics.scalar(f"attention/max_logit/{name}", most)
@@ -45,7 +46,11 @@ class Attention(Watcher):
 
 
 def attended(
-    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, scale: float | None, queries: int
+    q_BSHK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    scale: float | None,
+    queries: int,
+    begins_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest logit, the mean entropy in nats, and its mean share of what is possible.
 
@@ -56,6 +61,7 @@ def attended(
         q_BSHK, k_BSGK: as attention is called with them: H is a multiple of G.
         scale: what products are multiplied by, 1 / sqrt(K) by default.
         queries: of how many of each sequence, see :func:`positions`.
+        begins_BS: where the document of each token begins, if it sees no other.
     """
     length, groups = k_BSGK.shape[1:3]
     wide = torch.promote_types(q_BSHK.dtype, torch.float32)
@@ -66,8 +72,21 @@ def attended(
     scores = q_BGXK @ k_BSGK.permute(0, 2, 3, 1)
     scores_BGNRS = torch.unflatten(scores.to(wide), 2, (-1, len(at.rows_R)))
     hidden_BGNRS = torch.add(at.mask_RS, scores_BGNRS, alpha=scale)
+    share_BR1 = at.share_R.unsqueeze(-1)
+    if begins_BS is not None:
+        begins_BR = torch.index_select(begins_BS, 1, at.rows_R)
+        before_BRS = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
+        hidden_BGNRS = hidden_BGNRS.masked_fill(before_BRS[:, None, None], -torch.inf)
+        share_BR1 = share(at.rows_R - begins_BR + 1, wide)[:, None, :, None]
     entropy_BGNR = torch.special.entr(torch.softmax(hidden_BGNRS, -1)).sum(-1)
-    return hidden_BGNRS.amax(), entropy_BGNR.mean(), (entropy_BGNR @ at.share_R).mean()
+    return hidden_BGNRS.amax(), entropy_BGNR.mean(), (entropy_BGNR @ share_BR1).mean()
+
+
+def share(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what makes of entropies the mean share of what is possible, [..., R], of so many tokens seen."""
+    several = seen > 1  # who sees itself alone can do nothing else
+    possible = seen.to(dtype).log().masked_fill(~several, 1.0)
+    return several / possible / several.sum(-1, keepdim=True).clamp(min=1)
 
 
 class Positions(NamedTuple):
@@ -91,7 +110,5 @@ def positions(length: int, queries: int, device: torch.device, dtype: torch.dtyp
     rows_R = torch.tensor([length * (n + 1) // count - 1 for n in range(count)])
     later_RS = torch.arange(length) > rows_R[:, None]
     mask_RS = torch.zeros(count, length, dtype=dtype).masked_fill_(later_RS, -torch.inf)
-    several_R = rows_R > 0  # the first token attends to itself alone: nothing else is possible
-    possible_R = (rows_R + 1).to(dtype).log().masked_fill(~several_R, 1.0)
-    share_R = several_R / possible_R / several_R.sum().clamp(min=1)
-    return Positions(*(each.to(device, non_blocking=True) for each in (rows_R, mask_RS, share_R)))
+    each = (rows_R, mask_RS, share(rows_R + 1, dtype))
+    return Positions(*(tensor.to(device, non_blocking=True) for tensor in each))

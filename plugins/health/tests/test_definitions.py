@@ -4,6 +4,7 @@ import pytest
 import torch
 from definitions import ADAMW, HISTOGRAMS, STEP, Sees, matching
 from health_runs import Told
+from nanotrain_health.attention import attended
 
 from nanotrain_core.api import Bins
 from nanotrain_core.api.torch import IGNORE, Monitor
@@ -100,3 +101,17 @@ def test_the_update_of_bfloat16_weights_is_that_of_their_masters():
         true = (change.norm() / size).item()
         assert true > 0
         assert told.reports[0].values[f"updates/ratio/{name}"] == pytest.approx(true, rel=1e-4)
+
+
+def test_attention_of_documents_is_that_of_each_alone():
+    """Of a sequence in which three documents share queries that are all read, and of each by itself."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 9, heads, 8, dtype=torch.float64) for heads in (4, 2))
+    begins = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5]])
+    parts = (slice(3), slice(3, 5), slice(5, 9))
+    alone = [attended(q[:, part], k[:, part], None, 9) for part in parts]
+    sizes, several = torch.tensor([3, 2, 4]), torch.tensor([2, 1, 3])
+    most, entropy, ratio = attended(q, k, None, 9, begins)
+    assert most == max(each[0] for each in alone)
+    torch.testing.assert_close(entropy, (torch.stack([each[1] for each in alone]) * sizes).sum() / 9)
+    torch.testing.assert_close(ratio, (torch.stack([each[2] for each in alone]) * several).sum() / 6)

@@ -241,8 +241,10 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
         case Role.ROW:
             module.register_forward_hook(boundary.leave_last)
         case Role.POSITION if boundary.sequence_parallel:
-            # Of vectors [S, D]; without a conjugate, since the gradient is summed over ranks.
-            module.register_forward_hook(lambda module, args, output: boundary.ranks.own(output, 0))
+            # Of vectors [S, D] or [B, S, D]; without a conjugate, since the gradient is summed over ranks.
+            module.register_forward_hook(
+                lambda module, args, output: boundary.ranks.own(output, output.dim() - 2)
+            )
         case Role.ROUTER:
             experts = Experts(boundary)
             module.register_forward_pre_hook(experts.before_router)

@@ -34,8 +34,16 @@ class DryKernels(Kernels):
         return replace(TORCH, attention=attention, rms_norm=rms_norm, experts=experts)
 
 
-def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+def attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    scale: float | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     """Return what FlashAttention would, or cuDNN's kernel, which takes values of another size than keys.
+
+    Of documents that do not see one another too, whose mask a kernel for them does not keep.
 
     Both keep q, k, v, the output and a log-sum-exp for each row, and no scores.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithms 1 and 2.
@@ -49,10 +57,16 @@ def attention(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | Non
     return found
 
 
-def attention_on_host(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float | None = None) -> Tensor:
+def attention_on_host(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    scale: float | None = None,
+    begins_BS: Tensor | None = None,
+) -> Tensor:
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
-    if q_BSHK.shape[-1] != v_BSGV.shape[-1]:
-        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)
+    if begins_BS is not None or q_BSHK.shape[-1] != v_BSGV.shape[-1]:
+        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BS)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[0]
     return out.transpose(1, 2)

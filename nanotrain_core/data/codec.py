@@ -1,0 +1,35 @@
+"""Text to tokens and back: what whoever reads or writes text needs to know of a tokenizer. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def separator(self) -> int | None:
+        """The token that ends a document; None: not known."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+@runtime_checkable
+class HasTokenizer(Protocol):
+    """What a data component may offer beside, if its tokens are text: to write text no data need be there."""
+
+    def tokenizer_alone(self) -> TextCodec:
+        """Return who encodes and decodes, without opening the data.
+
+        Raises:
+            DataError: what it is made of is missing.
+        """
+        ...

@@ -1,0 +1,91 @@
+"""Tokens of a file, each piece with its hash: what is damaged is not trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanotrain_core.errors import DataError
+
+Tokens = npt.NDArray[Any]
+
+#: Bytes that share a hash. A sequence reads few more than its own.
+PIECE = 2**16
+#: Bytes of a hash: half of a SHA-256.
+HASH = 16
+
+
+class HashedTokens:
+    """Tokens of a file, compared with their hashes as they are read: a piece once, before its first use."""
+
+    def __init__(
+        self, path: Path, tokens: Tokens, hashes: bytes, compared: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Take what :func:`piece_hashes` returned of ``tokens``, [tokens] of an unsigned type.
+
+        ``compared``: :attr:`compared` of an object that had the file open before.
+        """
+        self.path, self.tokens, self.hashes = path, tokens, hashes
+        self.dtype = tokens.dtype
+        self._piece = PIECE // tokens.itemsize
+        self.compared = np.zeros(-(-tokens.nbytes // PIECE), np.bool_) if compared is None else compared
+        """Which pieces this process has found to be right, [pieces]."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Tokens:
+        """Return tokens at a slice, or at an array of places whose rows are compared from end to end.
+
+        Raises:
+            DataError: they are not those that were written.
+        """
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            spans = [(first, last - 1)] if step == 1 and first < last else [(0, len(self) - 1)]
+        else:
+            rows = index.reshape(-1, index.shape[-1])
+            spans = list(zip(rows.min(1).tolist(), rows.max(1).tolist(), strict=True)) if index.size else []
+        wanted = {n for first, last in spans for n in range(first // self._piece, last // self._piece + 1)}
+        for number in sorted(wanted):
+            if not self._is_sound(number):
+                raise self.damaged(number * PIECE)
+        return self.tokens[index]
+
+    def damaged(self, byte: int) -> DataError:
+        """Return what is raised where the piece that begins at that byte is not the one that was written."""
+        return DataError(f"the tokens {self.path} are damaged at byte {byte}")
+
+    def has_hashes(self) -> bool:
+        """Return whether there are as many hashes as pieces."""
+        return len(self.hashes) == len(self.compared) * HASH
+
+    def first_damaged(self) -> int | None:
+        """Compare all pieces, and return the byte at which the first that is damaged begins."""
+        return next((n * PIECE for n in range(len(self.compared)) if not self._is_sound(n)), None)
+
+    def _is_sound(self, number: int) -> bool:
+        if not self.compared[number]:
+            piece = self.tokens[number * self._piece : (number + 1) * self._piece]
+            wanted = self.hashes[number * HASH : (number + 1) * HASH]
+            self.compared[number] = _hash(np.ascontiguousarray(piece).data) == wanted
+        return bool(self.compared[number])
+
+
+def piece_hashes(tokens: Tokens) -> bytes:
+    """Return the hashes of all pieces of ``tokens``, :data:`HASH` bytes for each :data:`PIECE` of them."""
+    return b"".join(map(_hash, _pieces(tokens)))
+
+
+def _hash(piece: Any) -> bytes:
+    return hashlib.sha256(piece).digest()[:HASH]
+
+
+def _pieces(tokens: Tokens) -> Iterable[Any]:
+    data = np.ascontiguousarray(tokens).data.cast("B")
+    return (data[begin : begin + PIECE] for begin in range(0, len(data), PIECE))

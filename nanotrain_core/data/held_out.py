@@ -1,0 +1,43 @@
+"""Which pieces of a corpus are held out: spread evenly over it, by arithmetic, so that no table is kept."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+def held_out(count: int, fraction: float) -> int:
+    """Return how many of ``count`` pieces are held out.
+
+    Unless ``fraction`` is 0 at least one, if ``count`` leaves one to train on.
+    """
+    return min(count - 1, max(1, round(count * fraction))) if fraction and count else 0
+
+
+@attrs.define(frozen=True)
+class Split:
+    """``count`` pieces, of which ``held`` are held out, as far from one another as can be.
+
+    The j-th that is held out is piece (2j + 1) * count // (2 * held), whatever the seed of a run.
+    """
+
+    count: int
+    held: int
+
+    @property
+    def train(self) -> int:
+        """How many are trained on."""
+        return self.count - self.held
+
+    def pieces(self, numbers: Integers, *, validation: bool) -> Integers:
+        """Return which pieces the ``numbers``-th ones of a split are, in the order of the corpus."""
+        if validation:
+            return (2 * numbers + 1) * self.count // (2 * self.held)
+        if not self.held:
+            return numbers
+        # Before the i-th that is trained on come those held-out ones j whose place less j is at most i.
+        before = -((self.count - 2 * self.held * (numbers + 1)) // (2 * self.train))
+        return numbers + np.clip(before, 0, self.held)

@@ -1,0 +1,204 @@
+"""``nanotrain data prepare|inspect|convert|train-tokenizer``: corpora before a run reads them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from nanotrain_core.api import DataError, NanotrainError
+from nanotrain_data.manifest import read_manifest
+from nanotrain_data.sources import TEXT_SUFFIXES
+
+TOKENIZER = "bytes, a tokenizer.json of Hugging Face, a .tiktoken file, or a .model of SentencePiece"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of each of its own commands."""
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    _add_prepare(commands.add_parser("prepare", help="tokenise text into shards that a run reads"))
+    _add_inspect(commands.add_parser("inspect", help="show what a prepared folder holds"))
+    _add_convert(commands.add_parser("convert", help="from and to Megatron-LM's .bin and .idx"))
+    _add_train(commands.add_parser("train-tokenizer", help="make a tokenizer.json from text"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it."""
+    {"prepare": _prepare, "inspect": _inspect, "convert": _convert, "train-tokenizer": _train}[args.what](
+        args
+    )
+    return 0
+
+
+# --- prepare --------------------------------------------------------------------------------------
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="file or folder: text, JSON lines (either also .gz or .zst), parquet, what datasets saved",
+    )
+    parser.add_argument(
+        "--field",
+        default="text",
+        metavar="NAME",
+        help="of a JSON object, or column of a table (default: text)",
+    )
+    parser.add_argument(
+        "--suffixes",
+        nargs="+",
+        default=list(TEXT_SUFFIXES),
+        metavar=".X",
+        help=f"of files that are a document each (default: {' '.join(TEXT_SUFFIXES)})",
+    )
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    parser.add_argument("--tokenizer", required=True, metavar="T", help=TOKENIZER)
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where shards are written")
+    parser.add_argument(
+        "--workers", type=_above_zero, metavar="N", help="processes (default: one for each processor)"
+    )
+    parser.add_argument(
+        "--shard-mb",
+        type=_above_zero,
+        default=256,
+        metavar="N",
+        help="of text that becomes one shard, about, in units of 2^20 bytes (default: 256)",
+    )
+    parser.add_argument(
+        "--no-end",
+        action="store_true",
+        help="do not end documents with the tokenizer's token for it",
+    )
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    from nanotrain_data.prepare import Request, prepare
+
+    request = Request(
+        sources=tuple(args.sources),
+        tokenizer=args.tokenizer,
+        out=args.out,
+        field=args.field,
+        suffixes=_suffixes(args.suffixes),
+        unit_bytes=args.shard_mb * 2**20,
+        end_documents=not args.no_end,
+    )
+    done = prepare(request, args.workers or len(os.sched_getaffinity(0)))
+    manifest = done.manifest
+    kept = len(manifest.shards) - done.written
+    there = f", {kept} of them there already" if kept > 0 else ""
+    print(
+        f"{args.out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
+        f"in {len(manifest.shards)} shards{there}"
+    )
+
+
+def _suffixes(given: list[str]) -> tuple[str, ...]:
+    for suffix in given:
+        if not suffix.startswith(".") or len(suffix) < 2:
+            raise NanotrainError(f"--suffixes: expected suffixes such as .txt, got '{suffix}'")
+    return tuple(given)
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a prepared folder")
+    parser.add_argument(
+        "--verify", action="store_true", help="read everything, and compare it with its hashes"
+    )
+    parser.add_argument(
+        "--samples",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="documents whose beginning is shown (default: 3)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of which they are (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text, without samples")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from nanotrain_data.inspect import lines, samples, summary
+    from nanotrain_data.verify import damage, size_problems
+
+    manifest = read_manifest(args.folder)
+    problems = damage(args.folder, manifest) if args.verify else size_problems(args.folder, manifest)
+    if problems:
+        raise DataError("\n".join(problems))
+    found = summary(args.folder, manifest)
+    if args.json:
+        print(json.dumps({**found, "verified": args.verify}, indent=1))
+        return
+    print("\n".join(lines(found)))
+    if args.verify:
+        print(f"verified   all {len(manifest.shards)} shards are as they were written")
+    if args.samples and manifest.tokenizer.kind != "unknown":
+        print("\n".join(samples(args.folder, manifest, args.samples, width=80, seed=args.seed)))
+
+
+# --- convert --------------------------------------------------------------------------------------
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="FROM", help="a prepared folder, or PREFIX of PREFIX.idx"
+    )
+    parser.add_argument("target", type=Path, metavar="TO", help="PREFIX of files to write, or a new folder")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help=f"that Megatron's tokens were made with: {TOKENIZER} (default: not known)",
+    )
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from nanotrain_data.megatron import export_folder, import_prefix, prefix_of
+
+    if args.source.is_dir():
+        if args.tokenizer:
+            raise NanotrainError(f"--tokenizer: {args.source} knows its tokenizer; leave this option out")
+        print(export_folder(args.source, prefix_of(args.target)))
+    else:
+        print(import_prefix(prefix_of(args.source), args.target, args.tokenizer))
+
+
+# --- train-tokenizer ------------------------------------------------------------------------------
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_sources(parser)
+    parser.add_argument("--vocab", required=True, type=_above_zero, metavar="N", help="tokens, at most")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a tokenizer.json to write")
+    parser.add_argument(
+        "--mb",
+        type=_above_zero,
+        metavar="N",
+        help="read so many 2^20 bytes of text, evenly from all (default: all)",
+    )
+
+
+def _train(args: argparse.Namespace) -> None:
+    from nanotrain_data.train_tokenizer import train_tokenizer
+
+    size = args.mb * 2**20 if args.mb else None
+    print(train_tokenizer(args.sources, _suffixes(args.suffixes), args.field, args.vocab, args.out, size))
+
+
+def _above_zero(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
+    return int(text)

@@ -1,0 +1,144 @@
+"""What a prepared folder holds: ``manifest.json``, written last, so that a folder with one is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import cattrs
+import numpy as np
+
+from nanotrain_core.api import DataError, write_text_atomically
+from nanotrain_core.api.text import missing_path
+
+NAME = "manifest.json"
+FORMAT = "nanotrain-shards"
+VERSION = 1
+#: Types that tokens are stored as.
+DTYPES = ("uint8", "uint16", "uint32")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class TokenizerInfo:
+    """Which tokenizer made the tokens."""
+
+    kind: str
+    """``bytes``, ``huggingface``, ``tiktoken``, ``sentencepiece``; ``unknown``: tokens came without one."""
+    name: str
+    sha256: str
+    """Of its file; of its name, if it has none."""
+    file: str | None = None
+    """Its copy in the prepared folder."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ShardInfo:
+    """One shard: files ``NAME.tokens``, ``NAME.offsets`` and ``NAME.hashes``."""
+
+    name: str
+    documents: int
+    tokens: int
+    """The tokens that end documents among them."""
+    bytes: int
+    """Of the text, as UTF-8; 0 if the tokens came without it."""
+    sha256: str
+    """Of the file of tokens."""
+    offsets_sha256: str
+    """Of the file of offsets: int64 [documents + 1], where each document begins, and the end."""
+    hashes_sha256: str
+    """Of the file that holds a hash for each 64 KiB of tokens."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Manifest:
+    """A prepared folder."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    tokenizer: TokenizerInfo
+    vocab_size: int
+    dtype: str
+    """Of the tokens, little-endian."""
+    end_of_document: int | None
+    """The token that each document ends with; None: they end without one."""
+    made_of: str
+    """A hash over names and sizes of what was read, and how it was cut into shards."""
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """A hash over all tokens in their order, and what they mean: the same for equal corpora."""
+        form = [self.dtype, self.vocab_size, self.end_of_document, self.tokenizer.sha256]
+        known = [*form, *((shard.tokens, shard.sha256) for shard in self.shards)]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Put it in place: the folder is whole from then on."""
+        write_text_atomically(folder / NAME, json.dumps(attrs.asdict(self), indent=1) + "\n")
+
+
+def stored_dtype(vocab_size: int) -> str:
+    """Return the smallest type that holds every token: uint8, uint16 or uint32."""
+    return str(np.min_scalar_type(max(vocab_size, 1) - 1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a prepared folder.
+
+    Raises:
+        DataError: the folder or its manifest is missing, or is not one; shards that were written are counted.
+    """
+    if not folder.exists():
+        raise DataError(missing_path(folder, "data folder"))
+    path = folder / NAME
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(_not_prepared(folder)) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: no JSON ({error}); prepare the folder again") from None
+    return _structured(path, content)
+
+
+def _not_prepared(folder: Path) -> str:
+    done = len(list(folder.glob("[0-9]*.tokens"))) if folder.is_dir() else 0
+    if done:
+        return (
+            f"{folder} is not prepared to its end: {done} shards, but no {NAME}; "
+            "run 'nanotrain data prepare' again with the same arguments, and it goes on"
+        )
+    return f"{folder} has no {NAME}; expected a folder that 'nanotrain data prepare' wrote"
+
+
+def _structured(path: Path, content: Any) -> Manifest:
+    known = content if isinstance(content, dict) else {}
+    if known.get("format") != FORMAT or known.get("version") != VERSION:
+        found = f"format {known.get('format')!r}, version {known.get('version')!r}"
+        raise DataError(f"{path}: {found}; expected format '{FORMAT}', version {VERSION}")
+    try:
+        manifest = cattrs.Converter(forbid_extra_keys=True).structure(content, Manifest)
+    except Exception as error:  # cattrs raises groups of whatever a value's type raises
+        problems = "; ".join(cattrs.transform_error(error, path="manifest"))
+        raise DataError(f"{path} is damaged: {problems}") from None
+    if manifest.dtype not in DTYPES:
+        raise DataError(f"{path}: dtype '{manifest.dtype}'; expected one of {', '.join(DTYPES)}")
+    if any(Path(shard.name).name != shard.name for shard in manifest.shards):
+        raise DataError(f"{path} names shards outside of its folder")
+    return manifest

@@ -1,0 +1,178 @@
+"""The documents of a part of a corpus, one after another: no more of a file is in memory than a document."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from nanotrain_core.api import DataError, did_you_mean
+from nanotrain_data.sources import LARGEST, Part
+
+#: Bytes that are read at a time of a compressed file.
+CHUNK = 2**20
+
+
+def documents(part: Part, field: str) -> Iterator[str]:
+    """Yield the texts of a part; those without a character are left out.
+
+    Args:
+        part: of a corpus.
+        field: where in a JSON object, or which column of a table, the text is.
+
+    Raises:
+        DataError: a file cannot be read or is not what its suffix says, with the line or row.
+    """
+    path = Path(part.path)
+    try:
+        if part.form == "text":
+            texts: Iterator[str] = _of_text(part)
+        elif part.form == "lines":
+            texts = _of_lines(part, field)
+        else:
+            from nanotrain_data.tables import texts_of
+
+            texts = texts_of(part, field)
+        yield from (_sound(text) for text in texts if text)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _sound(text: str) -> str:
+    """Return a text that UTF-8 has: half a surrogate pair, which JSON may escape, becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _of_text(part: Part) -> Iterator[str]:
+    with _opened(Path(part.path)) as file:
+        place = _first_line(part, file)
+        while part.whole or place < part.end:
+            wanted = LARGEST if part.whole else min(LARGEST, part.end - place)
+            stretch = file.read(wanted)
+            if len(stretch) == wanted and not stretch.endswith(b"\n"):
+                stretch += file.readline()
+            if not stretch:
+                return
+            yield stretch.decode(errors="replace")
+            place += len(stretch)
+
+
+def _first_line(part: Part, file: BinaryIO) -> int:
+    """Go to the first line that begins in a part: those before are of another. Return where that is."""
+    if part.whole or not part.begin:
+        return 0
+    file.seek(part.begin - 1)
+    return part.begin - 1 + len(file.readline())
+
+
+def _of_lines(part: Part, field: str) -> Iterator[str]:
+    with _opened(Path(part.path)) as file:
+        place = _first_line(part, file)
+        lines = 0
+        while part.whole or place < part.end:
+            line = file.readline()
+            if not line:
+                return
+            lines += 1
+            if line.strip():
+                yield _text_of(line, field, part, place, lines)
+            place += len(line)
+
+
+def _text_of(line: bytes, field: str, part: Part, place: int, lines: int) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{_where(part, place, lines)}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{_where(part, place, lines)}: expected a JSON object, got {line[:40]!r}")
+    if field not in found:
+        near = did_you_mean(field, list(found))
+        text = f"no field '{field}'{near}; it has {', '.join(found) or 'none'}; --field names another"
+        raise DataError(f"{_where(part, place, lines)}: {text}")
+    text = found[field]
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise DataError(f"{_where(part, place, lines)}: field '{field}' is of type {kind}; expected a string")
+    return text
+
+
+def _where(part: Part, place: int, lines: int) -> str:
+    """Return file and line: those before a part are counted only where something is wrong."""
+    before = 0
+    if part.begin:
+        with open(part.path, "rb") as file:
+            before = file.read(place).count(b"\n") - (lines - 1)
+    return f"{part.path}:{before + lines}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed.
+
+    Raises:
+        DataError: it is damaged, or ends too early.
+    """
+    with path.open("rb") as file:
+        try:
+            if path.suffix == ".gz":
+                with gzip.open(file) as inner:
+                    yield inner  # type: ignore[misc]
+            elif path.suffix == ".zst":
+                yield io.BufferedReader(_Chunks(_of_zst(path, file)), CHUNK)
+            else:
+                yield file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path} is damaged: {error}") from None
+
+
+def _of_zst(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yield what frames of Zstandard hold; zstandard's own stream takes a cut one for its end."""
+    try:
+        import zstandard
+    except ImportError:
+        text = f"{path} needs the package zstandard: pip install nanotrain-data[zstd]"
+        raise DataError(text) from None
+    frame, left = zstandard.ZstdDecompressor().decompressobj(), b""
+    begun = False
+    try:
+        while data := left or file.read(CHUNK):
+            begun = True
+            yield frame.decompress(data)
+            left = b""
+            if frame.eof:
+                left, begun = frame.unused_data, False
+                frame = zstandard.ZstdDecompressor().decompressobj()
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    if begun:
+        raise DataError(f"{path} is damaged: it ends within a frame")
+
+
+class _Chunks(io.RawIOBase):
+    """A stream of what an iterator yields."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return 0
+            self._rest = chunk
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count

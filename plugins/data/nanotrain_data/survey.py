@@ -1,0 +1,39 @@
+"""What can be said of prepared folders from their manifests. Never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nanotrain_core.api import DataError, Problem, Survey
+from nanotrain_data.config import ShardsConfig
+from nanotrain_data.manifest import read_manifest
+from nanotrain_data.pieces import check_alike, pieces_of
+from nanotrain_data.verify import size_problems
+
+
+def survey(config: ShardsConfig, length: int, longest: int = 0) -> Survey:
+    """Return vocabulary and sequences of ``length`` tokens: see ``Component.survey``."""
+    manifests, problems = [], []
+    for number, path in enumerate(config.paths):
+        key = f"data.paths.{number}"
+        try:
+            manifests.append(read_manifest(Path(path)))
+            problems += [Problem(key, line) for line in size_problems(Path(path), manifests[-1])]
+        except DataError as error:
+            problems.append(Problem(key, str(error)))
+    if problems:
+        return Survey(problems=problems)
+    vocab = max(manifest.vocab_size for manifest in manifests)
+    try:
+        check_alike(config, manifests)
+    except DataError as error:
+        return Survey(vocab=vocab, problems=(Problem("data.paths", str(error)),))
+    try:
+        pieces = pieces_of(config, manifests, max(longest, length, config.piece_length))
+    except DataError as error:
+        return Survey(vocab=vocab, problems=(Problem("batch.length", str(error)),))
+    return Survey(
+        vocab=vocab,
+        train=sum(each.sequences(length, validation=False) for each in pieces),
+        validation=sum(each.sequences(length, validation=True) for each in pieces),
+    )

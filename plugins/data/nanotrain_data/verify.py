@@ -1,0 +1,56 @@
+"""Compares the files of a prepared folder with its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanotrain_core.api import working
+from nanotrain_core.api.text import HASH, PIECE, HashedTokens
+from nanotrain_data.manifest import Manifest, ShardInfo
+from nanotrain_data.writer import file_sha256, map_tokens
+
+
+def size_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Return which files are missing or not as large as the manifest says, a line each: no file is read."""
+    return [line for shard in manifest.shards for line in _wrong_sizes(folder, manifest, shard)]
+
+
+def _wrong_sizes(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator[str]:
+    itemsize = int(manifest.dtype.removeprefix("uint")) // 8
+    nbytes = shard.tokens * itemsize
+    wanted = {".tokens": nbytes, ".offsets": 8 * (shard.documents + 1), ".hashes": -(-nbytes // PIECE) * HASH}
+    for suffix, size in wanted.items():
+        path = folder / f"{shard.name}{suffix}"
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            yield f"{path} is missing"
+        else:
+            if found != size:
+                yield f"{path} is damaged: it has {found} bytes, and {size} were written"
+
+
+def damage(folder: Path, manifest: Manifest) -> list[str]:
+    """Read everything, and return what is missing or damaged, a line for each file."""
+    problems = size_problems(folder, manifest)
+    if problems:
+        return problems
+    total = sum((folder / f"{shard.name}.tokens").stat().st_size for shard in manifest.shards)
+    with working("verifying", total, "B") as advance:
+        for shard in manifest.shards:
+            problems += _damaged_files(folder, manifest, shard)
+            advance((folder / f"{shard.name}.tokens").stat().st_size)
+    return problems
+
+
+def _damaged_files(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator[str]:
+    paths = {suffix: folder / f"{shard.name}{suffix}" for suffix in (".tokens", ".offsets", ".hashes")}
+    if file_sha256(paths[".offsets"]) != shard.offsets_sha256:
+        yield f"{paths['.offsets']} is damaged: its SHA-256 is another"
+    if file_sha256(paths[".hashes"]) != shard.hashes_sha256:
+        yield f"{paths['.hashes']} is damaged: its SHA-256 is another"
+    elif file_sha256(paths[".tokens"]) != shard.sha256:
+        tokens = map_tokens(paths[".tokens"], manifest.dtype)
+        byte = HashedTokens(paths[".tokens"], tokens, paths[".hashes"].read_bytes()).first_damaged()
+        yield f"{paths['.tokens']} is damaged at byte {byte} or behind it"

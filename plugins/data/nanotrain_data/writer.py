@@ -1,0 +1,102 @@
+"""Writes one shard: tokens, where documents begin, and hashes. Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanotrain_core.api import write_atomically
+from nanotrain_core.api.text import piece_hashes
+from nanotrain_data.manifest import ShardInfo
+
+#: A document: its tokens, and the bytes of its text.
+Document = tuple[Sequence[int] | npt.NDArray[Any], int]
+#: What a shard's files are called after its name.
+SUFFIXES = (".tokens", ".offsets", ".hashes")
+
+
+def shard_name(number: int) -> str:
+    """Return the name of the shard of that number."""
+    return f"{number:05d}"
+
+
+def write_shard(folder: Path, name: str, dtype: str, documents: Iterable[Document]) -> ShardInfo:
+    """Write a shard, one document after another: no more than one is in memory.
+
+    Args:
+        folder: there is one.
+        name: of the files, without suffix.
+        dtype: of the tokens; each fits.
+        documents: each with the token that ends it, if they have one.
+    """
+    paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
+    lengths: list[int] = []
+    size = 0
+
+    def fill(path: Path) -> None:
+        nonlocal size
+        with path.open("wb") as file:
+            for tokens, of_text in documents:
+                np.asarray(tokens).astype(_little(dtype), copy=False).tofile(file)
+                lengths.append(len(tokens))
+                size += of_text
+
+    write_atomically(paths[".tokens"], fill)
+    offsets = np.fromiter(itertools.accumulate(lengths, initial=0), "<i8", len(lengths) + 1)
+    return seal_shard(folder, name, dtype, offsets, size)
+
+
+def seal_shard(
+    folder: Path, name: str, dtype: str, offsets: npt.NDArray[np.int64], size: int = 0
+) -> ShardInfo:
+    """Write what stands beside the tokens of a shard, which are there: where documents begin, and hashes.
+
+    Args:
+        folder: with the file of tokens.
+        name: of the files, without suffix.
+        dtype: of the tokens.
+        offsets: where each document begins, and the end, [documents + 1].
+        size: bytes of the text.
+    """
+    paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
+    offsets = offsets.astype("<i8", copy=False)
+    write_atomically(paths[".offsets"], offsets.tofile)
+    tokens = map_tokens(paths[".tokens"], dtype)
+    hashes = piece_hashes(tokens)
+    write_atomically(paths[".hashes"], lambda path: _write(path, hashes))
+    return ShardInfo(
+        name=name,
+        documents=len(offsets) - 1,
+        tokens=len(tokens),
+        bytes=size,
+        sha256=hashlib.sha256(tokens.data).hexdigest(),
+        offsets_sha256=hashlib.sha256(offsets.data).hexdigest(),
+        hashes_sha256=hashlib.sha256(hashes).hexdigest(),
+    )
+
+
+def map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
+    """Return the tokens of a file, mapped into memory; an empty file cannot be."""
+    if not path.stat().st_size:
+        return np.empty(0, _little(dtype))
+    return np.memmap(path, _little(dtype), mode="r")
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _little(dtype: str) -> np.dtype[Any]:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)

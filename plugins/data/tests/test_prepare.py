@@ -1,0 +1,370 @@
+"""``nanotrain data prepare``: what is read, and the same bytes however often it is interrupted."""
+
+import contextlib
+import fcntl
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from corpora import prepared, texts
+from nanotrain_data import prepare as module
+from nanotrain_data import readers, sources
+from nanotrain_data.manifest import read_manifest
+from nanotrain_data.sources import units_of
+from nanotrain_data.verify import damage
+
+from nanotrain_core.api import DataError
+
+TEXTS = texts(300)
+
+
+def documents_of(folder):
+    """Return each document as text, read with numpy alone; bytes are tokens, and 0 ends a document."""
+    found = []
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for shard in manifest["shards"]:
+        tokens = np.fromfile(folder / f"{shard['name']}.tokens", manifest["dtype"])
+        offsets = np.fromfile(folder / f"{shard['name']}.offsets", np.int64)
+        assert offsets[0] == 0
+        assert offsets[-1] == len(tokens) == shard["tokens"]
+        for begin, end in pairwise(offsets):
+            assert tokens[end - 1] == 0
+            found.append(tokens[begin : end - 1].tobytes().decode())
+    return found
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+def lines_of(some, field="text"):
+    return "".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(some))
+
+
+def arrow(folder, some, field="text"):
+    """Write what ``save_to_disk`` of Hugging Face datasets does: a stream of batches for each file."""
+    folder.mkdir()
+    names = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
+    for name, part in zip(names, (some[:100], some[100:]), strict=True):
+        table = pa.table({field: part, "id": range(len(part))})
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table, max_chunksize=64)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def corpus(folder, form):
+    """Write :data:`TEXTS` in a form, and return what is to be read."""
+    folder.mkdir()
+    path = folder / f"corpus.{form}"
+    lines = lines_of(TEXTS).encode()
+    if form == "txt":
+        for number, text in enumerate(TEXTS):
+            (folder / f"{number:03d}.txt").write_text(text, newline="")
+        return folder
+    if form == "datasets":
+        arrow(path, TEXTS)
+    elif form == "parquet":
+        pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=50)
+    elif form == "jsonl.zst":  # frames of any length, as parallel compressors write them
+        compress = zstandard.ZstdCompressor().compress
+        path.write_bytes(b"".join(compress(lines[at : at + 7000]) for at in range(0, len(lines), 7000)))
+    else:
+        path.write_bytes(gzip.compress(lines) if form == "jsonl.gz" else lines)
+    return path
+
+
+FORMS = ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_document_of_every_form_arrives_in_order(tmp_path, form):
+    """Cut into many shards, of which no document is in two, and none in none."""
+    source = corpus(tmp_path / "in", form)
+    manifest = prepared(tmp_path / "out", source, unit_bytes=3000).manifest
+    assert documents_of(tmp_path / "out") == TEXTS
+    assert manifest.documents == len(TEXTS)
+    assert manifest.bytes == sum(len(text.encode()) for text in TEXTS) == manifest.tokens - len(TEXTS)
+    assert len(manifest.shards) >= {"jsonl.gz": 1, "jsonl.zst": 1, "datasets": 2}.get(form, 4)
+
+
+def test_lines_are_in_the_part_in_which_they_begin_wherever_it_is_cut(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(lines_of(TEXTS[:20]) + "\n\n" + lines_of(TEXTS[20:30]).rstrip())
+    size = path.stat().st_size
+    for unit in [*range(60, 400, 7), size - 1, size, size + 1]:
+        units = units_of([str(path)], (), unit)
+        parts = [part for each in units for part in each.parts]
+        assert [text for part in parts for text in readers.documents(part, "text")] == TEXTS[:30]
+
+
+def test_a_large_file_of_text_is_cut_behind_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LARGEST_WHOLE", {"text": 400, "lines": 0})
+    monkeypatch.setattr(readers, "LARGEST", 400)
+    text = "\n".join(f"line {number} " + "x" * (number % 90) for number in range(200))
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "book.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name, unit in (("book.txt", 900), ("book.txt", 10**6), ("book.txt.gz", 10**6)):
+        out = tmp_path / f"{name}-{unit}"
+        prepared(out, tmp_path / name, unit_bytes=unit)
+        found = documents_of(out)
+        assert "".join(found) == text
+        assert len(found) > 10
+        assert all(part.endswith("\n") for part in found[:-1])
+        assert max(map(len, found)) <= 400 + 100
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path):
+    source = corpus(tmp_path / "in", "jsonl")
+    for workers in (1, 2):
+        prepared(tmp_path / f"out{workers}", source, workers=workers, unit_bytes=8000)
+    assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
+    assert len(files_of(tmp_path / "out1")) > 10
+
+
+def test_half_a_surrogate_pair_is_no_end_of_the_world(tmp_path):
+    """JSON may escape what UTF-8 cannot have, and scraped text does."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude42"}\n')
+    prepared(tmp_path / "out", path)
+    assert documents_of(tmp_path / "out") == ["a\ufffdb", "\U0001f642"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(monkeypatch, after):
+    """Have the writer of shards stop within the shard behind ``after`` whole ones."""
+    real, count = module.write_shard, 0
+
+    def write_shard(folder, name, dtype, documents):
+        nonlocal count
+        count += 1
+        if count > after:
+            (folder / f".{name}.tokens.77.tmp").write_bytes(b"half a shard")
+            raise Interrupted
+        return real(folder, name, dtype, documents)
+
+    monkeypatch.setattr(module, "write_shard", write_shard)
+
+
+@pytest.mark.parametrize("damaged", ["", ".tokens", ".offsets", ".hashes", ".json"])
+def test_an_interrupted_one_goes_on_and_keeps_only_shards_that_are_right(tmp_path, monkeypatch, damaged):
+    source, out = corpus(tmp_path / "in", "jsonl"), tmp_path / "out"
+    whole = prepared(tmp_path / "whole", source, unit_bytes=6000).manifest
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=3)
+        with pytest.raises(Interrupted):
+            prepared(out, source, unit_bytes=6000)
+    assert not (out / "manifest.json").exists()
+    if damaged:
+        content = bytearray((out / f"00001{damaged}").read_bytes())
+        content[len(content) // 2] ^= 8
+        (out / f"00001{damaged}").write_bytes(content)
+    again = prepared(out, source, unit_bytes=6000)
+    assert again.written == len(whole.shards) - (2 if damaged else 3)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_source_that_changed_meanwhile_is_read_again(tmp_path, monkeypatch):
+    source, out = corpus(tmp_path / "in", "txt"), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=3)
+        with pytest.raises(Interrupted):
+            prepared(out, source, unit_bytes=3000)
+    time.sleep(0.01)
+    changed = TEXTS[0].replace("0", "1", 1)
+    (source / "000.txt").write_text(changed, newline="")
+    prepared(out, source, unit_bytes=3000)
+    assert documents_of(out) == [changed, *TEXTS[1:]]
+
+
+def test_what_is_whole_is_verified_and_left(tmp_path):
+    source, out = corpus(tmp_path / "in", "jsonl"), tmp_path / "out"
+    prepared(out, source, unit_bytes=6000)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"}
+    assert prepared(out, source, unit_bytes=6000).written == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    with pytest.raises(DataError, match="other sources, another tokenizer or other options"):
+        prepared(out, source, unit_bytes=7000)
+    content = bytearray((out / "00001.tokens").read_bytes())
+    content[0] ^= 1
+    (out / "00001.tokens").write_bytes(content)
+    with pytest.raises(DataError, match=r"00001.tokens is damaged at byte 0 or behind it"):
+        prepared(out, source, unit_bytes=6000)
+    assert damage(out, read_manifest(out)) == [f"{out / '00001.tokens'} is damaged at byte 0 or behind it"]
+
+
+def test_two_commands_do_not_write_to_one_folder(tmp_path):
+    source, out = corpus(tmp_path / "in", "jsonl"), tmp_path / "out"
+    out.mkdir()
+    with (out / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another 'nanotrain data' writes to"):
+            prepared(out, source)
+    assert prepared(out, source).written == 1
+
+
+def test_a_folder_of_other_files_is_not_written_to(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    with pytest.raises(DataError, match=r"holds thesis.tex, which is of no preparation"):
+        prepared(out, corpus(tmp_path / "in", "jsonl"))
+
+
+def test_documents_may_end_without_a_token(tmp_path):
+    source = corpus(tmp_path / "in", "jsonl")
+    manifest = prepared(tmp_path / "out", source, end_documents=False).manifest
+    assert manifest.end_of_document is None
+    tokens = np.fromfile(tmp_path / "out" / "00000.tokens", np.uint8)
+    assert tokens.tobytes().decode() == "".join(TEXTS)
+
+
+def of_session(session):
+    """Return the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its = stat.read_text().rpartition(")")[2].split()[:4]
+            found += [stat.parent.name] if int(its) == session and state != "Z" else []
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["the command is killed", "Ctrl-C"])
+def test_ended_in_its_middle_it_goes_on_to_the_same_bytes(tmp_path, how):
+    """Its workers do not live on, and Ctrl-C does not wait for what they are at."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(lines_of(texts(20_000, seed=2)))
+    words = [*COMMAND, "data", "prepare", str(source), "--tokenizer", "bytes", "--workers", "2"]
+    words += ["--shard-mb", "1", "--out"]
+    subprocess.run([*words, tmp_path / "whole"], check=True, capture_output=True)
+    out = tmp_path / "out"
+    command = subprocess.Popen([*words, out], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not [*out.glob("*.json")]:
+        time.sleep(0.005)
+    if how == "Ctrl-C":
+        os.killpg(command.pid, signal.SIGINT)
+    else:
+        command.kill()
+    told = command.communicate(timeout=20)[1]
+    assert "Traceback" not in told
+    assert command.returncode == (130 if how == "Ctrl-C" else -signal.SIGKILL)
+    until = time.monotonic() + 10
+    while left := of_session(command.pid):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    subprocess.run([*words, out], check=True, capture_output=True)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+#: As a terminal's shell gives it: pytest may itself run with Ctrl-C ignored.
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from nanotrain_core.cli import main; sys.exit(main())",
+]
+
+
+# --- what cannot be read --------------------------------------------------------------------------
+
+
+def refusal(tmp_path, source, **options):
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path / "out", source, **options)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    return str(caught.value)
+
+
+def test_a_line_that_is_wrong_is_named_in_whichever_part_it_is(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    good = lines_of(TEXTS[:40])
+    for bad, text in (
+        ("{", "no JSON"),
+        ('["a"]', "expected a JSON object"),
+        ('{"txet": "a"}', "no field 'text' (did you mean 'txet'?); it has txet; --field names another"),
+        ('{"text": 1}', "field 'text' is of type int; expected a string"),
+        ('{"text": null}', "field 'text' is of type NoneType; expected a string"),
+    ):
+        path.write_text(good + bad + "\n" + good)
+        for unit in (10**6, 700, 300):
+            found = refusal(tmp_path, path, unit_bytes=unit)
+            assert f"{path}:41: " in found
+            assert text in found
+
+
+def test_files_that_end_too_early_are_refused(tmp_path):
+    lines = lines_of(TEXTS).encode()
+    for name, content in (
+        ("cut.jsonl.gz", gzip.compress(lines)[:-20]),
+        ("cut.jsonl.zst", zstandard.ZstdCompressor().compress(lines)[:-20]),
+        ("none.jsonl.gz", lines),
+        ("none.jsonl.zst", lines),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert f"{tmp_path / name} is damaged" in refusal(tmp_path, tmp_path / name)
+    (tmp_path / "bad.parquet").write_bytes(lines)
+    assert f"cannot read {tmp_path / 'bad.parquet'}" in refusal(tmp_path, tmp_path / "bad.parquet")
+
+
+def test_columns_are_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"content": ["a", None], "id": [1, 2]}), path)
+    assert "no column 'text'" in refusal(tmp_path, path)
+    assert "it has content, id; --field names another" in refusal(tmp_path, path)
+    assert f"{path}, row 1: column 'content' is of type NoneType" in refusal(tmp_path, path, field="content")
+
+
+def test_sources_that_are_none_are_refused(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    assert "(did you mean 'corpus'?)" in refusal(tmp_path, tmp_path / "corpsu")
+    (tmp_path / "corpus" / "a.html").write_text("a")
+    found = refusal(tmp_path, tmp_path / "corpus")
+    assert "it has .html (1); --suffixes names others that are text" in found
+    assert "'--suffixes .html' reads it as text" in refusal(tmp_path, tmp_path / "corpus" / "a.html")
+    (tmp_path / "corpus" / "b.txt").write_text("")
+    assert "there is no text in" in refusal(tmp_path, tmp_path / "corpus")
+
+
+def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
+    source = corpus(tmp_path / "in", "jsonl")
+    (tmp_path / "out").write_text("a file")
+    assert f"cannot write to {tmp_path / 'out'}: File exists" in refusal(tmp_path, source)
+    (tmp_path / "out").unlink()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_shard", full)
+    assert "No space left on device; given again, the command goes on" in refusal(tmp_path, source)
+
+
+def test_of_several_splits_one_is_to_be_named(tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    arrow(folder / "train", TEXTS)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    found = refusal(tmp_path, folder)
+    assert f"name one of them: {folder / 'train'} or {folder / 'test'}" in found
+    prepared(tmp_path / "out", folder / "train")
+    assert documents_of(tmp_path / "out") == TEXTS
+
+
+def test_a_worker_that_is_wrong_is_told_as_one_process_would(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(lines_of(TEXTS) + "{\n")
+    assert f"{path}:301: no JSON" in refusal(tmp_path, path, unit_bytes=5000, workers=2)

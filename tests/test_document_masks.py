@@ -1,0 +1,191 @@
+"""``mask_documents``: documents that share a sequence do not see one another, on any layout.
+
+By definition a document alone in a sequence computes what it does among others: logits, losses, gradients.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from as_one_process import assert_trains_as_one_process
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.data.order import document_begins
+from nanotrain_core.data.text import Text
+from nanotrain_core.data.text_survey import survey
+from nanotrain_core.errors import DataError, RecipeError
+from nanotrain_core.models.ops import attention
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_run
+
+END = 0
+DEEPSEEK = {
+    "use": "deepseek",
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "vocab": 256,
+    "q_rank": 12,
+    "kv_rank": 8,
+    "nope_size": 6,
+    "rope_size": 4,
+    "value_size": 5,
+    "ffn": 48,
+    "experts": 4,
+    "top_k": 2,
+    "expert_ffn": 16,
+    "dense_layers": 1,
+}
+LLAMA = {"use": "transformer", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 256}
+GPT = {**LLAMA, "kv_heads": 4, "positions": "learned", "max_length": 64, "norm": "layernorm", "bias": True}
+
+
+def test_documents_begin_behind_the_token_that_ends_one():
+    sequences = np.array([[5, 0, 6, 7, 0, 0, 8, 9], [0, 1, 2, 3, 4, 5, 6, 0]])
+    assert document_begins(sequences, 0).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_a_part_of_a_sequence_knows_where_its_documents_begin():
+    tokens = torch.tensor([[5, 0, 6, 7, 0, 8, 9]])
+    begins = torch.from_numpy(document_begins(tokens.numpy(), END))
+    whole = Batch(tokens[:, :-1], tokens[:, 1:], begins=begins)
+    assert whole.places.tolist() == [[0, 1, 0, 1, 2, 0]]
+    parts = [whole.part(index, 4) for index in range(4)]
+    assert torch.cat([part.places for part in parts], 1).tolist() == whole.places.tolist()
+    assert all(part.begins.tolist() == begins.tolist() for part in parts)
+    (rows,) = whole.split(1)
+    assert rows.begins.tolist() == begins.tolist()
+
+
+def test_attention_of_documents_is_that_of_each_alone():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 9, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    begins = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4]])
+    each = [
+        attention(q[:, part], k[:, part], v[:, part], 0.3) for part in (slice(3), slice(3, 4), slice(4, 9))
+    ]
+    torch.testing.assert_close(attention(q, k, v, 0.3, begins), torch.cat(each, 1), atol=1e-12, rtol=0)
+
+
+def packed_and_alone(model):
+    """Return the gradients of a packed sequence, and the sum of those of its documents, each by itself."""
+    config = {key: value for key, value in model.items() if key != "use"}
+    run = make_run(Case("model", use=model["use"], config=config).alone(), {})
+    part = run.stages[0]
+    random = np.random.default_rng(0)
+    lengths = [7, 1, 12, 4]
+    tokens = random.integers(1, 256, 25)
+    for end in np.cumsum(lengths) - 1:
+        tokens[end] = END
+    whole = torch.from_numpy(tokens)[None]
+    begins = torch.from_numpy(document_begins(whole.numpy(), END))
+    edges = [0, *np.cumsum(lengths)]
+    each = [Batch(whole[:, a:b], whole[:, a + 1 : b + 1]) for a, b in pairwise(edges)]
+    found = []
+    for batches in ([Batch(whole[:, :-1], whole[:, 1:], begins=begins)], each):
+        part.zero_grad()
+        loss = sum(part(batch.tokens, batch).losses["lm"] for batch in batches)
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in part.named_parameters() if p.grad is not None}
+        found.append((loss.item(), grads))
+    return found
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, DEEPSEEK], ids=["gpt", "llama", "deepseek"])
+def test_documents_in_one_sequence_train_as_each_by_itself(model):
+    (loss, packed), (expected, alone) = packed_and_alone(model)
+    assert loss == pytest.approx(expected, abs=1e-9)
+    assert packed.keys() == alone.keys()
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, alone[name], atol=1e-9, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Documents of 1 to 40 bytes: most sequences of a batch have several, and some none that ends."""
+    folder, random = tmp_path_factory.mktemp("files"), np.random.default_rng(1)
+    for number, length in enumerate(random.integers(1, 41, 300)):
+        text = "".join(map(chr, random.integers(97, 123, length)))
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+CP = str(Path(__file__).parents[1] / "docs/examples/plugins/cp.py")
+TP, EP = {"use": "tp", "sequence_parallel": True}, {"use": "ep_deepseek"}
+LAYOUTS = {
+    "llama-tp2-pp2": (LLAMA, {"tp": 2, "pp": 2}, [TP]),
+    "deepseek-cp2": (DEEPSEEK, {"cp": 2}, [{"use": "cp"}]),
+    "gpt-tp2": (GPT, {"tp": 2}, [TP]),
+    "gpt-cp2": (GPT, {"cp": 2}, [{"use": "cp"}]),
+    "gpt-dp2-pp2": (GPT, {"dp": 2, "pp": 2}, []),
+    "llama-cp2-tp2": ({**LLAMA, "kv_heads": 4}, {"cp": 2, "tp": 2}, [TP, {"use": "cp"}]),
+    "deepseek-pp2-tp2": (DEEPSEEK, {"pp": 2, "tp": 2}, [TP]),
+    "deepseek-dp2-ep2": (DEEPSEEK, {"dp": 2, "ep": 2}, [EP]),
+    "deepseek-cp2-pp2": ({**DEEPSEEK, "mtp": 1}, {"cp": 2, "pp": 2}, [{"use": "cp"}]),
+}
+FIRST = ("llama-tp2-pp2", "deepseek-cp2", "gpt-tp2")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+)
+def test_every_layout_trains_as_one_process(name, files):
+    model, topology, wrappers = LAYOUTS[name]
+    recompute = [{"use": "recompute"}] if name in ("gpt-cp2", "deepseek-pp2-tp2") else []
+    case = Case(
+        "model",
+        use=model["use"],
+        config={key: value for key, value in model.items() if key != "use"},
+        topology=topology,
+        plugins=(CP,),
+        overrides={
+            "parallel": [*wrappers, *recompute, {"use": "ddp"}],
+            "data": masked(files),
+            **({"schedule": {"use": "1f1b"}} if "pp" in topology else {}),
+        },
+        name=name,
+    )
+    assert_trains_as_one_process(case)
+
+
+def masked(files):
+    return {"use": "text", "paths": [str(files)], "mask_documents": True}
+
+
+def test_masks_change_what_is_trained(files):
+    """Else the comparisons of this file would say nothing."""
+    losses = []
+    for mask in (False, True):
+        data = Text(TextConfig(paths=(str(files),), mask_documents=mask))
+        data.open(length=16, seed=0)
+        batch = data.train_batch(8, Shard())
+        run = make_run(Case("model", use="transformer", config={"vocab": 256}).alone(), {})
+        losses.append(run.stages[0](batch.tokens, batch).losses["lm"].item())
+        held = data.validation_batch(0, data.validation + 3, Shard())
+        assert (held.begins is not None) == mask
+        if mask:
+            assert (batch.places == 0).sum() > 8
+            assert held.begins.shape == held.tokens.shape
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_a_model_that_knows_no_documents_is_refused_before_ranks_start(files):
+    case = Case("model", use="routed", overrides={"data": masked(files)}, config={"vocab": 256})
+    with pytest.raises(RecipeError, match=r"data 'text' needs document_masks; .*transformer"):
+        case.recipe()
+
+
+def test_a_tokenizer_that_ends_no_documents_is_refused_before_ranks_start(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "words.json"))
+    config = TextConfig(paths=(str(files),), mask_documents=True, tokenizer=str(tmp_path / "words.json"))
+    (problem,) = survey(config, 4).problems
+    assert problem.key == "data.mask_documents"
+    assert "words.json has no token that ends documents" in problem.message
+    with pytest.raises(DataError, match=r"words.json .* has no token that ends documents"):
+        Text(config).open(length=4, seed=0)
