@@ -142,8 +142,8 @@ class Monitor:
         """Bring checkpoints to ``restore.folder``, from where they would be found otherwise.
 
         The first event of all, called on all ranks of a run that has a folder, before a checkpoint is looked
-        for. Whatever it raises ends the run, which would else begin anew in the place of what was to be brought:
-        a :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike is told without a traceback.
+        for. Whatever it raises ends the run, which would else begin anew in the place of what was to be
+        brought: a :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike has no traceback.
         """
 
     def on_start(self, run: RunInfo) -> None: ...

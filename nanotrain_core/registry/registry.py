@@ -27,6 +27,7 @@ FIRST_PARTY_COMMANDS = {
     "plan": "nanotrain-plan",
     "report": "nanotrain-report",
     "sample": "nanotrain-sample",
+    "store": "nanotrain-object-store",
     "top": "nanotrain-report",
 }
 

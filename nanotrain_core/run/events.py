@@ -76,7 +76,7 @@ class Events:
             self._tell("on_start", info, to=[monitor])
 
     def before_restore(self, restore: Restore) -> None:
-        """The run is about to look for its checkpoints. A monitor that fails here ends it, whatever it raises.
+        """The run is about to look for its checkpoints. A monitor that fails here, in any way, ends it.
 
         To go on would be to begin anew in the place of what it was to bring.
         """

@@ -191,7 +191,7 @@ def train(
 
 
 class Failing(Monitor):
-    """Passes every event on, then fails, but for the one before a restore: whatever fails there ends a run."""
+    """Passes every event on, then fails, but for the one before a restore, where that ends a run."""
 
     def __init__(self, behind: Monitor) -> None:
         self.behind = behind
