@@ -28,7 +28,7 @@ from nanotrain_object_store.stored import find_local
 from nanotrain_object_store.uploads import Uploads
 
 #: Seconds that the end waits to give the prefix back.
-FAREWELL = 5.0
+FAREWELL = 2.0
 #: Seconds between two looks at the last upload.
 BETWEEN = 0.1
 

@@ -1,4 +1,4 @@
-"""Lets test files import object_server from beside them, whichever way pytest imports them."""
+"""Lets test files import small_runs from beside them, whichever way pytest imports them."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture
 def server(monkeypatch):
     """Serve S3 on 127.0.0.1, for this process and those that it starts."""
-    from object_server import ObjectServer  # moto takes a second, which only its tests need
+    from nanotrain_core.testing.object_server import ObjectServer
 
     with ObjectServer() as server:
         for name, value in server.environment.items():

@@ -110,7 +110,7 @@ def test_a_server_that_dies_in_an_upload_leaves_no_half_checkpoint(server, tmp_p
             return False
 
         def back(prefix=prefix):
-            until(lambda: server._server is None)
+            until(lambda: not server.is_up)
             server.fail = lambda method, path: False
             server.start()
             complete = assert_whole(server, prefix, tmp_path / prefix / "then")
