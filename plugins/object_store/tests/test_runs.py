@@ -175,7 +175,8 @@ def test_a_rollback_takes_later_checkpoints_out_of_the_listing(server, tmp_path)
 
     def look():
         if listed:
-            ran.prefix.claim()  # waits for what its thread is at
+            with ran.prefix._lock:  # as its thread does, a moment later at most
+                ran.prefix._tend()
             listed.append(steps_in(server, "p")[0])
 
     with looking_at_uploads() as ran:

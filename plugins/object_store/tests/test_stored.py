@@ -1,12 +1,15 @@
 """What a stranger writes into a prefix: names that lead elsewhere, markers that lie, entries of all kinds."""
 
 import json
+import shutil
 from hashlib import sha256
 
 import pytest
 from nanotrain_object_store.catalogue import Listing, expendable, look, read_markers
 from nanotrain_object_store.fetch import fetch, put_in_place, share_of
 from nanotrain_object_store.owner import OWNER, OthersPrefix, Owner, Taken, read_owner, take
+from nanotrain_object_store.prefix import Prefix
+from nanotrain_object_store.staged import stage
 from nanotrain_object_store.store import Store
 from nanotrain_object_store.stored import LEFT, MARKER, Sent, Stored, find_local, hashed, is_plain, parse
 
@@ -204,3 +207,33 @@ def test_text_of_a_stranger_is_printed_without_control_characters(store):
 def test_hashes_are_those_of_the_file(tmp_path):
     (tmp_path / "x").write_bytes(b"abc" * 3_000_000)
     assert hashed(tmp_path / "x") == Sent(9_000_000, sha256(b"abc" * 3_000_000).hexdigest())
+
+
+def test_no_marker_is_written_where_a_file_is_missing_or_short(store):
+    prefix = Prefix(store, Owner(run="r", id="x"), keep=3, lease=1.0)
+    prefix.claim()
+    for data, said in ((None, "is not in the store"), (b"ab", "has 2 bytes, expected 3"), (b"abc", "")):
+        if data is not None:
+            store.put_bytes(STORED.key("a"), data)
+        problem = prefix.publish(STORED, lambda: False)
+        assert said in problem
+        assert (problem == "") == (said == "") == (f"{ENTRY}/{MARKER}" in store.sizes())
+
+
+def test_a_checkpoint_that_the_run_went_back_before_is_not_completed(store):
+    prefix = Prefix(store, Owner(run="r", id="x"), keep=3, lease=1.0)
+    prefix.claim()
+    store.put_bytes(STORED.key("a"), b"abc")
+    assert "gone back" in prefix.publish(STORED, lambda: True)
+    assert f"{ENTRY}/{MARKER}" not in store.sizes()
+
+
+def test_what_is_staged_can_be_read_when_retention_has_deleted_it(tmp_path):
+    path = tmp_path / "step-00000004"
+    path.mkdir()
+    (path / "a").write_bytes(b"abc")
+    staged = stage(4, path, None, rank=0)
+    shutil.rmtree(path)
+    assert staged.files["a"].read_bytes() == b"abc"
+    staged.remove()
+    assert [*tmp_path.iterdir()] == []
