@@ -16,6 +16,7 @@ from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     EndReport,
     Monitor,
+    Restore,
     StepStats,
     UpdateReport,
 )
@@ -335,7 +336,9 @@ class RuntimeEngine:
         run = self.run
         if run.checkpoint is None or self.folder is None:
             return
-        run.checkpoint.open(self.folder / "checkpoints", run.mesh)
+        folder = self.folder / "checkpoints"
+        run.checkpoint.open(folder, run.mesh)
+        self.events.before_restore(Restore(run.name, folder, self.resume, run.checkpoint.steps, run.mesh))
         if self.resume is None:
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":

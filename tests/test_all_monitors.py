@@ -22,6 +22,7 @@ CONFIGS = {
     "health": {"level": "debug"},
     "memory": {"account_every": 1},
     "moe": {"loads_every": 1},
+    "object_store": {"url": "memory://all/{folder}"},
     "probes": {"every": 1},
     "profiler": {"steps": "2:3"},
     "sample": {"tokens": 4, "every": 1},

@@ -86,7 +86,10 @@ class SimpleCheckpoint:
                 error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
         self._agree(error)
         seconds = time.monotonic() - began
-        self._complete.append(CheckpointReport(step, self.path(step), seconds, blocked=seconds))
+        written = [self.path(step)] if self.mesh.rank == 0 else []
+        self._complete.append(
+            CheckpointReport(step, self.path(step), seconds, blocked=seconds, written=written)
+        )
 
     def settle(self) -> None:
         """Nothing to wait for: a save is complete when :meth:`save` returns."""

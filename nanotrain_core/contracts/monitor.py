@@ -96,6 +96,23 @@ class RunInfo:
     """Lines about stages, and of the precision about its modules, the same on every rank."""
 
 
+@attrs.define(frozen=True, eq=False)
+class Restore:
+    """A run that is about to look for its checkpoints. The same on every rank, but for ``mesh``."""
+
+    name: str
+    """Of the run."""
+    folder: Path
+    """That its checkpoints are in, and may be brought to. All ranks see the same one."""
+    which: str | None
+    """What will be loaded: ``"latest"``, ``"auto"`` (the latest, or the beginning if there is none), a step,
+    or a path. None: the run begins anew."""
+    steps: Callable[[], Sequence[int]]
+    """Returns the steps whose checkpoints are in ``folder``, oldest first."""
+    mesh: Mesh
+    """For collectives: all ranks are at the same point."""
+
+
 #: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.
 Request = Literal["stop"] | Rollback
 
@@ -120,6 +137,14 @@ class Monitor:
     declared: Sequence[Metric] = ()
     """The metrics that it publishes. Of a component the core puts here what ``Component.metrics`` says; a
     script's callback declares them in its class."""
+
+    def on_before_restore(self, restore: Restore) -> None:
+        """Bring checkpoints to ``restore.folder``, from where they would be found otherwise.
+
+        The first event of all, called on all ranks of a run that has a folder, before a checkpoint is looked
+        for. Whatever it raises ends the run, which would else begin anew in the place of what was to be
+        brought: a :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike has no traceback.
+        """
 
     def on_start(self, run: RunInfo) -> None: ...
 

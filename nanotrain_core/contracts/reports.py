@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +67,9 @@ class CheckpointReport:
     """From the beginning of the save until it was in place."""
     blocked: float = 0.0
     """Seconds of these that training waited."""
+    written: Sequence[Path] = ()
+    """The files of it that this rank has written, each file by one rank: ``path`` itself, or files in it. A
+    format that says so on no rank leaves it to rank 0 to copy all of them elsewhere."""
 
 
 @attrs.define(frozen=True)

@@ -88,7 +88,9 @@ class Jsonl(Monitor):
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
         """Write a checkpoint's place."""
-        self._row("checkpoint", attrs.asdict(report))
+        table = attrs.asdict(report)
+        del table["written"]  # of rank 0 alone
+        self._row("checkpoint", table)
 
     def on_save_failed(self, report: FailedSaveReport) -> None:
         """Write which checkpoint is not there, and why."""

@@ -28,6 +28,7 @@ FIRST_PARTY_COMMANDS = {
     "plan": "nanotrain-plan",
     "report": "nanotrain-report",
     "sample": "nanotrain-sample",
+    "store": "nanotrain-object-store",
     "top": "nanotrain-report",
 }
 
@@ -57,6 +58,7 @@ FIRST_PARTY = {
     ("monitor", "dump"): "nanotrain-inspect",
     ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
     ("monitor", "alerts"): "nanotrain-alerts",
+    ("monitor", "object_store"): "nanotrain-object-store",
     ("monitor", "tensorboard"): "nanotrain-tensorboard",
     ("monitor", "wandb"): "nanotrain-wandb",
 }

@@ -18,6 +18,7 @@ from nanotrain_core.contracts import (
     FailedSaveReport,
     MetricsReport,
     Monitor,
+    Restore,
     RollbackReport,
     RunInfo,
     StepReport,
@@ -73,6 +74,14 @@ class Events:
             }
             info = attrs.evolve(run, metrics=own, declared=declared, **taps)
             self._tell("on_start", info, to=[monitor])
+
+    def before_restore(self, restore: Restore) -> None:
+        """The run is about to look for its checkpoints. A monitor that fails here, in any way, ends it.
+
+        To go on would be to begin anew in the place of what it was to bring.
+        """
+        for monitor in self.monitors:
+            monitor.on_before_restore(restore)
 
     def before_update(self, update: UpdateReport) -> None:
         """The gradient of a step is complete, and the optimizer is about to use it."""

@@ -63,13 +63,18 @@ class Bench:
         self.settings, self.root = settings, root
 
     def arguments(
-        self, *, ranks: int | None = None, guard: bool = False, more: Sequence[str] = ()
+        self,
+        *,
+        ranks: int | None = None,
+        guard: bool = False,
+        monitors: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> list[str]:
-        """Return the words after ``nanotrain run``."""
+        """Return the words after ``nanotrain run``; ``monitors``: further ones, as tables of TOML."""
         at = self.settings
         words = [at.recipe, "--nproc", str(ranks or at.ranks), "--plugin", inject.__file__]
         words += [word for plugin in at.plugins for word in ("--plugin", plugin)]
-        changes = [*self._changes(guard=guard), *more]
+        changes = [*self._changes(guard=guard, monitors=monitors), *more]
         return words + [word for change in changes for word in ("--set", change)]
 
     def recipe(self) -> Recipe:
@@ -98,11 +103,11 @@ class Bench:
             )
         return [f"checkpoint.every={at.every}", *(["checkpoint.keep=99"] if "keep" in keys else [])]
 
-    def _changes(self, *, guard: bool) -> list[str]:
+    def _changes(self, *, guard: bool, monitors: Sequence[str] = ()) -> list[str]:
         """Return what these runs change in the recipe."""
         at = self.settings
         guards = ['{use="guard", window=16, warmup=4, patience=2}'] if guard else []
-        monitors = ['{use="jsonl"}', '{use="replicas", every=1}', *guards]
+        monitors = ['{use="jsonl"}', '{use="replicas", every=1}', *guards, *monitors]
         monitors += ['{use="stragglers", every=1, patience=2, least=1.0}', '{use="chaos"}']
         return [
             *at.overrides,
@@ -151,6 +156,9 @@ class Trial:
         self.home = bench.root / name
         self.folder, self.ledger = self.home / "run", self.home / "ledger"
         self.ledger.mkdir(parents=True)
+        self.monitors: Sequence[str] = ()
+        """Further monitors of its runs, as tables of TOML."""
+        self.environment: Mapping[str, str] = {}
         self.launches = 0
         self.announced_bad: set[int] = set()
         """Steps whose checkpoints were announced and then taken away or harmed on purpose."""
@@ -188,7 +196,9 @@ class Trial:
         """Start it and go on."""
         told = Order(ledger=str(self.ledger), launch=self.launches, **(order or {}))
         self.launches += 1
-        arguments = self.bench.arguments(ranks=ranks or self.ranks, guard=self.guard, more=more)
+        arguments = self.bench.arguments(
+            ranks=ranks or self.ranks, guard=self.guard, monitors=self.monitors, more=more
+        )
         return subprocess.Popen(
             [
                 sys.executable,
@@ -201,7 +211,7 @@ class Trial:
                 *words,
             ],
             cwd=self.home,
-            env={**os.environ, VARIABLE: told.text(), "NO_COLOR": "1"},
+            env={**os.environ, **self.environment, VARIABLE: told.text(), "NO_COLOR": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -49,6 +49,11 @@ class Row:
     short: ClassVar[bool] = False
     """Whether it is part of the short form."""
 
+    @classmethod
+    def not_here(cls, bench: Bench) -> str:
+        """Return why it cannot be tried on this machine: empty if it can."""
+        return ""
+
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
         """Run, hurt, perhaps run again; yield what is wrong."""
         raise NotImplementedError

@@ -59,6 +59,9 @@ def try_rows(
     for row in rows:
         if bench.settings.ranks < row.least_ranks:
             continue
+        if why := row.not_here(bench):
+            tell(f"{row.number:>4} {row.name}: not run here: {why}")
+            continue
         tried.append(Tried(row))
         for number in range(repeat):
             random = Random(f"{seed}/{row.__name__}/{number}")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -139,3 +140,27 @@ UNTOUCHED = {"torch", "multiprocessing", "threading", "queue", "asyncio", "selec
 
 def _is_one_of(value: Any, clocks: Mapping[Any, Any]) -> bool:
     return any(value is clock for clock in clocks)
+
+
+@check("checkpoint", since="0.3")
+def each_file_has_one_writer(case: Case) -> None:
+    """Where reports say which files ranks wrote, each file is named by the one rank that wrote it."""
+    with temporary_folder() as folder:
+        ranks = run_ranks(save_and_tell, case.world_size, case, folder)
+        path = ranks[0][0]
+        there = {path} if path.is_file() else {each for each in path.rglob("*") if each.is_file()}
+        named = sorted(file for _, files in ranks for file in files)
+    if named:
+        twice = [str(file) for file, other in pairwise(named) if file == other]
+        assert not twice, f"two ranks say that they wrote {twice[0]}"
+        assert {*named} == there, (
+            f"reports name {[*map(str, named)]}, and there are {sorted(map(str, there))}"
+        )
+
+
+def save_and_tell(case: Case, folder: Path) -> tuple[Path, list[Path]]:
+    """Save, and return where the checkpoint is and what this rank says that it wrote of it."""
+    checkpoint, state = open_state(case, folder)
+    checkpoint.save(1, state)
+    (report,) = checkpoint.advance(wait=True)
+    return report.path, list(report.written)

@@ -182,7 +182,9 @@ class ShardedCheckpoint:
         self._flight = None
         path = self._publish(flight)
         now = time.monotonic()
-        return [CheckpointReport(flight.step, path, now - flight.began, flight.blocked + now - began)]
+        names = [*flight.files, *([manifest.NAME] if self.mesh.rank == 0 else [])]
+        blocked, written = flight.blocked + now - began, [path / name for name in names]
+        return [CheckpointReport(flight.step, path, now - flight.began, blocked, written)]
 
     def _publish(self, flight: Flight) -> Path:
         """Put the checkpoint in place, or remove what there is of it."""

@@ -1,0 +1,186 @@
+"""Before a run looks for its checkpoints: the newest whole one of the store is brought to the disk.
+
+All ranks take part: files are striped over them, to be compared or fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import attrs
+import structlog
+
+from nanotrain_core.api import (
+    CheckpointError,
+    NanotrainError,
+    quarantine_checkpoint,
+    working,
+    write_text_atomically,
+)
+from nanotrain_core.api.torch import Restore
+from nanotrain_object_store.catalogue import look, read_markers
+from nanotrain_object_store.fetch import compare, fetch, put_in_place, share_of
+from nanotrain_object_store.owner import OthersPrefix, Owner, holds_checkpoints
+from nanotrain_object_store.prefix import Prefix
+from nanotrain_object_store.store import Store, in_words
+from nanotrain_object_store.stored import Stored, find_local
+
+#: A file of the run folder: by it a run that is started again in its folder has its prefix still.
+ID = "object-store-id"
+#: Seconds that a start waits for a store that does not answer.
+PATIENCE = 20.0
+
+
+@attrs.define
+class Found:
+    """What rank 0 found in the store."""
+
+    stored: list[Stored] = attrs.field(factory=list)
+    """Newest first."""
+    down: str = ""
+    """Why nothing is known: the store does not answer."""
+    refusal: NanotrainError | None = None
+
+
+def id_of(folder: Path) -> str:
+    """Return what tells a run folder from others, made when it is first asked for."""
+    path = folder / ID
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, uuid4().hex)
+    return path.read_text(encoding="utf-8")[:64]
+
+
+def ask(store: Store, prefix: Prefix, restore: Restore) -> Found:
+    """Take the prefix and list it, on rank 0."""
+    log = structlog.get_logger("nanotrain.object_store")
+    found, until, first = Found(), time.monotonic() + PATIENCE, True
+    while first or time.monotonic() < until:
+        first = False
+        try:
+            prefix.claim()
+            found.stored = read_markers(store, look(store), lambda problem: _skip(log, store, problem))
+            found.down = ""
+            break
+        except NanotrainError as refusal:
+            found.refusal = refusal
+            return found
+        except PermissionError as problem:
+            found.refusal = NanotrainError(f"{store.url} cannot be used: {in_words(problem)}")
+            return found
+        except FileNotFoundError as problem:  # no bucket
+            found.refusal = NanotrainError(f"{store.url} is in no store: {in_words(problem)}")
+            return found
+        except Exception as problem:
+            found.down = in_words(problem)
+            time.sleep(0.5)
+    found.refusal = _refusal(store, restore, found)
+    return found
+
+
+def _skip(log: structlog.stdlib.BoundLogger, store: Store, problem: str) -> None:
+    log.warning("this is no checkpoint, and left out", store=store.url, problem=problem)
+
+
+def _refusal(store: Store, restore: Restore, found: Found) -> NanotrainError | None:
+    """Return why the run cannot begin, or go on, with what is there."""
+    others = [each for each in found.stored if each.run != restore.name]
+    if others:
+        return OthersPrefix(
+            f"{store.url} holds checkpoints of run '{others[0].run}', such as {others[0].entry}; expected "
+            f"those of run '{restore.name}' alone: name another prefix"
+        )
+    if restore.which is None and found.stored:
+        return holds_checkpoints(store, (each.step for each in found.stored))
+    if found.down and restore.which is not None and not restore.steps():
+        return CheckpointError(
+            f"there is no checkpoint in {restore.folder}, and {store.url} does not answer ({found.down}): "
+            "nothing begins anew in the place of what may be there"
+        )
+    return None
+
+
+def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
+    """Have the checkpoint that the run will look for on the disk, if the store has it. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: it is in the store, and cannot be had whole.
+    """
+    which, mesh = restore.which, restore.mesh
+    if which is None or not (which in ("latest", "auto") or which.isdecimal()):
+        return
+    here: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]
+    wanted = [each for each in found if not which.isdecimal() or each.step == int(which)]
+    problems: list[str] = []
+    for stored in wanted:
+        if stored.step < max(here, default=-1) and not which.isdecimal():
+            return  # the disk has a newer one
+        damage = ""
+        if stored.step in here:
+            damage = _agree(lambda stored=stored: _compare(stored, restore), restore)  # type: ignore[misc]
+            if not damage:
+                return
+        problem = _fetch(store, stored, restore, instead=damage)
+        if not problem:
+            return
+        problems.append(problem)
+        if mesh.rank == 0:
+            log = structlog.get_logger("nanotrain.object_store")
+            log.warning("a checkpoint could not be fetched", step=stored.step, problem=problem)
+    if problems and not here:
+        raise CheckpointError(f"no checkpoint of {store.url} could be fetched whole: {problems[0]}")
+
+
+def _compare(stored: Stored, restore: Restore) -> str:
+    path = find_local(restore.folder, stored.step)
+    if path is None or path.is_dir() != stored.folder:
+        return ""  # of another format: the one that loads will say so
+    return compare(path, stored, share_of(stored, restore.mesh.rank, restore.mesh.world_size))
+
+
+@working("fetching a checkpoint from the object store")
+def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> str:
+    """Fetch a checkpoint, in place of a damaged one on the disk; return on all ranks what went wrong."""
+    mesh, log = restore.mesh, structlog.get_logger("nanotrain.object_store")
+    name = mesh.gather(f".tmp-fetch-{stored.step:08d}-{uuid4().hex[:8]}")[0]
+    scratch = restore.folder / name
+
+    def download() -> str:
+        os.makedirs(scratch, exist_ok=True)
+        return fetch(store, stored, share_of(stored, mesh.rank, mesh.world_size), scratch)
+
+    def place() -> str:
+        if mesh.rank:
+            return ""
+        damaged = find_local(restore.folder, stored.step)
+        if damaged is not None:
+            now = quarantine_checkpoint(damaged)
+            log.warning("a damaged checkpoint was set aside", problem=instead, now=str(now))
+        put_in_place(stored, scratch, restore.folder)
+        log.info("fetched", step=stored.step, store=store.url, bytes=stored.nbytes)
+        return ""
+
+    problem = _agree(download, restore) or _agree(place, restore)
+    if problem and mesh.rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return problem
+
+
+def _agree(act: Callable[[], str], restore: Restore) -> str:
+    """Do ``act`` on every rank; return on all what the first rank with a problem says."""
+    try:
+        said = act()
+    except OSError as error:
+        said = f"{error.filename or restore.folder}: {error.strerror or error}"
+    everyone = restore.mesh.gather(said)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
+
+
+def owner_of(restore: Restore) -> Owner:
+    """Return who this run says that it is."""
+    return Owner(run=restore.name, id=id_of(restore.folder.parent))

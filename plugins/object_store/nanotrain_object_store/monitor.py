@@ -1,0 +1,192 @@
+"""The monitor ``object_store``: hears of checkpoints, and has them uploaded while training goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from nanotrain_core.api import CheckpointError, Exit
+from nanotrain_core.api.torch import (
+    CheckpointReport,
+    EndReport,
+    EvaluationReport,
+    Monitor,
+    Restore,
+    RollbackReport,
+    RunInfo,
+    StepReport,
+)
+from nanotrain_object_store import ObjectStoreConfig, before
+from nanotrain_object_store.prefix import Prefix
+from nanotrain_object_store.staged import Staged, clear_scratch, stage
+from nanotrain_object_store.store import Store
+from nanotrain_object_store.stored import find_local
+from nanotrain_object_store.uploads import Uploads
+
+#: Seconds that the end waits to give the prefix back.
+FAREWELL = 2.0
+#: Seconds between two looks at the last upload.
+BETWEEN = 0.1
+
+
+class NotUploaded(CheckpointError):
+    """The last checkpoint of a run is not in the store."""
+
+    exit_code = Exit.UNSAVED
+
+
+class ObjectStore(Monitor):
+    """See the README. Nothing happens in a run without a folder, which saves nothing."""
+
+    reads_weights = False
+
+    def __init__(self, config: ObjectStoreConfig) -> None:
+        self.config = config
+        self.store: Store | None = None
+        self.prefix: Prefix | None = None
+        self.uploads: Uploads | None = None
+        self.evaluated: int | None = None
+        self._in_store: frozenset[int] = frozenset()
+        """Steps that were in the store when the run began."""
+        self._saved: int | None = None
+        """The newest step that is on the disk."""
+
+    # --- before a checkpoint is looked for ------------------------------------------------------
+
+    def on_before_restore(self, restore: Restore) -> None:
+        """Take the prefix, and bring the checkpoint that will be loaded."""
+        mesh, again = restore.mesh, self.prefix is not None
+        url = self.config.url.replace("{folder}", restore.folder.parent.name)
+        self.store = Store(url, part_mib=self.config.part_mib)
+        found = before.Found()
+        if mesh.rank == 0 and not again:
+            clear_scratch(restore.folder)
+            own = before.owner_of(restore)
+            self.prefix = Prefix(self.store, own, keep=self.config.keep, lease=self.config.lease)
+            self.prefix.begins_anew = restore.which is None
+            found = before.ask(self.store, self.prefix, restore)
+        found = mesh.gather(found)[0]
+        if found.refusal is not None:
+            raise found.refusal
+        if found.down and mesh.rank == 0:
+            log = structlog.get_logger("nanotrain.object_store")
+            text = "the object store does not answer, and the run begins without it"
+            log.warning(text, url=self.store.url, problem=found.down)
+        before.bring(self.store, found.stored, restore)
+        self._in_store = frozenset(each.step for each in found.stored)
+        if self.prefix is not None:
+            self.prefix.begin()
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def on_start(self, run: RunInfo) -> None:
+        """Upload what an earlier process has saved and could not upload."""
+        self.run = run
+        if self.store is None or run.folder is None:
+            return
+        self.uploads = Uploads(run.name, self.store, self.prefix, run.mesh)
+        first = run.first_step
+        if not first:
+            return
+        self.uploads.go_back(first)
+        if first in self._in_store:
+            self._saved = self.uploads.uploaded = first
+            return
+        path = find_local(run.folder / "checkpoints", first)
+        if all(run.mesh.gather(path is not None)) and path is not None:
+            self._saved = first
+            everything = None if run.rank == 0 else ()
+            self._add(stage(first, path, everything, rank=run.rank, evaluated=self.evaluated))
+
+    def on_step(self, report: StepReport) -> None:
+        """See how far the upload is, and tell."""
+        if self.uploads is None:
+            return
+        self.uploads.advance()
+        if self.run.rank == 0:
+            publish = self.run.metrics.scalar
+            publish("checkpoint/upload_age", time.monotonic() - self.uploads.uploaded_at)
+            publish("checkpoint/uploads_left_out", float(self.uploads.left_out))
+            if self.uploads.seconds is not None:
+                publish("checkpoint/upload_seconds", self.uploads.seconds)
+                self.uploads.seconds = None
+
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        """Upload it next."""
+        if self.uploads is None:
+            return
+        self._saved = report.step
+        said = any(self.run.mesh.gather(bool(report.written)))
+        files = report.written if said or self.run.rank else None
+        self._add(stage(report.step, report.path, files, rank=self.run.rank, evaluated=self.evaluated))
+
+    def _add(self, staged: Staged) -> None:
+        assert self.uploads is not None
+        self.uploads.add(staged)
+
+    def on_evaluation(self, report: EvaluationReport) -> None:
+        """Remember the last one that was finite: retention keeps the checkpoint from before it."""
+        if math.isfinite(report.loss):
+            self.evaluated = report.step
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Leave behind what is later than the checkpoint that the run went back to."""
+        if self.uploads is not None:
+            self.uploads.go_back(report.restored)
+            self._saved = report.restored
+
+    def meta(self) -> dict[str, Any]:
+        """Remember the last evaluation."""
+        return {} if self.evaluated is None else {"evaluated": self.evaluated}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        evaluated = meta.get("evaluated")
+        self.evaluated = evaluated if type(evaluated) is int else None
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def on_end(self, report: EndReport) -> None:
+        """Wait for the last checkpoint to be in the store.
+
+        Raises:
+            NotUploaded: it is not, and nobody starts this run again by itself.
+        """
+        uploads = self.uploads
+        if uploads is None:
+            return
+        try:
+            if report.reason in ("failed", "lost"):  # other ranks may be gone
+                uploads.abandon()
+                return
+            asked = report.reason in ("preempted", "interrupted")
+            limit = self.config.wait_at_end
+            if asked:
+                limit = min(limit, getattr(getattr(self.run.recipe, "run", None), "grace", limit) / 2)
+            self._wait(uploads, limit, report.step)
+            if self._saved is None or uploads.uploaded == self._saved:
+                return
+            text = (
+                f"the last checkpoint, of step {self._saved}, is not in {uploads.store.url} but in "
+                f"{self.run.folder} alone: {uploads.refused or 'the store did not take it in time'}"
+            )
+            if not asked:
+                raise NotUploaded(f"{text}; run again with --resume to upload it")
+            if self.run.rank == 0:
+                structlog.get_logger("nanotrain.object_store").warning(text)
+        finally:
+            if self.prefix is not None:
+                self.prefix.end(FAREWELL)
+
+    def _wait(self, uploads: Uploads, limit: float, step: int) -> None:
+        until = time.monotonic() + limit
+        uploads.advance()
+        while uploads.under_way:
+            # Noted on all ranks alike: whoever watches for a rank that hangs sees that this is none.
+            self.run.progress.note("checkpoint", step)
+            uploads.advance(late=time.monotonic() > until)
+            time.sleep(BETWEEN)

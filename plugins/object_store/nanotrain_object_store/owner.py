@@ -1,0 +1,152 @@
+"""Which run has a prefix: one at a time, told by name to any other. Torch-free.
+
+The object ``OWNER.json`` names the run, its host and process, and is renewed as a sign of life. Who finds it
+renewed within a lease does not start. Hosts' clocks differ, so none is compared: a lease is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import Exit, NanotrainError, load_json
+from nanotrain_object_store.store import Store
+
+OWNER = "OWNER.json"
+_LARGEST = 65536
+
+
+class Taken(NanotrainError):
+    """Another run has the prefix."""
+
+    exit_code = Exit.LOCKED
+
+
+class OthersPrefix(NanotrainError):
+    """Checkpoints of another run are there, or of this one that does not go on from them."""
+
+
+def holds_checkpoints(store: Store, steps: Iterable[int]) -> OthersPrefix:
+    """Return the refusal of a run that begins anew where checkpoints are."""
+    there = ", ".join(map(str, sorted(steps)))
+    return OthersPrefix(
+        f"{store.url} holds checkpoints of this run (steps {there}), and it begins anew: add --resume to go "
+        "on from them, or name another prefix"
+    )
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Owner:
+    """Who says to have a prefix."""
+
+    run: str
+    """Name of the run."""
+    id: str
+    """Of its folder: a run that is started again in it has its prefix still."""
+    host: str = attrs.field(factory=socket.gethostname)
+    pid: int = attrs.field(factory=os.getpid)
+    start: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+    beat: int = 0
+    ended: bool = False
+
+    def text(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps(attrs.asdict(self)).encode()
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"run '{self.run}', process {self.pid} on {self.host}, started {self.start}"
+
+    def is_gone(self) -> bool:
+        """Return whether it certainly lives no more: it said so, or was of this host and is not there."""
+        if self.ended:
+            return True
+        if self.host != socket.gethostname() or self.pid == os.getpid():
+            return False
+        with suppress(PermissionError):
+            try:
+                os.kill(self.pid, 0)
+            except (ProcessLookupError, OverflowError):
+                return True
+        return False
+
+
+def read_owner(store: Store) -> Owner | None:
+    """Return who has the prefix; None if nobody says so.
+
+    Raises:
+        OthersPrefix: what is there is nothing that a run wrote.
+    """
+    data = store.read(OWNER, most=_LARGEST)
+    if data is None:
+        return None
+    try:
+        found: Any = load_json(data)
+        kinds: dict[str, type] = dict.fromkeys(("run", "id", "host", "start"), str)
+        kinds |= {"pid": int, "beat": int, "ended": bool}
+        if not isinstance(found, dict) or any(
+            type(found.get(key)) is not kind for key, kind in kinds.items()
+        ):
+            raise ValueError(f"expected the keys {', '.join(kinds)}")
+        for key, kind in kinds.items():
+            found[key] = _short(found[key]) if kind is str else found[key]
+        return Owner(**{key: found[key] for key in kinds})
+    except (ValueError, UnicodeDecodeError) as problem:
+        raise OthersPrefix(
+            f"{store.url}/{OWNER} does not say which run has the prefix ({problem}): delete it if none has"
+        ) from None
+
+
+def _short(text: str) -> str:
+    """Return a stranger's text as it may be printed."""
+    return "".join(c if c.isprintable() else "?" for c in text[:200])
+
+
+def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], object] = time.sleep) -> None:
+    """Have the prefix from now on. Waits up to ``lease`` seconds where another process may still have it.
+
+    Raises:
+        Taken: a live run has it.
+        OthersPrefix: it is that of a run of another name.
+    """
+    found = read_owner(store)
+    if found is not None and found.run != own.run:
+        raise OthersPrefix(
+            f"{store.url} is the prefix of {found}; expected one of run '{own.run}' alone: name another"
+        )
+    if found is not None and found.id != own.id and not found.is_gone():
+        _wait_for(store, found, lease, sleep)
+    if found is None and store.create(OWNER, own.text()):
+        pass
+    elif found is not None:
+        store.put_bytes(OWNER, own.text())
+    expect_ours(store, own)
+
+
+def _wait_for(store: Store, found: Owner, lease: float, sleep: Callable[[float], object]) -> None:
+    until = time.monotonic() + lease
+    while time.monotonic() < until:
+        sleep(min(1.0, lease / 4))
+        now = read_owner(store)
+        if now is None or now.ended:
+            return
+        if now != found:
+            raise Taken(f"{store.url} is in use by another run: {now}")
+
+
+def expect_ours(store: Store, own: Owner) -> None:
+    """Look whether the prefix is this run's still.
+
+    Raises:
+        Taken: another one has taken it.
+    """
+    now = read_owner(store)
+    if now is not None and (now.id, now.run) != (own.id, own.run):
+        raise Taken(f"{store.url} is in use by another run: {now}")

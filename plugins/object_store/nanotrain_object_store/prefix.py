@@ -1,0 +1,166 @@
+"""What rank 0 does in the store for all ranks: has the prefix, publishes, takes out what was left, deletes.
+
+A thread of its own gives signs of life, and does what could not be done while the store was down. Torch-free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import attrs
+
+from nanotrain_core.api import NanotrainError
+from nanotrain_object_store.catalogue import expendable, look, missing, remove, supersede
+from nanotrain_object_store.owner import OWNER, Owner, expect_ours, holds_checkpoints, take
+from nanotrain_object_store.store import Store, in_words
+from nanotrain_object_store.stored import MARKER, Stored, step_of
+
+#: Signs of life in a lease.
+BEATS = 3
+
+
+class Prefix:
+    """One run's prefix, from rank 0. Methods raise what the store does."""
+
+    def __init__(self, store: Store, own: Owner, *, keep: int, lease: float) -> None:
+        self.store, self.own, self.keep, self.lease = store, own, keep, lease
+        self.refused = ""
+        """Why the prefix is not this run's: another one has it."""
+        self.claimed = False
+        self.begins_anew = False
+        """Whether the run resumes from nothing: then there may be no checkpoints in its prefix."""
+        self._left: int | None = None
+        """Later steps than this one are of a branch that the run has left, and still in the listing."""
+        self.sweep_problem = ""
+        """What went wrong when old checkpoints were deleted, the last time; the next sweep mends it."""
+        self._lock = threading.Lock()
+        """Held while the store is asked: never by training."""
+        self._noting = threading.Lock()
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def claim(self) -> None:
+        """Have the prefix.
+
+        Raises:
+            NanotrainError: another run has it.
+        """
+        with self._lock:
+            self._claim()
+
+    def _claim(self) -> None:
+        take(self.store, self.own, lease=self.lease, sleep=self._sleep)
+        self.claimed = True
+
+    def _claim_late(self) -> None:
+        """Have the prefix of a store that did not answer when the run began."""
+        steps = [*map(step_of, look(self.store).complete())] if self.begins_anew else []
+        if steps:
+            raise holds_checkpoints(self.store, steps)
+        self._claim()
+
+    def _sleep(self, seconds: float) -> None:
+        if self._over.wait(seconds):
+            raise TimeoutError("the run is over")
+
+    def leave_after(self, step: int) -> None:
+        """Note that the run goes on from ``step``: what the store has of later ones is of another branch."""
+        with self._noting:
+            self._left = step if self._left is None else min(step, self._left)
+        self._wake.set()
+
+    def publish(self, stored: Stored, stale: Callable[[], bool]) -> str:
+        """Complete a checkpoint whose files are all there; return what is wrong with them.
+
+        Args:
+            stored: what the marker is to say.
+            stale: returns whether the run has gone back before it meanwhile.
+        """
+        with self._lock:
+            self._tend()
+            if stale():
+                return "the run has gone back before it"
+            there = self.store.sizes(stored.entry)
+            if problems := missing(stored, there):
+                return problems[0]
+            self.store.put_bytes(f"{stored.entry}/{MARKER}", stored.text())
+            return ""
+
+    def sweep(self, newest: str, evaluated: int | None) -> None:
+        """Delete what retention does not keep beside ``newest``, the folder of the newest checkpoint.
+
+        Args:
+            newest: was just completed.
+            evaluated: the last step whose validation loss was finite.
+        """
+        try:
+            with self._lock:
+                listing = look(self.store)
+                gone = expendable(listing, keep=self.keep, newest=newest, evaluated=evaluated)
+                self.sweep_problem = remove(self.store, listing, gone)
+        except Exception as problem:
+            self.sweep_problem = in_words(problem)
+
+    # --- signs of life ------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Give signs of life from now on."""
+        self._thread = threading.Thread(target=self._live, name="object-store-owner", daemon=True)
+        self._thread.start()
+
+    def _live(self) -> None:
+        while not self._over.is_set():
+            try:
+                with self._lock:
+                    self._tend()
+            except NanotrainError:
+                return
+            except Exception:
+                pass
+            self._wake.wait(self.lease / BEATS)
+            self._wake.clear()
+
+    def _tend(self) -> None:
+        """Do what is due. The lock is held.
+
+        Raises:
+            NanotrainError: the prefix is another's, from now on for ever.
+        """
+        if self.refused:
+            raise NanotrainError(self.refused)
+        try:
+            if not self.claimed:
+                self._claim_late()
+            expect_ours(self.store, self.own)
+        except NanotrainError as problem:
+            self.refused = str(problem)
+            raise
+        self.own = attrs.evolve(self.own, beat=self.own.beat + 1)
+        self.store.put_bytes(OWNER, self.own.text())
+        left = self._left
+        if left is not None:
+            supersede(self.store, left)
+            with self._noting:
+                self._left = None if self._left == left else self._left
+
+    def end(self, patience: float) -> None:
+        """Give the prefix back, within so many seconds: a next run need not wait for the lease."""
+        self._over.set()
+        self._wake.set()
+        if not self.claimed or self.refused:
+            return
+
+        def give_back() -> None:
+            with self._lock:
+                expect_ours(self.store, self.own)
+                self.store.put_bytes(OWNER, attrs.evolve(self.own, ended=True).text())
+
+        def try_to() -> None:
+            with suppress(Exception):  # then the lease runs out
+                give_back()
+
+        thread = threading.Thread(target=try_to, daemon=True)
+        thread.start()
+        thread.join(patience)
