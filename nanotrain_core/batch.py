@@ -94,7 +94,8 @@ class Batch:
         """Return tokens and targets that lie ``depth`` positions after these, of the same shape.
 
         Behind the end of a sequence token 0, and :data:`IGNORE`. Of a part, those that follow it in its
-        sequence, which other ranks have too: a model must not shift a batch by itself.
+        sequence, which other ranks have too: a model must not shift a batch by itself. Where documents do not
+        see one another, :data:`IGNORE` also where the later token is of another document.
         """
         known = self if self.whole is None else self.whole
         begin, size = self.first + depth, self.tokens.shape[1]
@@ -104,6 +105,9 @@ class Batch:
             return F.pad(there, (0, size - there.shape[1]), value=filling)
 
         targets = None if known.targets is None else shifted(known.targets, IGNORE)
+        if targets is not None and self.begins is not None:
+            own_BS = self.begins[:, self.first : self.first + size]
+            targets = targets.masked_fill(shifted(self.begins, -1) != own_BS, IGNORE)
         return Batch(shifted(known.tokens, 0), targets)
 
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:

@@ -422,6 +422,18 @@ def test_a_file_smaller_than_a_batch_is_refused_with_the_numbers(tmp_path):
         data.train_batch(16, WHOLE)
 
 
+def test_a_tokenizer_file_that_truncates_and_pads_cuts_no_document(words, tmp_path):
+    """Files of fine-tuned models often say so; padding would also depend on what shares a batch."""
+    cut = Tokenizer.from_file(str(words))
+    cut.enable_truncation(2)
+    cut.enable_padding(length=9)
+    cut.save(str(tmp_path / "cut.json"))
+    plain, whole = make_tokenizer(str(words)), make_tokenizer(str(tmp_path / "cut.json"))
+    texts = ["w2 w3 w4 w5", "w6"]
+    assert whole.encode_batch(texts) == [whole.encode(text) for text in texts] == [[2, 3, 4, 5], [6]]
+    assert plain.encode_batch(texts) == whole.encode_batch(texts)
+
+
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):
     message = refusal(corpus, tokenizer=str(words.with_name("tokeniser.json")))
     assert "tokenizer " in message

@@ -89,14 +89,17 @@ def packed_and_alone(model):
     found = []
     for batches in ([Batch(whole[:, :-1], whole[:, 1:], begins=begins)], each):
         part.zero_grad()
-        loss = sum(part(batch.tokens, batch).losses["lm"] for batch in batches)
+        losses = [part(batch.tokens, batch).losses for batch in batches]
+        loss = sum(each[name] for each in losses for name in ("lm", "mtp") if name in each)
         loss.backward()
         grads = {name: p.grad.clone() for name, p in part.named_parameters() if p.grad is not None}
         found.append((loss.item(), grads))
     return found
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA, DEEPSEEK], ids=["gpt", "llama", "deepseek"])
+@pytest.mark.parametrize(
+    "model", [GPT, LLAMA, DEEPSEEK, DEEPSEEK | {"mtp": 2}], ids=["gpt", "llama", "deepseek", "mtp"]
+)
 def test_documents_in_one_sequence_train_as_each_by_itself(model):
     (loss, packed), (expected, alone) = packed_and_alone(model)
     assert loss == pytest.approx(expected, abs=1e-9)

@@ -88,6 +88,12 @@ class TokenizerFile:
         self.vocab_size = max(vocab.values()) + 1
         self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
         self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
+        if self._tokenizer.truncation or self._tokenizer.padding:
+            # What a file says of a model's single inputs would cut documents, and fill up those beside longer
+            # ones. Another name, since tokens were once cached that were cut.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self.name += " whole"
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if they are there.
