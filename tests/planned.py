@@ -26,13 +26,14 @@ def planned(case) -> list[StepRecord]:
     return predict(recipe, registry, registry.build(recipe.topology).layout(recipe.run.ranks))
 
 
-def planned_peaks(case) -> dict[int, int]:
-    """Return, by the first rank of each pipeline rank, the planned peak above what is composed."""
+def planned_peaks(case) -> dict[tuple[int, ...], int]:
+    """Return, by the ranks of each pipeline rank, their planned peak above what is composed."""
     recipe, registry = PhaseTimeline(case.recipe()).largest(), case.registry()
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
     stages = dry_stages(recipe, registry, layout, host=True)
     found = {}
     for pp_rank in range(stages.pp):
         memory, step = rank_memory(stages, pp_rank), stages.step_of(pp_rank)
-        found[step.rank] = memory.peak - sum(step.state.values())
+        alike = (rank for rank in range(layout.world_size) if layout.coordinate(rank, "pp") == pp_rank)
+        found[tuple(alike)] = memory.peak - sum(step.state.values())
     return found

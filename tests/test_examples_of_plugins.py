@@ -3,6 +3,7 @@
 import http.server
 import json
 import math
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from as_one_process import assert_trains_as_one_process
 from compositions import CONTEXT_PARALLEL, MODELS
 from test_docs import failed
 
+from nanotrain_core.api import Exit
+from nanotrain_core.cli import main
 from nanotrain_core.contracts import EndReport, MetricsReport
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, RecipeError
 from nanotrain_core.pipeline.simulator import simulate
@@ -235,6 +238,15 @@ def test_gradients_wider_than_their_parameters_are_refused_by_name():
         RankFailure, match=r"torch_ddp: .* is torch.bfloat16, and its gradient to be torch.float32"
     ):
         run_ranks(update, 2, torch_ddp({"dp": 2}), {"precision": {"use": "bf16"}})
+
+
+@pytest.mark.parametrize(
+    ("use", "instead"), [("torch_ddp", "plan with ddp"), ("fsdp2", "plan with zero12's stage 2")]
+)
+def test_a_plan_of_what_cannot_run_dry_is_refused_with_what_to_plan_in_its_place(capsys, use, instead):
+    told = ["--set", f"parallel.0.use={use}", "--plugin", str(PLUGINS / f"{use}.py"), "--ranks", "2"]
+    assert main(["plan", "laptop", *told]) == Exit.USER
+    assert re.fullmatch(rf"nanotrain: {use}: .* on no meta device: {instead}\n", capsys.readouterr().err)
 
 
 # --- fsdp2 ------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.plan import make_plan
+from nanotrain_plan.stages import pipeline_of_most_tokens
 
-from nanotrain_core.api import resolve_recipe
+from nanotrain_core.api import Layout, View, resolve_recipe
 from nanotrain_core.cli import main
 
 #: A head costs 2.7 layers where sequences are short, less than half of one where attention is long.
@@ -68,3 +70,9 @@ def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_
     sent = [each for each in plan["collectives"]["of_a_step"] if each["op"] in ("send", "recv")]
     assert [each["count"] for each in sent] == [2, 2]  # of two and of one sequence, each way
     assert [each["bytes"] for each in sent] == [4 * 3 * 32 * 64] * 2
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(6, [0, 4]), (7, [1, 5])])
+def test_of_a_sequence_that_ranks_share_a_plan_has_the_largest_part(length, ranks):
+    layout = Layout({"dense": View(("pp", "dp", "cp"), (2, 2, 2))}, sequence_dims=("cp",))
+    assert pipeline_of_most_tokens(layout, 2, length) == ranks  # of seven tokens, the second rank has four

@@ -1,7 +1,7 @@
 """Plans of small recipes against what happens on gloo: state, every collective, activations, peak memory."""
 
 import pytest
-from compositions import MODELS, OPTIMIZERS, VOCAB
+from compositions import CONTEXT_PARALLEL, MODELS, OPTIMIZERS, VOCAB
 from planned import happened, planned, planned_peaks
 
 from nanotrain_core.testing import Case
@@ -14,9 +14,6 @@ LOSSES = 16
 
 #: Of what is kept: gloo lets go of what it sent when it likes, and with experts it sends much.
 TOLERANCE = {"ep": 0.03, "all": 0.03, "selective": 0.03}
-
-#: Of peak memory: with selective checkpointing a plan has up to 13% too much.
-PEAK_TOLERANCE = {"selective": 0.15}
 
 DDP = [{"use": "ddp", "bucket_mb": 0.01}]
 TP, SP = [{"use": "tp", "sequence_parallel": False}], [{"use": "tp", "sequence_parallel": True}]
@@ -46,6 +43,7 @@ MORE = {
     "tied": ({"pp": 2, "dp": 2}, "transformer", "1f1b", DDP, {}),
     "optimizer_offload": ({"dp": 2}, "transformer", "accumulate", [], {**ZERO, "stage": 2, "offload": True}),
     "phases": ({"dp": 2}, "transformer", "accumulate", DDP, {}),
+    "cp": ({"cp": 2}, "transformer", "accumulate", [{"use": "cp"}, *DDP], {}),
 }
 #: A plan is of the largest batch, which the second step has: the first takes one sequence on each rank.
 PHASES = [
@@ -55,8 +53,9 @@ PHASES = [
 
 
 def case(topology, model, schedule, wrappers, optimizer, tied=False, precision="fp32", phases=()):
+    length = 7 if "cp" in topology else BATCH["length"]  # the second rank has a token more
     overrides = {
-        "batch": {**BATCH, "sequences": 3 * topology.get("dp", 1)},
+        "batch": {**BATCH, "sequences": 3 * topology.get("dp", 1), "length": length},
         "model": {**MODELS[model], "layers": 4, "tied": tied},
         "data": {"vocab": VOCAB},
         "optimizer": optimizer or OPTIMIZERS["adamw"],
@@ -65,7 +64,8 @@ def case(topology, model, schedule, wrappers, optimizer, tied=False, precision="
         "parallel": wrappers,
         **({"phase": phases} if phases else {}),
     }
-    return Case("topology", use="grid", topology=topology, overrides=overrides)
+    plugins = [CONTEXT_PARALLEL] if "cp" in topology else []
+    return Case("topology", use="grid", topology=topology, overrides=overrides, plugins=plugins)
 
 
 def assert_as_planned(case, tolerance, peak_tolerance=0.05):
@@ -79,8 +79,9 @@ def assert_as_planned(case, tolerance, peak_tolerance=0.05):
                 f"rank {rank}: {action}"
             )
         assert plan.peak == pytest.approx(step.peak, rel=peak_tolerance), f"rank {rank}"
-    for rank, peak in planned_peaks(case).items():
-        assert peak == pytest.approx(real[rank].peak, rel=peak_tolerance), f"as printed, rank {rank}"
+    for ranks, peak in planned_peaks(case).items():
+        most = max(real[rank].peak for rank in ranks)
+        assert peak == pytest.approx(most, rel=peak_tolerance), f"as printed, the most of ranks {ranks}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -100,5 +101,4 @@ def test_every_step_is_as_planned(name, precision):
             precision=precision,
         ),
         TOLERANCE.get(name, 0.01),
-        PEAK_TOLERANCE.get(name, 0.05),
     )

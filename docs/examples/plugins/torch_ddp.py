@@ -75,6 +75,8 @@ def build(config):
                     self.late[placed.placement.name] = (parameter, mesh.group_of(span))
                 else:
                     together.setdefault((placed.parts[0], span), []).append(parameter)
+            if together and mesh.device.type == "meta":
+                raise NanotrainError("torch_ddp: DDP's reducer runs on no meta device: plan with ddp")
             self.members = {}
             for (_, span), members in sorted(together.items(), key=lambda each: each[0]):
                 group = mesh.group_of(span)

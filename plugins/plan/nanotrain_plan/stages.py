@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
-from nanotrain_core.api.torch import Model, Run, Schedule
+from nanotrain_core.api.torch import Model, Run, Schedule, share_of
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.dry.values import Values
@@ -69,7 +69,7 @@ def dry_stages(
     look: Callable[[Run], Any] | None = None,
     parts: tuple[Part, ...] | None = None,
 ) -> Stages:
-    """Take a step of one rank of each kind.
+    """Take a step of one rank of each kind: where parts of sequences differ, of those with the largest.
 
     Args:
         recipe: checked, of the world size to plan.
@@ -84,13 +84,12 @@ def dry_stages(
         registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
     recipe = dry_recipe(recipe, registry, host=host)
     pp = layout.size("pp") if "pp" in layout.dims else 1
-    stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     model: Model = registry.build(recipe.model)
     schedule: Schedule = registry.build(recipe.schedule)
     costs = model.flops(recipe.batch.length)
     parts = tuple(schedule.parts(costs, pp))
     microbatches = recipe.batch.microbatches(layout.size("dp"))
-    ranks = [number * stride for number in range(pp)]
+    ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
     kinds: dict[Kind, int] = {}
     like = []
@@ -116,6 +115,23 @@ def dry_stages(
         steps=steps,
         like=like,
     )
+
+
+def pipeline_of_most_tokens(layout: Layout, pp: int, length: int) -> list[int]:
+    """Return ranks, one for each of ``pp`` pipeline ranks, with the largest part of each sequence.
+
+    Where context parallelism shares out ``length`` tokens, parts may differ by one: the largest takes the
+    most memory and time. Of several such pipelines it is the first.
+    """
+    shared = layout.sequence_dims
+
+    def tokens(rank: int) -> int:
+        first, end = share_of(length, layout.coordinate(rank, *shared), layout.size(*shared))
+        return end - first
+
+    start = max(layout.ranks(0, *shared), key=tokens)
+    stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
+    return [start + number * stride for number in range(pp)]
 
 
 class ReplacedSchedule:

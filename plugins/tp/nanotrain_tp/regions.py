@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ class Entry:
         """The first of the layers that read it."""
         self.again: Again | None = None
         """How those that do not keep it get it in backward."""
+        self.watched = False
+        """Whether :meth:`Boundary.forget` is called when its gradient comes."""
         self.places: dict[nn.Module, Place] = {}
         """Where those that are known to read it have their wgrads made."""
 
@@ -128,7 +131,28 @@ class Boundary:
         elif entry.inside is None:
             entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
         inside: torch.Tensor = entry.inside
+        self._forget_in_backward(entry)
         return inside
+
+    def _forget_in_backward(self, entry: Entry) -> None:
+        """Have :meth:`forget` called when the gradient of ``entry`` comes.
+
+        A layer that backward computes again enters tensors too, and is broken off, without a forward hook,
+        as soon as all that was saved is there: the last of them and what its graph saved would be alive
+        until the next forward pass. Gradients come to what the forward pass entered, after that was computed
+        again.
+        """
+        inside = entry.inside
+        if entry.watched or torch.compiler.is_compiling() or inside is None or not inside.requires_grad:
+            return
+        entry.watched, boundary = True, ref(self)
+
+        def forget(gradient: torch.Tensor) -> None:
+            here = boundary()
+            if here is not None:
+                here.forget()
+
+        inside.register_hook(forget)  # type: ignore[no-untyped-call]
 
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """As :meth:`enter`, and give ``layer`` the place for its weight's product where there can be one."""

@@ -1,6 +1,7 @@
 """The state that hooks keep between two calls: used where it is right, gone where it is not."""
 
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_nothing_is_kept_beyond_a_block():
     before = edge.enter(x)
     edge.forget()
     assert edge.enter(x) is not before
+
+
+def test_a_layer_that_is_computed_again_leaves_nothing_alive():
+    edge, entered = boundary(), []
+    edge.ranks.all_reduce = lambda gradient: gradient
+
+    def layer(x):
+        entered.append(ref(doubled := x * 2))
+        return (edge.enter(doubled) ** 2).sin()
+
+    checkpoint(layer, torch.ones(1, 2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert [each() for each in entered] == [None, None]
 
 
 class Fails(nn.Linear):

@@ -17,7 +17,7 @@ from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.rank import RankStep, dry_rank, survey
 from nanotrain_plan.dry.values import Values
-from nanotrain_plan.stages import ReplacedSchedule
+from nanotrain_plan.stages import ReplacedSchedule, pipeline_of_most_tokens
 
 
 class NotComposable(Exception):
@@ -170,8 +170,7 @@ def take_probe(
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
     probing: Any = ReplacedSchedule(registry, ProbeSchedule(parts, halves))
     pp = 1 + max(part.rank for part in parts)
-    stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
-    ranks = [number * stride for number in range(pp)]
+    ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)
     idle: list[Any] = [set()] * (PIPELINE - pp)
     told = [*survey(recipe, probing, ranks, host=host), *idle] if pp > 1 else []
     values = Values()
