@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 
 from nanotrain_core.api import LARGEST_SIZE, Range, path_field
@@ -15,7 +13,7 @@ class ShardsConfig:
 
     paths: tuple[str, ...] = path_field()
     """Prepared folders, relative to the recipe or absolute. Each is a source of the blend."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = attrs.field(default=(), validator=Range(0.0, 1e15, above=True))
     """Share of each source in the sequences trained on, in proportion to their sum. None: by their tokens,
     so that every source is read as often as the others."""
     validation_fraction: float = attrs.field(default=0.01, validator=Range(0.0, 1.0, below=True))
@@ -32,7 +30,7 @@ class ShardsConfig:
         """Refuse no folder, and weights that do not fit.
 
         Raises:
-            ValueError: there are none, or not one above 0 for each.
+            ValueError: there are none, or not one for each.
         """
         if not self.paths:
             raise ValueError("paths names no folder: expected some that 'nanotrain data prepare' wrote")
@@ -40,6 +38,3 @@ class ShardsConfig:
             raise ValueError(
                 f"{len(self.weights)} weights for {len(self.paths)} paths: expected one for each"
             )
-        for weight in self.weights:
-            if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(f"weights has {weight:g}: expected numbers above 0")

@@ -273,8 +273,8 @@ def test_too_little_is_refused(folder):
     [
         ({"paths": ()}, "names no folder"),
         ({"paths": ("a", "b"), "weights": (1.0,)}, "1 weights for 2 paths"),
-        ({"paths": ("a",), "weights": (0.0,)}, "expected numbers above 0"),
-        ({"paths": ("a",), "weights": (float("nan"),)}, "expected numbers above 0"),
+        ({"paths": ("a",), "weights": (0.0,)}, "expected a number above 0"),
+        ({"paths": ("a",), "weights": (float("nan"),)}, "expected a number above 0"),
     ],
 )
 def test_a_wrong_table_is_refused(options, text):
