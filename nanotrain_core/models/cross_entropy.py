@@ -105,6 +105,9 @@ class Chunks:
 #: Of a device with much memory.
 LARGE = Chunks()
 
+#: Rows of hidden states' gradients that are float32 at a time.
+WIDE_ROWS = 1024
+
 
 def cross_entropy(
     logits_CP: torch.Tensor,
@@ -248,7 +251,22 @@ class _ChunkedLoss(torch.autograd.Function):
         # The sum over tokens stays wide until it is divided by their number: float16 could not hold it. The
         # gradient of the weight is added to others as wide as it is; where none is wide, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return d_hidden_TD * d_loss.to(d_hidden_TD.dtype), d_weight_VD * d_loss, *(None,) * 6
+        return _times(d_hidden_TD, d_loss), d_weight_VD * d_loss, *(None,) * 6
+
+
+def _times(d_hidden_TD: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return ``d_hidden_TD`` times a scalar, which is not rounded to its dtype first.
+
+    Torch rounds it: in bfloat16 all gradients below the head would be off by up to 0.4%, by as much in the
+    whole step, since 1 / count is rarely a number of eight bits. Some rows at a time, to take little memory.
+    """
+    wide = torch.promote_types(d_hidden_TD.dtype, factor.dtype)
+    if wide == d_hidden_TD.dtype:
+        return d_hidden_TD * factor
+    out_TD = torch.empty_like(d_hidden_TD)
+    for rows, into in zip(d_hidden_TD.split(WIDE_ROWS), out_TD.split(WIDE_ROWS), strict=True):
+        into.copy_(rows.to(wide) * factor)
+    return out_TD
 
 
 def _pad_rows(weight_VD: torch.Tensor, missing: int) -> torch.Tensor:

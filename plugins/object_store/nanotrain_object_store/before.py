@@ -64,7 +64,8 @@ def ask(store: Store, prefix: Prefix, restore: Restore) -> Found:
         first = False
         try:
             prefix.claim()
-            found.stored = read_markers(store, look(store), lambda problem: _skip(log, store, problem))
+            every = read_markers(store, look(store), lambda problem: _skip(log, store, problem))
+            found.stored = [stored for stored in every if not prefix.left.leaves(stored.step)]
             found.down = ""
             break
         except NanotrainError as refusal:
@@ -105,6 +106,11 @@ def _refusal(store: Store, restore: Restore, found: Found) -> NanotrainError | N
     return None
 
 
+def is_elsewhere(which: str) -> bool:
+    """Return whether a run resumes from a path, and not from a checkpoint of its own."""
+    return not (which in ("latest", "auto") or which.isdecimal())
+
+
 def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
     """Have the checkpoint that the run will look for on the disk, if the store has it. Collective.
 
@@ -112,7 +118,7 @@ def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
         CheckpointError: on all ranks: it is in the store, and cannot be had whole.
     """
     which, mesh = restore.which, restore.mesh
-    if which is None or not (which in ("latest", "auto") or which.isdecimal()):
+    if which is None or is_elsewhere(which):
         return
     here: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]
     wanted = [each for each in found if not which.isdecimal() or each.step == int(which)]

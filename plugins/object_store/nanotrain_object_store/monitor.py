@@ -66,7 +66,8 @@ class ObjectStore(Monitor):
         if mesh.rank == 0 and not again:
             clear_scratch(restore.folder)
             own = before.owner_of(restore)
-            self.prefix = Prefix(self.store, own, keep=self.config.keep, lease=self.config.lease)
+            run_folder, config = restore.folder.parent, self.config
+            self.prefix = Prefix(self.store, own, keep=config.keep, lease=config.lease, folder=run_folder)
             self.prefix.begins_anew = restore.which is None
             found = before.ask(self.store, self.prefix, restore)
         found = mesh.gather(found)[0]
@@ -78,6 +79,7 @@ class ObjectStore(Monitor):
             log.warning(text, url=self.store.url, problem=found.down)
         before.bring(self.store, found.stored, restore)
         self._in_store = frozenset(each.step for each in found.stored)
+        self._elsewhere = restore.which is not None and before.is_elsewhere(restore.which)
         if self.prefix is not None:
             self.prefix.begin()
 
@@ -92,8 +94,10 @@ class ObjectStore(Monitor):
         first = run.first_step
         if not first:
             return
-        self.uploads.go_back(first)
-        if first in self._in_store:
+        # What the prefix has from before is of another branch where the run comes from elsewhere, as
+        # the disk's own checkpoints are, which the format sets aside.
+        self.uploads.go_back(-1 if self._elsewhere else first)
+        if first in self._in_store and not self._elsewhere:
             self._saved = self.uploads.uploaded = first
             return
         path = find_local(run.folder / "checkpoints", first)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import attrs
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_object_store.catalogue import expendable, look, missing, remove, supersede
+from nanotrain_object_store.left_branch import LeftBranch
 from nanotrain_object_store.owner import OWNER, Owner, expect_ours, holds_checkpoints, take
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import MARKER, Stored, step_of
@@ -24,15 +26,17 @@ BEATS = 3
 class Prefix:
     """One run's prefix, from rank 0. Methods raise what the store does."""
 
-    def __init__(self, store: Store, own: Owner, *, keep: int, lease: float) -> None:
+    def __init__(
+        self, store: Store, own: Owner, *, keep: int, lease: float, folder: Path | None = None
+    ) -> None:
+        """Stand before the store; ``folder`` is the run's."""
         self.store, self.own, self.keep, self.lease = store, own, keep, lease
         self.refused = ""
         """Why the prefix is not this run's: another one has it."""
         self.claimed = False
         self.begins_anew = False
         """Whether the run resumes from nothing: then there may be no checkpoints in its prefix."""
-        self._left: int | None = None
-        """Later steps than this one are of a branch that the run has left, and still in the listing."""
+        self.left = LeftBranch(folder)
         self.sweep_problem = ""
         """What went wrong when old checkpoints were deleted, the last time; the next sweep mends it."""
         self._lock = threading.Lock()
@@ -68,7 +72,7 @@ class Prefix:
     def leave_after(self, step: int) -> None:
         """Note that the run goes on from ``step``: what the store has of later ones is of another branch."""
         with self._noting:
-            self._left = step if self._left is None else min(step, self._left)
+            self.left.note(step)
         self._wake.set()
 
     def publish(self, stored: Stored, stale: Callable[[], bool]) -> str:
@@ -139,11 +143,11 @@ class Prefix:
             raise
         self.own = attrs.evolve(self.own, beat=self.own.beat + 1)
         self.store.put_bytes(OWNER, self.own.text())
-        left = self._left
-        if left is not None:
-            supersede(self.store, left)
+        after = self.left.after
+        if after is not None:
+            supersede(self.store, after)
             with self._noting:
-                self._left = None if self._left == left else self._left
+                self.left.done(after)
 
     def end(self, patience: float) -> None:
         """Give the prefix back, within so many seconds: a next run need not wait for the lease."""

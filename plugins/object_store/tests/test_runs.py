@@ -187,6 +187,28 @@ def test_a_rollback_takes_later_checkpoints_out_of_the_listing(server, tmp_path)
     assert steps_in(server, "p")[1] == []  # what was left goes when the run has come as far again
 
 
+def test_a_branch_that_was_left_while_the_store_was_down_is_not_fetched_again(server, tmp_path):
+    """The run went back to step 2, its store did not answer, and it was killed."""
+    from nanotrain_object_store.left_branch import LEFT_AFTER, LeftBranch
+
+    ran = fit(tmp_path / "one", server.url("p"), steps=4)
+    (later,) = (ran.folder / "checkpoints").glob("step-00000004*")
+    later.unlink()
+    LeftBranch(ran.folder).note(2)
+    again = fit(tmp_path / "one", server.url("p"), steps=5, resume="auto")
+    assert [*again.losses] == [3, 4, 5]
+    assert not (ran.folder / LEFT_AFTER).exists()
+
+
+@pytest.mark.full
+def test_a_run_that_comes_from_elsewhere_leaves_what_its_prefix_had(server, tmp_path):
+    other = fit(tmp_path / "other", server.url("q"), steps=3, every=3)
+    fit(tmp_path / "one", server.url("p"), steps=2)
+    (path,) = (other.folder / "checkpoints").glob("step-00000003*")
+    fit(tmp_path / "one", server.url("p"), steps=4, every=4, resume=str(path))
+    assert steps_in(server, "p")[0] == [3, 4] or steps_in(server, "p")[0] == [4]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
