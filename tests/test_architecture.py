@@ -185,7 +185,7 @@ SMALL = {
     "hf": 860,
     "launch": 1310,
     "layout": 1120,
-    "models": 675,
+    "models": 690,
     "moe": 315,
     "metrics": 1150,
     "monitors": 985,
