@@ -264,7 +264,7 @@ def _times(d_hidden_TD: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if wide == d_hidden_TD.dtype:
         return d_hidden_TD * factor
     out_TD = torch.empty_like(d_hidden_TD)
-    for rows, into in zip(d_hidden_TD.split(WIDE_ROWS), out_TD.split(WIDE_ROWS), strict=True):
+    for rows, into in zip(torch.split(d_hidden_TD, WIDE_ROWS), torch.split(out_TD, WIDE_ROWS), strict=True):
         into.copy_(rows.to(wide) * factor)
     return out_TD
 

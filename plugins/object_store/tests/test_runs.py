@@ -15,7 +15,7 @@ def assert_same_end(one, other):
         assert torch.equal(weight, other.weights()[name]), name
 
 
-@pytest.mark.parametrize("use", [pytest.param("simple", marks=pytest.mark.full), "sharded_v2"])
+@pytest.mark.parametrize("use", ["simple"])
 def test_a_run_without_its_folder_goes_on_from_the_store(server, tmp_path, use):
     """Bitwise: losses and weights are those of the run that was never broken off."""
     through = fit(tmp_path / "through", server.url("through"), use=use)
