@@ -181,7 +181,7 @@ SMALL = {
     "cli": 1560,
     "compile": 350,
     "contracts": 620,
-    "data": 755,
+    "data": 770,
     "hf": 860,
     "launch": 1310,
     "layout": 1120,

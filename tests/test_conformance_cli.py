@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.campaign import Result, Verdict
+from nanotrain_core.testing.trial_process import described
 
 TWINS, FLAT = (str(Path(__file__).with_name(f"{name}.py")) for name in ("broken_twins", "flat_topology"))
 
@@ -116,6 +118,22 @@ def test_a_broken_component_is_told_with_its_numbers(capsys):
     output = capsys.readouterr().out
     assert "FAILED  drops_backward-w1-every_pass_happens_once: A stage has exactly one F" in output
     assert "rank 0, 3 microbatches: missing ['B0.2']" in output
+
+
+def test_an_error_in_a_component_is_told_with_the_line_that_made_it(tmp_path):
+    """numpy's line raised it; what must be changed is the component's."""
+    plugin = tmp_path / "stacks.py"
+    plugin.write_text("import numpy as np\n\n\ndef read():\n    return np.stack([])\n")
+    stacks = runpy.run_path(str(plugin))
+    with pytest.raises(ValueError, match="to stack") as caught:
+        stacks["read"]()
+    assert described(caught.value) == f"ValueError: need at least one array to stack ({plugin}:5, in read)"
+
+
+def test_what_a_check_or_the_core_says_is_told_as_it_is():
+    with pytest.raises(NanotrainError) as caught:
+        call("topology:grid", "--setup", "exit 4")
+    assert described(caught.value) == str(caught.value)
 
 
 def test_tables_are_written_as_with_set_of_a_recipe():

@@ -116,7 +116,10 @@ class SequenceData:
         self._position_length, self._position_train = self.length, self.train
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
-        """Return tokens [len(numbers), length + 1] of the sequences of those numbers in a split."""
+        """Return tokens [len(numbers), length + 1], integers of any dtype, of those sequences of a split.
+
+        ``numbers`` are one at least.
+        """
         raise NotImplementedError
 
     def train_batch(self, sequences: int, shard: Shard) -> Batch:
@@ -144,7 +147,7 @@ class SequenceData:
 
     def _read(self, wanted: Request) -> Batch:
         numbers = self._train_order.at(wanted.position + row for row in wanted.shard.rows(wanted.sequences))
-        return _batch(self.read_sequences(numbers, validation=False), self.document_end)
+        return self._batch_of(numbers, validation=False)
 
     def skip(self, sequences: int) -> None:
         """Advance without a look at what is there. Who keeps more than the position overrides this too."""
@@ -158,7 +161,12 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(_batch(self.read_sequences(numbers, validation=True), self.document_end), len(rows))
+        return _padded(self._batch_of(numbers, validation=True), len(rows))
+
+    def _batch_of(self, numbers: Integers, *, validation: bool) -> Batch:
+        if not len(numbers):  # a shard may have none of the last validation batch
+            return _batch(np.zeros((0, self.length + 1), np.int64), self.document_end)
+        return _batch(self.read_sequences(numbers, validation=validation), self.document_end)
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""
@@ -182,6 +190,7 @@ class SequenceData:
 
 
 def _batch(sequences: Integers, document_end: int | None) -> Batch:
+    sequences = np.asarray(sequences, np.int64)  # files of tokens have narrower ones
     tokens = torch.from_numpy(sequences)
     begins = None if document_end is None else torch.from_numpy(document_begins(sequences, document_end))
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), begins=begins)

@@ -9,15 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from nanotrain_core.errors import NanotrainError
+
+_CORE = Path(__file__).resolve().parent.parent
 
 
 @attrs.define(frozen=True)
@@ -91,12 +96,37 @@ class TrialProcess:
         try:
             trial.run()
         except Exception as error:
-            text = str(error) or type(error).__name__
-            return Outcome(number, text, time.monotonic() - began)
+            return Outcome(number, described(error), time.monotonic() - began)
         except SystemExit as error:
             text = f"sys.exit({error.code!r}) was called"
             return Outcome(number, text, time.monotonic() - began)
         return Outcome(number, None, time.monotonic() - began)
+
+
+def described(error: Exception) -> str:
+    """Return what went wrong; of an error that no line of the core raised, its type and where, too.
+
+    Where is the innermost line of code that is neither the core's nor installed: most likely the component's.
+    """
+    text, frames = str(error), traceback.extract_tb(error.__traceback__)
+    told = isinstance(error, NanotrainError) or (frames and _is_ours(frames[-1].filename))
+    if text and told:
+        return text
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    theirs = [frame for frame in frames if not (_is_ours(frame.filename) or _is_installed(frame.filename))]
+    if not frames:
+        return named
+    frame = (theirs or frames)[-1]
+    return f"{named} ({frame.filename}:{frame.lineno}, in {frame.name})"
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).is_relative_to(_CORE)
+
+
+def _is_installed(filename: str) -> bool:
+    path = Path(filename)
+    return "site-packages" in path.parts or path.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def serve(
