@@ -13,10 +13,10 @@ from nanotrain_core.api import (
     DataError,
     NanotrainError,
     Resolution,
-    add_plugin_options,
     load_plugins,
     plugin_arguments,
 )
+from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
 
 if TYPE_CHECKING:
     from nanotrain_core.api.text import TextCodec
@@ -29,8 +29,7 @@ NO_PROMPT = "\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    what = "a run folder (its newest checkpoint), a checkpoint, a converted folder, or a Hugging Face folder"
-    parser.add_argument("path", metavar="PATH", help=what)
+    add_weights(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to continue; may be repeated; - reads it from standard input (default: an empty line)",
     )
     parser.add_argument(
-        "--tokens", type=_above_zero, default=200, metavar="N", help="to write, at most (default: 200)"
+        "--tokens", type=above_zero, default=200, metavar="N", help="to write, at most (default: 200)"
     )
     parser.add_argument(
         "--temperature",
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="0 always takes the likeliest token (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=_count, default=0, metavar="K", help="draw from the K likeliest; 0: all"
+        "--top-k", type=count, default=0, metavar="K", help="draw from the K likeliest; 0: all"
     )
     parser.add_argument(
         "--top-p",
@@ -61,26 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=1234, metavar="N", help="of what is drawn (default: 1234)"
     )
-    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes; default: that of the run's data"
-    )
-    parser.add_argument(
-        "--degree",
-        action="append",
-        default=[],
-        metavar="DIM=N",
-        help="spread the model over ranks, for example tp=2; may be repeated",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one value of the recipe, for example precision.use=fp32 or run.device=cpu",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
-    add_plugin_options(parser)
+    add_layout_options(parser, example="precision.use=fp32", otherwise="text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     from nanotrain_core.api.ranks import Ranks
     from nanotrain_sample.ranks import degrees_of, run_on_ranks
-    from nanotrain_sample.source import codec_of, find
+    from nanotrain_sample.source import find, fitting_codec
     from nanotrain_sample.tell import Asked
     from nanotrain_sample.write import SampleJob
 
@@ -100,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     joined = Ranks.detect()
 
     def job_of(recipe: str, found: Resolution) -> SampleJob:
-        codec = codec_of(found.recipe, source.tokenizer, registry)
+        codec = fitting_codec(found, source.tokenizer)
         how = how_of(args, found, codec)
         asked = Asked(
             weights=str(source.path),
@@ -143,19 +123,10 @@ def _standard_input() -> str:
 
 
 def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How:
-    """Return what is asked of a model and tokenizer that fit.
-
-    Raises:
-        NanotrainError: the tokenizer has tokens that the model has not.
-    """
+    """Return what is asked of the model."""
     from nanotrain_sample.generate import How
 
     model = found.registry.build(found.recipe.model)
-    if codec.vocab_size > model.vocab_size:
-        raise NanotrainError(
-            f"the tokenizer has {codec.vocab_size} tokens, but the model's vocabulary is {model.vocab_size}: "
-            "it was trained with another tokenizer"
-        )
     return How(
         tokens=args.tokens,
         temperature=args.temperature,
@@ -197,18 +168,6 @@ def note_length(asked: Asked, trained: int | None) -> None:
 
 
 # --- numbers ----------------------------------------------------------------------------------
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)
-
-
-def _above_zero(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
 
 
 def _temperature(text: str) -> float:

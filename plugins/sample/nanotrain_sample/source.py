@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import tomli
 
-from nanotrain_core.api import CheckpointError, NanotrainError, Recipe, Registry, find_checkpoints
+from nanotrain_core.api import CheckpointError, NanotrainError, Recipe, Registry, Resolution, find_checkpoints
 from nanotrain_core.api.text import HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
@@ -114,3 +114,20 @@ def codec_of(recipe: Recipe, tokenizer: str | None, registry: Registry) -> TextC
         return data.tokenizer_alone()
     data.open(length=recipe.batch.length, seed=recipe.run.seed)
     return OfData(data.vocab_size, data.encode, data.decode)
+
+
+def fitting_codec(found: Resolution, tokenizer: str | None) -> TextCodec:
+    """Return :func:`codec_of` for a model whose tokens it has.
+
+    Raises:
+        DataError: it is missing.
+        NanotrainError: the tokenizer has tokens that the model has not.
+    """
+    codec = codec_of(found.recipe, tokenizer, found.registry)
+    size = found.registry.build(found.recipe.model).vocab_size
+    if codec.vocab_size > size:
+        raise NanotrainError(
+            f"the tokenizer has {codec.vocab_size} tokens, but the model's vocabulary is {size}: "
+            "it was trained with another tokenizer"
+        )
+    return codec

@@ -9,37 +9,28 @@ from typing import Any
 from nanotrain_core.api import (
     NanotrainError,
     Resolution,
-    add_plugin_options,
     load_plugins,
     plugin_arguments,
 )
+from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    what = "a run folder (its newest checkpoint), a checkpoint, a converted folder, or a Hugging Face folder"
-    parser.add_argument("path", metavar="PATH", help=what)
+    add_weights(parser)
     about = "score a UTF-8 file in place of the run's validation split; may be repeated"
     parser.add_argument("--text", action="append", default=[], metavar="FILE", help=about)
     about = "a task or group of lm_eval, or a task's YAML file; may be repeated"
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--tasks-from", metavar="FOLDER", help="with further tasks of lm_eval")
     about = "examples before each question (default: as the task says)"
-    parser.add_argument("--few-shot", type=_count, metavar="N", help=about)
-    parser.add_argument("--limit", type=_above_zero, metavar="N", help="questions of each task, at most")
+    parser.add_argument("--few-shot", type=count, metavar="N", help=about)
+    parser.add_argument("--limit", type=above_zero, metavar="N", help="questions of each task, at most")
     about = "tokens that the model reads at once (default: as it was trained)"
-    parser.add_argument("--length", type=_above_zero, metavar="N", help=about)
+    parser.add_argument("--length", type=above_zero, metavar="N", help=about)
     about = "tokens of a file that a window of --length scores; the others are context (default: all)"
-    parser.add_argument("--stride", type=_above_zero, metavar="N", help=about)
-    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
-    about = "a tokenizer.json, or bytes (default: that of the run's data)"
-    parser.add_argument("--tokenizer", metavar="FILE", help=about)
-    about = "spread the model over ranks, for example tp=2; may be repeated"
-    parser.add_argument("--degree", action="append", default=[], metavar="DIM=N", help=about)
-    about = "change one value of the recipe, for example evaluation.sequences=512"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    add_plugin_options(parser)
+    parser.add_argument("--stride", type=above_zero, metavar="N", help=about)
+    add_layout_options(parser, example="evaluation.sequences=512", otherwise="tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_sample.evaluate.job import Asked, ScoreJob, ValidationJob
     from nanotrain_sample.evaluate.tasks import check_installed
     from nanotrain_sample.ranks import ForwardJob, degrees_of, run_on_ranks
-    from nanotrain_sample.source import codec_of, find
+    from nanotrain_sample.source import find, fitting_codec
 
     if args.task:
         check_installed()
@@ -72,13 +63,8 @@ def run(args: argparse.Namespace) -> int:
         common["weights"] = str(source.path)
         if not scores:
             return ValidationJob(**common, tokenizer=None, json=args.json)
-        codec = codec_of(found.recipe, source.tokenizer, registry)
+        fitting_codec(found, source.tokenizer)  # refuses one that does not fit, before ranks start
         model = registry.build(found.recipe.model)
-        if codec.vocab_size > model.vocab_size:
-            raise NanotrainError(
-                f"the tokenizer has {codec.vocab_size} tokens, but the model's vocabulary is "
-                f"{model.vocab_size}: it was trained with another tokenizer"
-            )
         length = length_of(args.length, source.length, model.max_length)
         asked = Asked(
             texts=tuple(args.text),
@@ -120,15 +106,3 @@ def stride_of(given: int | None, length: int) -> int:
             f"--stride {given}: a window has {length} tokens (--length); expected at most that"
         )
     return given or length
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)
-
-
-def _above_zero(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
