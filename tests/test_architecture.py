@@ -31,8 +31,8 @@ LEVELS = (
     ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
-        "contracts.* builtin.configs command component hookspecs recipe.frozen recipe.locate recipe.phase "
-        "recipe.ranges recipe.tree recipe.types phases phases.timeline",
+        "contracts.* builtin.configs builtin.transformer_config command component hookspecs recipe.frozen "
+        "recipe.locate recipe.phase recipe.ranges recipe.tree recipe.types phases phases.timeline",
     ),
     (
         "mechanisms",
@@ -176,7 +176,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 SMALL = {
     "": 950,
     "api": 605,
-    "builtin": 455,
+    "builtin": 470,
     "checkpoint": 870,
     "cli": 1560,
     "compile": 350,

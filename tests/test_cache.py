@@ -5,7 +5,7 @@ import torch
 from test_transformer import GPT2, config
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.configs import RopeScalingConfig
+from nanotrain_core.builtin.transformer_config import RopeScalingConfig
 from nanotrain_core.contracts import caches_context
 from nanotrain_core.models.cache import Cache
 from nanotrain_core.models.ops import TORCH

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.compose import split_linear_layers
 from nanotrain_core.layout.gradients import LocalGradients, register_gradient_hook
 from nanotrain_core.layout.layout import Layout, View

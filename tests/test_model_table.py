@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.configs import RopeScalingConfig, TransformerConfig
+from nanotrain_core.builtin.transformer_config import RopeScalingConfig, TransformerConfig
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement

@@ -80,7 +80,7 @@ def norm_of_what_rank_0_has(dtype):
     rank = torch.distributed.get_rank()
     mesh = Mesh(Layout({"dense": View(("dp",), (3,))}), rank=rank)
     gradient = torch.linspace(0.1, 0.7, 5, dtype=dtype)
-    placement = Placement.whole("w", (5,), mesh.layout).shared_out()
+    placement = Placement.whole("w", (5,), mesh.layout).sharded_over_summed()
     return global_norm([(gradient, placement)] if rank == 0 else [], mesh)
 
 

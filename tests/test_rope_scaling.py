@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanotrain_core.builtin.configs import RopeScalingConfig
+from nanotrain_core.builtin.transformer_config import RopeScalingConfig
 from nanotrain_core.models.rope import SCALINGS, rope_frequencies
 from nanotrain_core.recipe.types import field_types
 

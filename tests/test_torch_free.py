@@ -20,6 +20,7 @@ FREE = [
     "nanotrain_core.recipe.write",
     "nanotrain_core.builtin",
     "nanotrain_core.builtin.configs",
+    "nanotrain_core.builtin.transformer_config",
     "nanotrain_core.optim.moment_groups",
     "nanotrain_core.data.text_survey",
     "nanotrain_core.api.text",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from drawn import draw
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.norms import RMSNorm

@@ -12,7 +12,7 @@ from torch import nn
 from nanotrain_core import hookimpl
 from nanotrain_core.api import Component, Part
 from nanotrain_core.api.torch import Batch, Initializer, Ops, PartOutput
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 

@@ -4,7 +4,8 @@ Files of the core may move; these names stay. What needs torch is in :mod:`nanot
 """
 
 from nanotrain_core import __version__, hookimpl
-from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig, yarn_magnitude
+from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
+from nanotrain_core.builtin.transformer_config import yarn_magnitude
 from nanotrain_core.checkpoint.aside import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds

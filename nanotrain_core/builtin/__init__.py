@@ -4,7 +4,7 @@ Only descriptions live here: this module is imported by every command and never 
 """
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin import configs, stragglers
+from nanotrain_core.builtin import configs, stragglers, transformer_config
 from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.optim.moment_groups import check_moments
@@ -50,11 +50,11 @@ def nanotrain_register_model(register: Register) -> None:
     register(
         Component(
             name="transformer",
-            config=configs.TransformerConfig,
+            config=transformer_config.TransformerConfig,
             factory="nanotrain_core.models.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
             provides={"document_masks"},
-            check=configs.check_transformer,
+            check=transformer_config.check_transformer,
             hf="nanotrain_core.hf.llama_gpt2:names",
         )
     )

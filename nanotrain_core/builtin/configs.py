@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
 from nanotrain_core.data.survey import Survey
-from nanotrain_core.errors import Problem
-from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.cached_token import CachedToken
-from nanotrain_core.recipe.divisibility import Divisible
-from nanotrain_core.recipe.phase import CHANGES
-from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
-from nanotrain_core.recipe.tree import FOUR_MONTHS, TRAINING, OptimizerConfig, path_field
+from nanotrain_core.recipe.ranges import LARGEST_SIZE, Range
+from nanotrain_core.recipe.tree import FOUR_MONTHS, OptimizerConfig, path_field
 
 if TYPE_CHECKING:
-    from nanotrain_core.layout.layout import Layout
-    from nanotrain_core.recipe.tree import Recipe
+    pass
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -51,173 +44,6 @@ class AutoKernelsConfig:
 @attrs.define(frozen=True, kw_only=True)
 class TorchKernelsConfig:
     """``[kernels] use = "torch"``: plain PyTorch."""
-
-
-@attrs.define(frozen=True, kw_only=True)
-class RopeScalingConfig:
-    """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on."""
-
-    type: Literal["llama3", "yarn", "linear", "dynamic"] = "llama3"
-    """`linear` slows all pairs of numbers down by `factor`, `llama3` (Llama 3.1) and `yarn` those that turn
-    seldom; `dynamic` raises the base with the length of each batch's sequences, beyond `original_length`."""
-    factor: float = attrs.field(default=8.0, validator=Range(1.0, 1e6))
-    """How many times longer sequences become."""
-    original_length: int = attrs.field(default=8192, validator=Range(1))
-    """Length the model was trained on before. Not of `linear`."""
-    low_freq_factor: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
-    """Of `llama3`: pairs that turn fewer times over `original_length` are slowed down by `factor`."""
-    high_freq_factor: float = attrs.field(default=4.0, validator=Range(0.001, 1e6))
-    """Of `llama3`: pairs that turn more often keep their frequency; those between, in part."""
-    beta_fast: float = attrs.field(default=32.0, validator=Range(0.001, 1e6))
-    """Of `yarn`: pairs that turn more often than this over `original_length` keep their frequency."""
-    beta_slow: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
-    """Of `yarn`: pairs that turn less often are slowed down by `factor`; those between, in part."""
-    truncate: bool = True
-    """Of `yarn`: count those pairs in whole numbers."""
-    attention_factor: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
-    """Of `yarn`: scales rotated numbers, so attention scores by its square. 0 means 0.1 ln(`factor`) + 1."""
-
-    @high_freq_factor.validator
-    def _higher(self, attribute: attrs.Attribute[float], value: float) -> None:
-        if value <= self.low_freq_factor:
-            raise ValueError(f"must be above low_freq_factor = {self.low_freq_factor}, got {value}")
-
-    @beta_slow.validator
-    def _slower(self, attribute: attrs.Attribute[float], value: float) -> None:
-        if value >= self.beta_fast:
-            raise ValueError(f"must be below beta_fast = {self.beta_fast}, got {value}")
-
-    @property
-    def magnitude(self) -> float:
-        """What rotated numbers are multiplied by."""
-        return (self.attention_factor or yarn_magnitude(self.factor)) if self.type == "yarn" else 1.0
-
-    def canonical(self) -> dict[str, Any]:
-        """Return the keys that its type reads, each spelled out."""
-        table = {name: getattr(self, name) for name in ("type", "factor", *_READ[self.type])}
-        return table | ({"attention_factor": self.magnitude} if self.type == "yarn" else {})
-
-
-#: ``type`` of a scaling -> the keys that it reads, besides ``factor``.
-_READ: Mapping[str, tuple[str, ...]] = {
-    "linear": (),
-    "dynamic": ("original_length",),
-    "llama3": ("original_length", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("original_length", "beta_fast", "beta_slow", "truncate"),
-}
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return how much larger YaRN makes rotated numbers. Source: arXiv 2309.00071, equation 22."""
-    return 0.1 * weight * math.log(factor) + 1.0
-
-
-@attrs.define(frozen=True, kw_only=True)
-class TransformerConfig:
-    """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
-
-    layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
-    """Blocks."""
-    width: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Size D of the residual stream."""
-    heads: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Query heads."""
-    kv_heads: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Key and value heads: `heads` is MHA, 1 is MQA, between is GQA. 0 means as many as `heads`."""
-    head_size: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Size K of one head. 0 means `width / heads`."""
-    ffn: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Size F of the feed-forward layer. 0 means 4 x `width`."""
-    vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
-    """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
-    """Rows of the table of learned positions, which needs it. 0 with RoPE: any length."""
-    positions: Literal["rope", "learned"] = "rope"
-    """How a token knows where it stands."""
-    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
-    """Base of the RoPE frequencies."""
-    rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGES: True})
-    """Of those frequencies; without the table none."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, before the feed-forward layer and before the head."""
-    norm_eps: float = attrs.field(default=1e-5, validator=Range(1e-30, 1.0))
-    """Added to the variance."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """Feed-forward layer: SwiGLU has three matrices, GELU (tanh form) two."""
-    bias: bool = False
-    """Biases on the linear layers and LayerNorms."""
-    attention_bias: bool | None = None
-    """Biases on the linear layers of attention. Unset: as `bias` says."""
-    ffn_bias: bool | None = None
-    """Biases on those of the feed-forward layer. Unset: as `bias` says."""
-    tied: bool = False
-    """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
-    """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
-
-    def resolved(self) -> TransformerConfig:
-        """Return the same model with every value spelled out that may be left unset."""
-        return attrs.evolve(
-            self,
-            kv_heads=self.kv_heads or self.heads,
-            head_size=self.head_size or self.width // self.heads,
-            ffn=self.ffn or 4 * self.width,
-            attention_bias=self.bias if self.attention_bias is None else self.attention_bias,
-            ffn_bias=self.bias if self.ffn_bias is None else self.ffn_bias,
-        )
-
-    def canonical(self) -> dict[str, Any]:
-        """Return what its weights compute, in the one form that all recipes of this model share."""
-        table = attrs.asdict(self.resolved())
-        if self.positions != "rope":
-            del table["rope_theta"], table["rope_scaling"]
-        elif self.rope_scaling is not None:
-            table["rope_scaling"] = self.rope_scaling.canonical()
-        if self.norm == "rmsnorm":  # has no biases, and the linear layers' are spelled out
-            del table["bias"]
-        return table
-
-    def divisibility(self) -> Iterator[Divisible]:
-        """Yield how finely its parts can be split."""
-        yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
-        split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
-        yield Divisible(split, "model.heads", self.heads, "heads", heads=True, row=self.heads * size)
-        if self.kv_heads:
-            what, row = "key and value heads", self.kv_heads * size if self.bias else 0
-            yield Divisible(
-                (Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, heads=True, row=row
-            )
-        ffn = self.ffn or 4 * self.width
-        yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
-
-    def cached_token(self) -> CachedToken:
-        """Return keys and values of every layer; scores and values of every query head."""
-        c = self.resolved()
-        return CachedToken(
-            elements=2 * c.layers * c.kv_heads * c.head_size, flops=4.0 * c.layers * c.heads * c.head_size
-        )
-
-
-def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
-    """Check what one field alone cannot."""
-    kv_heads = config.kv_heads or config.heads
-    if not config.head_size and config.width % config.heads:
-        yield Problem(
-            "model.heads",
-            f"{config.heads} heads do not divide width {config.width}; set head_size or change heads",
-        )
-    elif config.positions == "rope" and config.resolved().head_size % 2:
-        yield Problem("model.heads", "RoPE turns pairs of numbers: the size of a head must be even")
-    elif config.rope_scaling and config.rope_scaling.type == "dynamic" and config.resolved().head_size < 4:
-        yield Problem("model.rope_scaling.type", "'dynamic' needs heads of at least 4 numbers")
-    if config.heads % kv_heads:
-        yield Problem("model.kv_heads", f"{kv_heads} kv_heads do not divide {config.heads} heads")
-    if config.rope_scaling and config.positions != "rope":
-        yield Problem("model.rope_scaling", f"there is no RoPE with positions = {config.positions!r}")
-    if config.positions == "learned" and not config.max_length:
-        yield Problem("model.max_length", "learned positions need max_length, at least batch.length")
-    if config.max_length and recipe.batch.length > config.max_length:
-        yield Problem("batch.length", f"{recipe.batch.length} exceeds model.max_length = {config.max_length}")
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.working import working
 
 
-def reformat(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
+def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
     """Write ``saved`` in the new folder ``out`` with another component, in one process that holds it whole.
 
     It is then the checkpoint of a run of one rank: those of several ranks lose their random streams.

@@ -112,13 +112,13 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
 
 def convert(args: argparse.Namespace, registry: Registry) -> int:
     """Write a checkpoint as another kind."""
-    from nanotrain_core.checkpoint.convert import reformat
+    from nanotrain_core.checkpoint.convert import convert_checkpoint
 
     if args.to in ("huggingface", "nanotrain"):
         instead = f"`nanotrain convert {args.path} {args.out} --to {args.to}`"
         raise CheckpointError(f"'{args.to}' is no kind of checkpoint; for the weights alone: {instead}")
     use, saved = find_checkpoints(args.path, registry, args.step)[-1]
-    path = reformat(registry, use, saved, args.to, args.out)
+    path = convert_checkpoint(registry, use, saved, args.to, args.out)
     print(f"{path}: step {saved.step}, '{use}' as '{args.to}', of one rank")
     return Exit.DONE
 

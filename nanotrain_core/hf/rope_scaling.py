@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanotrain_core.builtin.configs import RopeScalingConfig, TransformerConfig, yarn_magnitude
+from nanotrain_core.builtin.transformer_config import RopeScalingConfig, TransformerConfig, yarn_magnitude
 from nanotrain_core.hf.mapping import HFError, expect_size
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 

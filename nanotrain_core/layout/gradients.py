@@ -43,6 +43,11 @@ class LocalGradients:
     Left alone, autograd adds gradients in the parameter's dtype. Adding many in bfloat16 loses the small
     ones, so it is given another one: it then widens each gradient before it adds it, and a layer may
     return one that was never rounded to the parameter's dtype.
+
+    The order of calls in a step is that of :class:`~nanotrain_core.contracts.GradientSync`, with two of its
+    own during backward: :meth:`on_gradient` for each parameter whenever a microbatch's gradient of it has
+    been accumulated, and in a stage's last microbatch :meth:`on_final_gradient` right after it, from which
+    a subclass starts to reduce.
     """
 
     needs_gradient_hooks = True

@@ -14,6 +14,10 @@ class Grid:
     The dense view (pp, dp, cp, tp) places attention and dense weights. The expert view
     (pp, edp, ep, etp) folds the ranks of each pipeline stage a second time. dp and edp are what
     the configured degrees leave.
+
+    With 8 ranks, pp 2 and cp 2 are dp 2, tp 1: ranks 0 to 3 are stage 0, of which (0, 1) and (2, 3) are the
+    two groups along cp (each has one half of the batch's rows, and each rank half of every row's tokens),
+    and (0, 2) and (1, 3) those along dp. A gradient of stage 0 is summed over all four.
     """
 
     def __init__(self, config: GridConfig) -> None:

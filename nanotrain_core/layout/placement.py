@@ -103,7 +103,7 @@ class Placement:
         moved = frozenset(dims)
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
 
-    def shared_out(self) -> Placement:
+    def sharded_over_summed(self) -> Placement:
         """Return the placement of a range that no other rank with a partial gradient of this block holds."""
         return attrs.evolve(self, sharded=self.sharded | self.summed, summed=frozenset(), stages=())
 
@@ -159,7 +159,7 @@ class Piece:
 
     parameter: nn.Parameter
     placement: Placement
-    """Of the block, after :meth:`Placement.shared_out` if ranks that hold it each update a range."""
+    """Of the block, after :meth:`Placement.sharded_over_summed` if ranks that hold it each update a range."""
     span: tuple[int, int] | None = None
     """First and one past the last element, of the block flattened row by row; None: all, in its shape.
     Each a multiple of :data:`RANGE`, or the block's end."""

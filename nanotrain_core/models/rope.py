@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from nanotrain_core.builtin.configs import RopeScalingConfig
+    from nanotrain_core.builtin.transformer_config import RopeScalingConfig
 
 #: For each position the cosines of all angles twice over, and their sines, negative in the first half:
 #: each [S, 1, K]. :func:`nanotrain_core.models.ops.rope` turns queries and keys by them.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.cache import LayerCache

@@ -1,8 +1,9 @@
-"""Tokens and their experts: what a router says, how experts run, how load is balanced.
+"""Mixture of experts: what a router returns, token permutation, and the token counts of load balancing.
 
-A mixture of experts meets its wrappers here. A router returns a :class:`Routing`; experts compute
-on rows sorted by expert. Which rows those are (this rank's tokens, or those that other ranks sent)
-is the business of whoever calls ``compute``.
+A model's router chooses experts and returns a :class:`Routing`. :func:`run_locally` permutes tokens by
+expert, has ``compute`` run the experts and sums their weighted outputs; expert parallelism puts its
+all-to-all in its place (``plugins/ep_deepseek``). ``compute`` gets rows sorted by expert, whether they are
+this rank's tokens or such that other ranks sent.
 
 Shapes: B batch, S sequence, D width, K experts chosen per token, E experts, N rows, one for each token
 and chosen expert.

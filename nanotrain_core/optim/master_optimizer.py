@@ -141,14 +141,16 @@ class MasterOptimizer(Optimizer):
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
-        plain = type(self).precondition is MasterOptimizer.precondition  # others' is not for skipped steps
-        late = self.mesh.device_is_async and not self.encoded and self.skips_on_device and plain
-        if not late and skipped:  # the one place of a step where the host waits for the device
+        # What a class computes before the update is not meant for a step that is skipped.
+        no_precondition = type(self).precondition is MasterOptimizer.precondition
+        can_skip = no_precondition and not self.encoded and self.skips_on_device
+        on_device = self.mesh.device_is_async and can_skip
+        if not on_device and skipped:  # the one place of a step where the host waits for the device
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
         self.precondition(gradients)
-        self._update(gradients, skipped.float() if late else None)
-        return StepStats(norm, skipped if late else False)
+        self._update(gradients, skipped.float() if on_device else None)
+        return StepStats(norm, skipped if on_device else False)
 
     @property
     def skips_on_device(self) -> bool:

@@ -1,4 +1,8 @@
-"""The schedule without a pipeline: gradient accumulation. Torch-free."""
+"""The schedule ``accumulate``: gradient accumulation without a pipeline.
+
+It only lists the actions. They are run by the executor, and gradients are added up over microbatches by
+autograd and the gradient sync (``layout/gradients.py``). Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -106,14 +106,14 @@ class ScriptOptimizer(Optimizer):
         gradients = [gradient for gradient, _ in pairs]
         norm = global_norm(pairs, self.mesh) / loss_scale
         skipped = ~torch.isfinite(norm)
-        on_device = getattr(self.inner, "_step_supports_amp_scaling", False) and has_momentum(self.inner)
-        late = self.mesh.device_is_async and on_device
-        if not late and skipped:
+        can_skip = getattr(self.inner, "_step_supports_amp_scaling", False) and has_momentum(self.inner)
+        on_device = self.mesh.device_is_async and can_skip
+        if not on_device and skipped:
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
             torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
-        step_unless(skipped.float() if late else None, self.inner)
-        return StepStats(norm, skipped if late else False)
+        step_unless(skipped.float() if on_device else None, self.inner)
+        return StepStats(norm, skipped if on_device else False)
 
     # --- state --------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class DataParallel(LocalGradients, Parallel):
         bucket = self.bucket_of.get(parameter)
         if bucket is None:
             return
-        bucket.put(parameter, super().gradient(parameter))
+        bucket.put(parameter, super().gradient(parameter))  # this rank's; self.gradient() is the sum
         self.drop(parameter)
         if self.config.overlap:
             self.start_complete()

@@ -11,7 +11,7 @@ from nanotrain_plan.model_report.report import report
 from nanotrain_plan.model_report.sensitivity import size_of
 
 from nanotrain_core.api import cached_token_of, resolve_recipe
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 
 LLAMA = """
 [run]

@@ -1,7 +1,7 @@
 """The transformer without a cache: what a model is that does not offer one."""
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.component import Component
 from nanotrain_core.models.transformer import Transformer
 

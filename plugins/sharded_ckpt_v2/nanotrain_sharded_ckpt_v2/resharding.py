@@ -1,8 +1,8 @@
-"""Blocks filled from shards that were cut in any other way, with torch's planner.
+"""Resharding when a checkpoint is loaded: blocks of this layout, read from shards that another layout saved.
 
-Each wanted tensor is shown to ``DefaultLoadPlanner`` as :class:`Wanted`, its boxes on this rank; the
-planner finds which part of which saved box goes where. Nothing of torch's storage or metadata files is
-used: they are pickles.
+Which part of which shard goes where is found by the planner of torch's distributed checkpoints (DCP). Each
+wanted tensor is shown to ``DefaultLoadPlanner`` as :class:`Wanted`, its boxes on this rank. Nothing of
+torch's storage or metadata files is used: they are pickles.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import Literal
 import attrs
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin.configs import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.component import Component
 
 

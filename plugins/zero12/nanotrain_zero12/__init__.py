@@ -51,7 +51,7 @@ def nanotrain_register_parallel(register: Register) -> None:
         Component(
             name="zero12",
             config=ShardConfig,
-            factory="nanotrain_zero12.gradient_sharding:Sharded",
+            factory="nanotrain_zero12.parallel_component:Sharded",
             summary="any optimizer with state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},

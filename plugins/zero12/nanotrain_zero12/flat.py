@@ -117,7 +117,7 @@ class Flat:
 
     def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield what this rank owns, bucket by bucket, each piece with its range of the summed gradient."""
-        placements = {member.parameter: member.placement.shared_out() for member in self.members}
+        placements = {member.parameter: member.placement.sharded_over_summed() for member in self.members}
         for bucket in self.buckets:
             for fill in bucket.fills:
                 a, b = max(fill.target.start, bucket.own.start), min(fill.target.stop, bucket.own.stop)

@@ -3,9 +3,9 @@
 Buckets are filled in the order in which backward reaches parameters, last layers first, and leave as soon
 as their last gradient has arrived *and* every earlier one has left, so that all ranks issue the same
 exchanges in the same order. In stage 1 that is once a step, with the last microbatch, to which gradients
-were added up on each rank; in stage 2 with every microbatch, so that no rank ever holds the gradient of
-the whole model. Which ranks share a parameter out is read from its placement: this code knows neither
-data parallelism nor experts.
+were added up on each rank; in stage 2 with every microbatch, so that no rank ever holds the gradient of the
+whole model. Which ranks a parameter's state is sharded over is read from its placement: this code knows
+neither data parallelism nor experts.
 
 Source: stages 1 and 2 of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; sums for means.
 """
@@ -33,10 +33,11 @@ from nanotrain_zero12 import ShardConfig, Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
 from nanotrain_zero12.transport import choose
 
-#: Where a parameter that several stages hold, of this rank or of others, is reduced: after all of them.
-LATE = -1
+#: The model part, so to say, of tied parameters, which several stages of this rank or of others hold: they
+#: are reduced after all of those.
+TIED = -1
 
-#: What the members of one buffer have in common: model part or LATE, ranks to sum over, all ranks that hold
+#: What the members of one buffer have in common: model part or TIED, ranks to sum over, all ranks that hold
 #: the same blocks, how they are held.
 Key = tuple[int, Span, Span, str]
 
@@ -107,11 +108,11 @@ class ShardedGradients(LocalGradients):
             transport = self.transports[mesh.layout.members(mesh.rank, span)]
             buckets[part] += [(bucket, transport) for bucket in flat.buckets]
         for part, found in buckets.items():
-            if part != LATE:
+            if part != TIED:
                 found.sort(key=lambda each: max(arrival[fill.parameter] for fill in each[0].fills))
-        self.late = Line(buckets.pop(LATE, []))
+        self.tied = Line(buckets.pop(TIED, []))
         self.lines = [Line(buckets[part]) for part in sorted(buckets)]
-        self.line_of = {p: line for line in (*self.lines, self.late) for p in line.by_parameter}
+        self.line_of = {p: line for line in (*self.lines, self.tied) for p in line.by_parameter}
         self.gathering: dict[Bucket, Pending] = {}
 
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
@@ -138,7 +139,7 @@ class ShardedGradients(LocalGradients):
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Send every bucket whose turn has come."""
         line = self.line_of[parameter]
-        if line is self.late:
+        if line is self.tied:
             return
         line.arrived(parameter)
         # Where weight gradients are put off, a parameter may get the next microbatch's before this one's have
@@ -159,8 +160,8 @@ class ShardedGradients(LocalGradients):
 
     def _line(self, parameters: Collection[nn.Parameter]) -> Line:
         """Return the line of one part's parameters: an empty one if none of them is this part's alone."""
-        lines = (self.line_of.get(parameter, self.late) for parameter in parameters)
-        return next((line for line in lines if line is not self.late), Line([]))
+        lines = (self.line_of.get(parameter, self.tied) for parameter in parameters)
+        return next((line for line in lines if line is not self.tied), Line([]))
 
     def _end_round(self, line: Line) -> None:
         for bucket, transport in line.rest():
@@ -188,7 +189,7 @@ class ShardedGradients(LocalGradients):
         for line in self.lines:
             if not line.rounds:
                 self._end_round(line)
-        self._end_round(self.late)
+        self._end_round(self.tied)
         for transport in self.transports.values():
             transport.drain()
         super().finish()
@@ -196,7 +197,7 @@ class ShardedGradients(LocalGradients):
     def zero(self) -> None:
         """Forget all gradients; after a step that was broken off, also what is on its way."""
         super().zero()
-        for line in (*self.lines, self.late):
+        for line in (*self.lines, self.tied):
             line.reset()
         for transport in self.transports.values():
             transport.forget()
@@ -211,13 +212,13 @@ class ShardedGradients(LocalGradients):
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Refuse: no rank has it."""
-        raise NanotrainError("zero12 shares gradients out over ranks: ask for those of pieces()")
+        raise NanotrainError("zero12 shards gradients over ranks: ask for those of pieces()")
 
     # --- weights --------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
         """All-gather: begin to bring every rank's updated range to all others, first layers first."""
-        for line in (self.late, *self.lines):
+        for line in (self.tied, *self.lines):
             for bucket, transport in reversed(line.buckets):
                 if pending := transport.all_gather(bucket.weights):
                     self.gathering[bucket] = pending
@@ -241,7 +242,7 @@ class ShardedGradients(LocalGradients):
 def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, list[PlacedParameter]]]:
     """Return what shares a buffer, last parameters first; those that several stages hold come last.
 
-    All ranks that share a buffer out find it among the others in the same place, and its members in the
+    All ranks that shard a buffer find it among the others in the same place, and its members in the
     same order: of tied parameters by name, since stages hold them in different places.
 
     So do all ranks that hold the same blocks without summing them, as tensor-parallel ranks hold norms: no
@@ -252,10 +253,10 @@ def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, 
     for placed in reversed(parameters):
         span = placed.placement.sync_span(mesh.layout)
         holders = placed.placement.replica_span(mesh.layout)
-        late = len(placed.parts) > 1 or bool(span.stages)
-        part = LATE if late else placed.parts[0]
+        tied = len(placed.parts) > 1 or bool(span.stages)
+        part = TIED if tied else placed.parts[0]
         found[part, span, holders, form_of(placed.parameter)].append(placed)
-    late_keys = sorted((key for key in found if key[0] == LATE), key=lambda key: key[1:])
-    for key in late_keys:
+    tied_keys = sorted((key for key in found if key[0] == TIED), key=lambda key: key[1:])
+    for key in tied_keys:
         found[key].sort(key=lambda placed: placed.placement.name)
-    return [(key, found[key]) for key in (*(key for key in found if key[0] != LATE), *late_keys)]
+    return [(key, found[key]) for key in (*(key for key in found if key[0] != TIED), *tied_keys)]

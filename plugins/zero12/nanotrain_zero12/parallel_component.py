@@ -1,4 +1,8 @@
-"""The parallel component ``zero12``: shards gradients, and with them the state of any optimizer."""
+"""The parallel component ``zero12``: optimizer-state and gradient sharding for any optimizer.
+
+How gradients are reduce-scattered is in :mod:`.sharded_gradients`, how parameters lie in flat buffers that
+are cut into ranges in :mod:`.flat`.
+"""
 
 from __future__ import annotations
 
