@@ -137,6 +137,18 @@ def test_held_out_pieces_are_found_without_a_table():
             assert kept.tolist() == np.setdiff1d(np.arange(count), out).tolist()
 
 
+@pytest.mark.parametrize(("count", "fraction"), [(29_296_875_000, 0.01), (10**11, 0.1)])
+def test_held_out_pieces_of_corpora_too_large_for_64_bits(count, fraction):
+    """15 trillion tokens in sequences of 512 are 29 billion pieces; Python's integers are the truth."""
+    held = held_out(count, fraction)
+    split, near = Split(count, held), range(held - 1000, held)
+    out = split.pieces(np.array(near), validation=True)
+    assert out.dtype == np.int64
+    assert out.tolist() == [(2 * j + 1) * count // (2 * held) for j in near]
+    kept = split.pieces(np.arange(split.train - 5000, split.train), validation=False)
+    assert kept.tolist() == [i for i in range(int(kept[0]), count) if i not in {*out.tolist()}]
+
+
 @pytest.mark.parametrize(
     ("count", "fraction", "expected"), [(100, 0.05, 5), (7, 0.01, 1), (1, 0.5, 0), (9, 0.0, 0)]
 )

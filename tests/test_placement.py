@@ -68,6 +68,13 @@ def test_sum_over_makes_a_dimension_partial():
     assert placement.same == set()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_of_gradients_of_16_bits_is_not_rounded_to_them(dtype):
+    mesh, gradient = Mesh(Layout({"dense": View(("dp",), (1,))})), torch.full((60_000,), 400.0, dtype=dtype)
+    found = global_norm([(gradient, Placement.whole("w", gradient.shape, mesh.layout))], mesh)
+    assert found.item() == pytest.approx(400 * 60_000**0.5, rel=1e-6)  # 97,980, beyond float16's 65,504
+
+
 def test_global_norm_of_one_rank_is_the_norm_of_all_gradients():
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
     gradients = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)]

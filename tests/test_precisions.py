@@ -19,6 +19,19 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_quiet_steps():
     assert seen == [1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0]
 
 
+def test_a_scale_below_one_never_grows_at_an_overflow():
+    scale = DynamicLossScale(0.25, 2000)
+    scale.update(skipped=True)
+    assert scale.value == 0.25
+
+
+def test_a_scale_grows_on_after_a_resume_with_a_shorter_interval():
+    scale = DynamicLossScale(1024.0, 100)
+    scale.load_meta({"value": 1024.0, "good_steps": 500})
+    scale.update(skipped=False)
+    assert (scale.value, scale.good_steps) == (2048.0, 0)
+
+
 def test_the_scale_stays_within_bounds():
     scale = DynamicLossScale(2.0**16, growth_interval=1)
     for _ in range(100):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import IGNORE, Batch
@@ -65,6 +66,33 @@ def plain_loop(model, optimizer, loader, steps, accumulate, clip_norm):
         optimizer.zero_grad()
         losses.append(total)
     return losses, norms
+
+
+class Seen(nn.Embedding):
+    """Notes the first token of each row that it trains on."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+        self.rows = []
+
+    def forward(self, tokens):
+        self.rows += tokens[:, 0].tolist() if self.training else []
+        return super().forward(tokens)
+
+
+def test_a_distributed_sampler_has_another_order_in_each_epoch():
+    tokens = torch.arange(8)[:, None].repeat(1, 3)
+    data = TensorDataset(tokens, tokens)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=True, seed=3)
+    model, loader = Seen(), DataLoader(data, batch_size=2, sampler=sampler)
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), ScriptConfig())
+    engine.fit(loader, steps=4)
+    engine.fit(loader, steps=6)
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected += list(sampler)
+    assert model.rows == expected
 
 
 def test_it_trains_as_a_plain_loop_does():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +36,15 @@ class Split:
 
     def pieces(self, numbers: Integers, *, validation: bool) -> Integers:
         """Return which pieces the ``numbers``-th ones of a split are, in the order of the corpus."""
+        if not validation and not self.held:
+            return numbers
+        if 2 * (self.held + 1) * (self.count + 1) >= 2**63:  # a product would not fit into 64 bits
+            return self._pieces(numbers.astype(object), validation).astype(np.int64)
+        return self._pieces(numbers, validation)
+
+    def _pieces(self, numbers: Any, validation: bool) -> Any:
         if validation:
             return (2 * numbers + 1) * self.count // (2 * self.held)
-        if not self.held:
-            return numbers
         # Before the i-th that is trained on come those held-out ones j whose place less j is at most i.
         before = -((self.count - 2 * self.held * (numbers + 1)) // (2 * self.train))
         return numbers + np.clip(before, 0, self.held)

@@ -43,9 +43,20 @@ class GlobalNorm:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for replicas, numbers in self.held_by.items():
             blocks = chunks_for_norm(gradients[number] for number in numbers)
-            total += torch.stack(torch._foreach_norm(blocks)).double().square().sum() / replicas
+            total += torch.stack(norms(blocks)).double().square().sum() / replicas
         self.mesh.all_reduce(total)
         return total.sqrt()
+
+
+def norms(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each block as a scalar, those of 16 bits in float32: float16 would overflow."""
+    narrow = [block.dtype.itemsize < 4 for block in blocks]
+    if not any(narrow):
+        return list(torch._foreach_norm(blocks))
+    return [
+        torch.linalg.vector_norm(block, dtype=torch.float32 if small else None)
+        for block, small in zip(blocks, narrow, strict=True)
+    ]
 
 
 def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:

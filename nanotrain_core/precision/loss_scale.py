@@ -42,10 +42,10 @@ class DynamicLossScale:
     def update(self, skipped: bool | torch.Tensor) -> None:
         """Learn whether the last step overflowed: the next loss depends on it, so the host waits to know."""
         if skipped:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            self.value, self.good_steps = max(self.value / 2, min(self.value, 1.0)), 0
             return
         self.good_steps += 1
-        if self.good_steps == self.growth_interval:
+        if self.good_steps >= self.growth_interval:  # a resumed run may have another interval
             self.value, self.good_steps = min(self.value * 2, LARGEST_SCALE), 0
 
     def meta(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Taken:
     batch: Batch
     into: int
     """Batches taken from the loader since it was last iterated from its beginning, this one included."""
+    epoch: int
+    """How often the loader had been iterated before."""
     begun: Mapping[str, torch.Tensor]
     """Random-number streams just before that."""
 
@@ -43,6 +45,7 @@ class LoaderFeed:
     are put back to where they were when that pass began, the loader is iterated from its beginning and
     that many batches are passed over. A ``DataLoader`` that shuffles then gives the same order, with a
     generator of its own or without, and so does every loader that yields the same whenever it is iterated.
+    What has ``set_epoch``, as a ``DistributedSampler``, is told the number of each pass, from 0.
     """
 
     bytes_per_token: float | None = None
@@ -52,7 +55,7 @@ class LoaderFeed:
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
         """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
-        self.tokens = self.tokens_before = self.taken = self.into = 0
+        self.tokens = self.tokens_before = self.taken = self.into = self.epoch = 0
         self.begun: Mapping[str, torch.Tensor] = {}
         """Of the pass over the loader that :attr:`into` counts in: see :class:`Taken`."""
         self._tokens = 0
@@ -68,6 +71,7 @@ class LoaderFeed:
         if train is None:
             raise TypeError("fit needs a train_loader that yields (inputs, targets)")
         self.data, self.held_out, self._used = train, validation, False
+        self.epoch += self.taken > 0
         self._go_to(0)
 
     def _go_to(self, into: int) -> None:
@@ -81,11 +85,13 @@ class LoaderFeed:
         now = random_state.capture(self.mesh.device)
         if into and self.begun:
             self._restore(self.begun)
+        epoch = self.epoch
         while True:
+            set_epoch(self.data, epoch)
             begun, count = self._capture(), 0
             for count, item in enumerate(self.data, 1):
                 if count > into:
-                    yield Taken(self._batch(item), count, begun)
+                    yield Taken(self._batch(item), count, epoch, begun)
                 elif count == into:
                     random_state.restore(now)
             if count < into:
@@ -95,7 +101,7 @@ class LoaderFeed:
                 )
             if not count:
                 raise EmptyLoader("the train_loader yields nothing")
-            into = 0
+            into, epoch = 0, epoch + 1
 
     def _capture(self) -> Mapping[str, torch.Tensor]:
         own = {name: generator.get_state() for name, generator in generators(self.data).items()}
@@ -141,7 +147,7 @@ class LoaderFeed:
         while self._is_skipped(self.taken):
             self.taken += self.accumulate
         self.taken += self.accumulate
-        self.into, self.begun = taken[-1].into, taken[-1].begun
+        self.into, self.epoch, self.begun = taken[-1].into, taken[-1].epoch, taken[-1].begun
         self._tokens = self._size(taken)
         self.tokens_before, self.tokens = self.tokens, self.tokens + self._tokens
         return [each.batch for each in taken]
@@ -177,7 +183,8 @@ class LoaderFeed:
     def meta(self) -> dict[str, Any]:
         """Return the position in the loader and what is skipped, as JSON."""
         skipped = [list(each) for each in self.skipped]
-        return {"taken": self.taken, "into": self.into, "tokens": self.tokens, "skipped": skipped}
+        place = {"taken": self.taken, "into": self.into, "epoch": self.epoch}
+        return {**place, "tokens": self.tokens, "skipped": skipped}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go back to a position.
@@ -192,7 +199,17 @@ class LoaderFeed:
             )
         self.taken, self.tokens = int(meta["taken"]), int(meta["tokens"])
         self.skipped = [(int(first), int(end)) for first, end in meta["skipped"]]
+        self.epoch = int(meta.get("epoch", 0))
         self._go_to(int(meta["into"]))
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, or a ``DataLoader``'s sampler, which epoch begins, as ``DistributedSampler`` wants."""
+    batches = getattr(loader, "batch_sampler", None)
+    for holder in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        tell = getattr(holder, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:

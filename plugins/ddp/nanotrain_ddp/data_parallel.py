@@ -70,7 +70,7 @@ class DataParallel(LocalGradients, Parallel):
         )  # else all gradients are put into their buckets when they are complete
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
-        self.started = 0
+        self.started = self.early = 0
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave the model as it is: its placements already say that data ranks hold partial gradients."""
@@ -94,6 +94,8 @@ class DataParallel(LocalGradients, Parallel):
         # Those that other stages hold too come last: all ranks reach them, whatever they did before.
         groups = sorted(group_parameters(parameters, mesh, dtype, limit), key=lambda g: g[1][0].stages)
         self.buckets = [make_bucket(members, mesh, *key) for members, key in groups]
+        # Those others wait for a stage's gradients before they come to a tied one: it starts after backward.
+        self.early = sum(not key[0].stages for _, key in groups)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def check(self, mesh: Mesh) -> None:
@@ -117,8 +119,8 @@ class DataParallel(LocalGradients, Parallel):
                 self.on_final_gradient(parameter)
 
     def start_complete(self) -> None:
-        """Start the next buckets in line, as far as they are complete."""
-        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+        """Start the next buckets in line, as far as they are complete and not tied between stages."""
+        while self.started < self.early and not self.buckets[self.started].missing:
             self.buckets[self.started].start()
             self.started += 1
 
