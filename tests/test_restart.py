@@ -10,12 +10,10 @@ import torch
 from command import begin, finish, nanotrain, start
 from safetensors.torch import load_file
 from test_run import SMALL, metrics
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, registry
 
 from nanotrain_core.errors import Exit, LaunchError
-from nanotrain_core.launch.launcher import Nodes, _what_to_start
-from nanotrain_core.launch.worker import Job
+from nanotrain_core.launch.hosts import Nodes, rendezvous
 
 DIES_ONCE = """
 HOLD = 0  # seconds that rank 0 lives on and hears nothing of it
@@ -123,13 +121,13 @@ def test_a_signal_ends_the_wait_for_another_host(tmp_path, number, code):
     assert (ended.code, ended.err) == (code, "")
 
 
-def test_where_nobody_serves_the_meeting_is_told(monkeypatch):
+def test_where_nobody_serves_the_meeting_is_told(monkeypatch, tmp_path):
     def refuse(parameters):
         raise RendezvousConnectionError("nobody there")
 
-    monkeypatch.setattr(rendezvous, "get_rendezvous_handler", refuse)
+    monkeypatch.setattr(registry, "get_rendezvous_handler", refuse)
     with pytest.raises(LaunchError, match=r"hosts of the run cannot meet at away:29400: nobody there"):
-        _what_to_start(Job(recipe="small.toml"), Nodes(count=2, endpoint="away:29400"))
+        rendezvous(Nodes(count=2, endpoint="away:29400"), tmp_path)
 
 
 @pytest.mark.full

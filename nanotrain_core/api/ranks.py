@@ -6,7 +6,8 @@ Torch-free until ranks start. Files of the core may move; these names stay.
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, is_port, loopback
-from nanotrain_core.launch.launcher import EXIT_OF, Nodes
+from nanotrain_core.launch.hosts import Nodes
+from nanotrain_core.launch.launcher import EXIT_OF
 from nanotrain_core.launch.launcher import prepare as prepare_ranks
 from nanotrain_core.launch.launcher import start as start_ranks
 from nanotrain_core.launch.meeting import meet_ranks

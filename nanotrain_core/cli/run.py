@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
-    from nanotrain_core.launch.launcher import EXIT_OF, Nodes, launch, prepare
+    from nanotrain_core.launch.hosts import Nodes
+    from nanotrain_core.launch.launcher import EXIT_OF, launch, prepare
     from nanotrain_core.launch.worker import Job, train
 
     end_on_sigterm()  # until there are ranks to end, or training

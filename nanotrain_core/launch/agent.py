@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
@@ -28,6 +30,7 @@ class Agent(LocalElasticAgent):
         start_again: Callable[[ExitCodes, int], bool],
         given_up: Callable[[ExitCodes], None],
         stopped: Callable[[], bool],
+        restarted: int = 0,
     ) -> None:
         """Prepare.
 
@@ -38,19 +41,26 @@ class Agent(LocalElasticAgent):
             start_again: called with exit codes and the number of the restart; says whether to go on.
             given_up: called with exit codes when ranks have failed and are not started again.
             stopped: says whether a signal came, which ends the wait for other hosts.
+            restarted: how often an agent of this launch has started ranks again.
         """
         self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
         self.given_up = given_up
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
+        self._remaining_restarts -= restarted
+        self._next_beat = 0.0
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
 
         Raises:
             ChildFailedError: a rank failed, and there were no restarts left or no point in one.
+            RendezvousConnectionError: the host that serves the store of all launchers is gone.
         """
         try:
-            result = self.run()
+            try:
+                result = self.run()
+            except DistError as problem:
+                raise RendezvousConnectionError(str(problem)) from problem
             if result.is_failed():  # reported while the hosts still have their store
                 self.given_up({rank: failure.exitcode for rank, failure in result.failures.items()})
         finally:

@@ -31,12 +31,13 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.errors import Exit
 from nanotrain_core.launch import temporary
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.cuda import set_allocator
-from nanotrain_core.launch.environment import Ranks, is_port, loopback
+from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.forward import SignalForwarder
+from nanotrain_core.launch.hosts import Nodes, rendezvous
 from nanotrain_core.launch.restarts import Restarts
 from nanotrain_core.launch.worker import Job, run_rank
 from nanotrain_core.monitors.terminal import restore_cursor
@@ -46,22 +47,7 @@ from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
 
-#: Seconds that hosts wait for the one that serves their meeting: clusters start some much later.
-MEETING = 600
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
-
-
-@attrs.define(frozen=True, kw_only=True)
-class Nodes:
-    """The hosts of a run."""
-
-    count: int = 1
-    nproc: int = 1
-    """Ranks on each."""
-    endpoint: str = ""
-    """``host:port`` where the hosts meet."""
-    run_id: str = "nanotrain"
-    max_restarts: int = 0
 
 
 def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
@@ -70,11 +56,7 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     Raises:
         NanotrainError: something the user can mend went wrong on a rank, or before there were any.
     """
-    if nodes.count > 1 and not nodes.endpoint:
-        raise LaunchError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on every node")
-    host, _, port = nodes.endpoint.rpartition(":")
-    if nodes.endpoint and not (host and is_port(port)):
-        raise LaunchError(f"--rdzv-endpoint {nodes.endpoint}: expected HOST:PORT, for example node1:29400")
+    nodes.check()
     if nodes.count == 1:
         folder = job.folder or recipe.run.folder
         claim = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
@@ -128,7 +110,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     prepare(nodes.nproc)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from nanotrain_core.launch.agent import Agent
 
@@ -143,7 +125,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         return forwarder.received is not None
 
     def of_all_hosts(cause: Cause) -> Cause:
-        return cause if stopped() else agents[0].first_of_all(cause)
+        return cause if stopped() else agents[-1].first_of_all(cause)
 
     def run() -> dict[int, Any]:
         agents.append(
@@ -153,27 +135,32 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
                 given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),
                 stopped=stopped,
+                restarted=restarts.number,
             )
         )
-        return agents[0].results()
+        return agents[-1].results()
 
     restarts = Restarts(scratch, nodes.max_restarts, stopped, of_all_hosts)
     with ThreadPoolExecutor(1) as thread:
-        agent = thread.submit(run)
-        try:
-            ends = forwarder.wait(agent, meanwhile=watch.look)
-        except ChildFailedError:
-            cause = causes[0]
-            if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
-                return EXIT_OF[SIGNALS[forwarder.received]]
-            return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
-        except RendezvousError as problem:
-            if forwarder.received is not None:
-                return EXIT_OF[SIGNALS[forwarder.received]]
-            text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
-            cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
-            return _end(of_all_hosts(cause) if agents else cause)
-    return EXIT_OF[next(iter(ends.values()))]
+        while True:
+            agent = thread.submit(run)
+            try:
+                ends = forwarder.wait(agent, meanwhile=watch.look)
+                return EXIT_OF[next(iter(ends.values()))]
+            except ChildFailedError:
+                cause = causes[0]
+                if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
+                    return EXIT_OF[SIGNALS[forwarder.received]]
+                return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
+            except RendezvousError as problem:
+                if forwarder.received is not None:
+                    return EXIT_OF[SIGNALS[forwarder.received]]
+                gone = agents and isinstance(problem, RendezvousConnectionError)
+                if gone and restarts.meet_again(nodes.endpoint):
+                    continue
+                text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
+                cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
+                return _end(of_all_hosts(cause) if agents else cause)
 
 
 def _silence_torch() -> None:
@@ -192,35 +179,16 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
         LaunchError: nobody is there.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    single = nodes.count == 1
-    local = "127.0.0.1" if single else None
-    rendezvous = RendezvousParameters(
-        backend="c10d",
-        endpoint=str(Path(job.scratch or "", "rendezvous")) if single else nodes.endpoint,
-        run_id=nodes.run_id,
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        local_addr=local,
-        **({"store_type": "file"} if single else {"read_timeout": MEETING}),
-    )
-    try:
-        meeting = get_rendezvous_handler(rendezvous)
-    except RendezvousError as problem:
-        error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
-        error.exit_code = Exit.FAILED  # nobody's mistake: the first host may be late
-        raise error from None
     return WorkerSpec(
         role="default",
         local_world_size=nodes.nproc,
         entrypoint=run_rank,
         args=(job,),
-        rdzv_handler=meeting,
+        rdzv_handler=rendezvous(nodes, Path(job.scratch or "")),
         max_restarts=nodes.max_restarts,
         monitor_interval=0.1,
-        local_addr=local,
+        local_addr="127.0.0.1" if nodes.count == 1 else None,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nanotrain_core.launch.cause import Cause, first_cause
+from nanotrain_core.launch.hosts import MEETING
 from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
 
@@ -31,6 +32,8 @@ class Restarts:
             elsewhere: returns the first cause of all hosts for that of this one.
         """
         self.scratch, self.most, self.stopped, self.elsewhere = scratch, most, stopped, elsewhere
+        self.number = 0
+        """Of restarts until now, those of ranks on other hosts left out."""
         self._saved, self._in_vain = 0.0, 0
 
     def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
@@ -60,7 +63,22 @@ class Restarts:
         until = time.monotonic() + pause
         while time.monotonic() < until and not self.stopped():
             time.sleep(0.1)
+        self.number = number
         return not self.stopped()
+
+    def meet_again(self, endpoint: str) -> bool:
+        """Return whether to wait for the host that serves ``endpoint``, which is gone, and to start again.
+
+        That counts as a restart.
+        """
+        if self.number >= self.most or self.stopped():
+            return False
+        self.number += 1
+        log.say(
+            f"{endpoint}, where the hosts meet, is gone: waiting for it, or for a host in its place, "
+            f"for {MEETING} s at most, to start again ({self.number} of {self.most})"
+        )
+        return True
 
     def _pause(self) -> float:
         """Return seconds to wait: none at first, since most failures are over when they are noticed."""

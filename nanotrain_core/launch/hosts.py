@@ -1,0 +1,82 @@
+"""The hosts of a run, and where their launchers meet: torch's rendezvous.
+
+On one host that is a file. Several meet in a store which the host of the endpoint serves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.launch.environment import is_port
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+#: Seconds that hosts wait for the one that serves their meeting: clusters start some much later.
+MEETING = 600
+#: Seconds that the fewest hosts wait for more before they begin without them.
+LAST_CALL = 30
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Nodes:
+    """The hosts of a run."""
+
+    count: int = 1
+    """How many, at most."""
+    least: int = 0
+    """How many are enough to begin, or to go on when others are gone; 0: all of them."""
+    nproc: int = 1
+    """Ranks on each."""
+    endpoint: str = ""
+    """``host:port`` where the hosts meet."""
+    run_id: str = "nanotrain"
+    max_restarts: int = 0
+
+    def check(self) -> None:
+        """Refuse several hosts that could not find each other.
+
+        Raises:
+            LaunchError: there is no endpoint, or it is none.
+        """
+        if self.count > 1 and not self.endpoint:
+            raise LaunchError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on every node")
+        host, _, port = self.endpoint.rpartition(":")
+        if self.endpoint and not (host and is_port(port)):
+            raise LaunchError(f"--rdzv-endpoint {self.endpoint}: expected HOST:PORT, for example node1:29400")
+
+
+def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
+    """Return where this launcher meets the others. With several hosts, this connects to the endpoint.
+
+    Args:
+        nodes: the hosts.
+        scratch: this launcher's private folder, in which ranks of one host meet.
+
+    Raises:
+        LaunchError: nobody serves the endpoint within :data:`MEETING` seconds.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    single = nodes.count == 1
+    more = {"store_type": "file"} if single else {"read_timeout": MEETING, "last_call_timeout": LAST_CALL}
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=str(scratch / "rendezvous") if single else nodes.endpoint,
+        run_id=nodes.run_id,
+        min_nodes=nodes.least or nodes.count,
+        max_nodes=nodes.count,
+        local_addr="127.0.0.1" if single else None,
+        **more,
+    )
+    try:
+        return get_rendezvous_handler(parameters)
+    except RendezvousError as problem:
+        error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
+        error.exit_code = Exit.FAILED  # nobody's mistake: the first host may be late
+        raise error from None
