@@ -6,12 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, resolve
+from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, positive, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
+from nanotrain_core.recipe.load import resolve_recipe
+from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.near import nearby_weights
 from nanotrain_core.run.stop import end_on_sigterm, keep_code
 
@@ -19,6 +21,12 @@ from nanotrain_core.run.stop import end_on_sigterm, keep_code
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     add_recipe_options(parser)
+    parser.add_argument(
+        "--min-nnodes",
+        type=positive,
+        metavar="N",
+        help="machines that are enough to begin, and to go on with after others were lost; default: --nnodes",
+    )
     parser.add_argument(
         "--rdzv-endpoint",
         default="",
@@ -80,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     found = resolve(args)
     recipe = found.recipe
     nnodes = args.nnodes or 1
+    least = fewest_machines(args, recipe)
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))
     check_inputs(found, weights=args.resume is None)
@@ -88,12 +97,35 @@ def run(args: argparse.Namespace) -> int:
         recipe = fit_to_gpus(args, found)
     nodes = Nodes(
         count=nnodes,
+        least=least,
         nproc=recipe.run.ranks // nnodes,
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
         max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
     return keep_code(launch(job, recipe, nodes))
+
+
+def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:
+    """Return how many machines are enough, having seen that the recipe runs on each number of them.
+
+    Raises:
+        RecipeError: it does not, for example because the degrees of a layout do not divide the ranks.
+        NanotrainError: there cannot be so many.
+    """
+    most = args.nnodes or 1
+    least = most if args.min_nnodes is None else args.min_nnodes
+    if least > most:
+        raise NanotrainError(f"--min-nnodes {least}: expected at most --nnodes, which is {most}")
+    for machines in range(least, most):
+        ranks = recipe.run.ranks // most * machines
+        try:
+            resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
+        except RecipeError as problem:
+            raise NanotrainError(
+                f"--min-nnodes {least}: the recipe does not run on the ranks of {machines}: {problem}"
+            ) from None
+    return least
 
 
 def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import attrs
 
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.run import log
-from nanotrain_core.run.files import read_each
+from nanotrain_core.run.files import read_each, write_text_atomically
 
 
 @attrs.define(frozen=True)
@@ -40,6 +43,14 @@ class Cause:
         return error
 
 
+#: What gloo says when a rank that it waits for is gone, or has not come in time.
+ECHOES = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "Timed out waiting")
+
+
+class PeerLostError(NanotrainError):
+    """Another rank failed or is gone: what those say that only noticed it, with that rank's exit code."""
+
+
 def in_one_line(problem: BaseException) -> str:
     """Return an error's text: what was said on purpose as it is, all else after its kind."""
     kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
@@ -48,9 +59,25 @@ def in_one_line(problem: BaseException) -> str:
 
 def is_echo(text: str) -> bool:
     """Return whether an error only tells that another rank went away."""
-    return any(
-        sign in text for sign in ("onnection closed by peer", "onnection reset by peer", "Broken pipe")
-    )
+    return any(sign in text for sign in ECHOES)
+
+
+def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
+    """Leave for the launcher why ``rank`` fails; return whether that only tells of another rank."""
+    mine = isinstance(problem, NanotrainError)
+    echo = isinstance(problem, PeerLostError) or is_echo(str(problem))
+    failure = {
+        "rank": rank,
+        "time": time.time(),
+        "text": in_one_line(problem),
+        "echo": echo,
+        "trace": None if mine else "".join(traceback.format_exception(problem)),
+        "code": problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED,
+    }
+    # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
+    with contextlib.suppress(OSError):  # no space: the exit code is all there is
+        write_text_atomically(scratch / f"failure-{rank}.json", json.dumps(failure))
+    return echo
 
 
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
@@ -85,8 +112,10 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     if first and first["trace"] is None and not first["echo"]:
         return Cause(first["text"], first["code"], mistake=True)
     if first:
+        if first["trace"] is None:  # it names the rank that is gone
+            return Cause(first["text"], first["code"], echo=True)
         text = f"rank {first['rank']} failed: {first['text']}"
-        return Cause(text, Exit.FAILED, first["trace"] or "", echo=first["echo"])
+        return Cause(text, Exit.FAILED, first["trace"], echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
 
 

@@ -1,10 +1,11 @@
-"""Ranks without a launcher of ours notice which of them is gone, and all say the same.
+"""Ranks that no launcher sees all of notice which of them is gone, and all say the same.
 
-Under `nanotrain run` the launcher of a host sees how its ranks end. Ranks that srun or torchrun started have
-only one another: when one dies, gloo closes the connections to it, which names an address, and NCCL waits for
-its timeout. So each rank writes a *beat* into the store where they met, from a thread. Rank 0's thread reads
-them, and announces the first rank that failed, or that is silent for too long; the others read this. That
-rank 0 is gone shows in its store, which goes with it.
+A launcher of `nanotrain run` sees how the ranks of its host end. Those of other hosts, and all that srun or
+torchrun started, have only one another: when one dies, gloo closes the connections to it, which names an
+address, and NCCL waits for its timeout; when its host loses its power, nothing is closed either. So each
+rank writes a *beat* into the store where they met, from a thread. Rank 0's thread reads them, and announces
+the first rank that failed, or that is silent for too long; the others read this. That rank 0 is gone shows
+in its store, which goes with it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.launch.cause import Cause, in_one_line, is_echo
+from nanotrain_core.launch.cause import PeerLostError, in_one_line, is_echo
 from nanotrain_core.run import log
 
 if TYPE_CHECKING:
@@ -37,14 +38,22 @@ ASKED_FOR = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
 
 @contextlib.contextmanager
-def watching_peers(store: Store, rank: int, world_size: int) -> Iterator[None]:
+def watching_peers(
+    store: Store, rank: int, world_size: int, at_end: Callable[[NanotrainError], object] | None = None
+) -> Iterator[None]:
     """Watch the other ranks while the block runs. Every rank of the world enters it.
 
+    Args:
+        store: where they met.
+        rank: this one.
+        world_size: how many there are.
+        at_end: called before this rank is ended because another one is gone.
+
     Raises:
-        NanotrainError: in place of an error that only says that a connection was closed: which rank ended,
+        PeerLostError: in place of an error that only says that a connection was closed: which rank ended,
             on which host, and why, if it said so.
     """
-    peers = Peers(store, rank, world_size)
+    peers = Peers(store, rank, world_size, at_end=at_end)
     try:
         yield
     except BaseException as problem:
@@ -73,6 +82,7 @@ class Peers(threading.Thread):
         silence: float = SILENCE,
         interval: float | None = None,
         linger: float = LINGER,
+        at_end: Callable[[NanotrainError], object] | None = None,
     ) -> None:
         """Begin to beat.
 
@@ -83,11 +93,12 @@ class Peers(threading.Thread):
             silence: seconds without a beat that are too many, or more where beats are rare.
             interval: seconds between beats. None: one, or as many as let the store take 100 beats a second.
             linger: see :data:`LINGER`; at least two beats.
+            at_end: see :func:`watching_peers`. Without it the cause is printed.
         """
         super().__init__(name="peers", daemon=True)
         from torch.distributed import PrefixStore
 
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.at_end = rank, world_size, at_end
         self.interval = max(1.0, world_size / 100) if interval is None else interval
         self.silence = max(silence, 2 * MISSED * self.interval)
         self.linger = max(linger, 2 * self.interval)
@@ -195,14 +206,14 @@ class Peers(threading.Thread):
             return None
         text, code = json.loads(self.store.get("first"))
         self.store.set(f"heard/{self.rank}", "")
-        return Cause(text, code).error()
+        return _lost(text, code)
 
     def _knows(self, other: int) -> bool:
         return any(self.store.check([f"{end}/{other}"]) for end in ("ended", "heard"))
 
     def _without_store(self) -> NanotrainError:
         where = f"where the ranks met{f', on {self._host_0}' if self._host_0 else ''}"
-        return Cause(f"rank 0, or its host, is gone: the store {where} does not answer", Exit.FAILED).error()
+        return _lost(f"rank 0, or its host, is gone: the store {where} does not answer", Exit.FAILED)
 
     def _end(self, first: NanotrainError) -> None:
         """End this rank, which may wait for one that does not come, unless it ends by itself."""
@@ -210,5 +221,14 @@ class Peers(threading.Thread):
         while time.monotonic() < until:
             if self.ending.is_set() or self.done.wait(0.1):
                 return
-        log.say(str(first))
+        if self.at_end is None:
+            log.say(str(first))
+        else:
+            self.at_end(first)
         os._exit(first.exit_code)
+
+
+def _lost(text: str, code: int) -> PeerLostError:
+    error = PeerLostError(text)
+    error.exit_code = code
+    return error

@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -23,7 +22,7 @@ from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
-from nanotrain_core.launch.cause import in_one_line, is_echo
+from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
@@ -100,18 +99,7 @@ def run_rank(job: Job) -> str:
         return end
     except BaseException as problem:
         code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
-        failure = {
-            "rank": ranks.rank,
-            "time": time.time(),
-            "text": in_one_line(problem),
-            "echo": is_echo(str(problem)),
-            "trace": None if isinstance(problem, NanotrainError) else traceback.format_exc(),
-            "code": code,
-        }
-        # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
-        with contextlib.suppress(OSError):  # no space: the exit code is all there is
-            write_text_atomically(Path(job.scratch, f"failure-{ranks.rank}.json"), json.dumps(failure))
-        if failure["echo"]:
+        if leave_failure(Path(job.scratch), ranks.rank, problem):
             time.sleep(1)  # let the launcher see the rank that went away first
         os._exit(code)
 
@@ -192,10 +180,11 @@ def train(job: Job, ranks: Ranks) -> str:
 def _watched(
     job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return what watches the other ranks where no launcher of ours does, nor the user wants nobody to."""
-    if store is None or job.scratch is not None or ranks.world_size == 1 or not recipe.run.hang_timeout:
+    """Return what watches ranks that no launcher of this host started, unless the user wants nobody to."""
+    if store is None or job.one_host or ranks.world_size == 1 or not recipe.run.hang_timeout:
         return contextlib.nullcontext()
-    return watching_peers(store, ranks.rank, ranks.world_size)
+    at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
+    return watching_peers(store, ranks.rank, ranks.world_size, at_end)
 
 
 def attempt() -> int:

@@ -192,8 +192,9 @@ class Trial:
         words: Sequence[str] = (),
         more: Sequence[str] = (),
         ranks: int | None = None,
+        before: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Start it and go on."""
+        """Start it and go on. ``before`` are words that run the command elsewhere, as on another host."""
         told = Order(ledger=str(self.ledger), launch=self.launches, **(order or {}))
         self.launches += 1
         arguments = self.bench.arguments(
@@ -201,6 +202,7 @@ class Trial:
         )
         return subprocess.Popen(
             [
+                *before,
                 sys.executable,
                 "-m",
                 "nanotrain_core.cli",

@@ -88,6 +88,9 @@ def build(config: ChaosConfig) -> Any:
 
         def on_start(self, run: Any) -> None:
             self.run, self.step, self.held_out = run, run.first_step, False
+            # Hosts that were started again at different times count alike from here on.
+            launch, self.attempt = max(run.mesh.gather((self.order.launch, self.attempt)))
+            self.order = attrs.evolve(self.order, launch=launch)
             self.file = open(Path(self.order.ledger, f"rank-{run.rank}.jsonl"), "a")  # noqa: SIM115
             self.write("start", first_step=run.first_step, ranks=run.world_size)
             self.train_batch, self.validation_batch = run.data.train_batch, run.data.validation_batch

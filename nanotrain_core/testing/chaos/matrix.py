@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.testing.chaos import death, disk, mistakes, numbers, signals, store
+from nanotrain_core.testing.chaos import death, disk, mistakes, numbers, several_hosts, signals, store
 from nanotrain_core.testing.chaos.row import Row
 
 
@@ -16,7 +16,7 @@ def rows_of(*modules: object) -> tuple[type[Row], ...]:
     return tuple(sorted(rows, key=lambda row: int(row.number.partition("-")[0])))
 
 
-ROWS = rows_of(death, disk, signals, numbers, mistakes, store)
+ROWS = rows_of(death, disk, signals, numbers, mistakes, store, several_hosts)
 
 #: Rows of the matrix that are not tried, and why.
 NOT_RUN = {

@@ -1,0 +1,153 @@
+"""Rows in which a run has two hosts, of which one is lost, or which lose each other.
+
+The hosts are namespaces of this machine; see :mod:`nanotrain_core.testing.virtual_hosts`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+from nanotrain_core.errors import Exit
+from nanotrain_core.testing.chaos.bench import Bench, Ended, Trial
+from nanotrain_core.testing.chaos.row import RESUME, Row, expect, some_rank, some_step
+from nanotrain_core.testing.virtual_hosts import Network, not_here
+
+#: Seconds that a rank sleeps while something happens to a host.
+PAUSE = 1.0
+ENDPOINT = "host0:29400"
+
+
+class Launches:
+    """The launchers of a run, one on each host."""
+
+    def __init__(self, trial: Trial, network: Network, more: Sequence[str], words: Sequence[str]) -> None:
+        self.trial, self.network, self.more = trial, network, more
+        self.words = ("--nnodes", "2", "--rdzv-endpoint", ENDPOINT, "--max-restarts", "2", *RESUME, *words)
+        self.pool = ThreadPoolExecutor(4)
+        self.begun: list[Future[Ended]] = []
+        self.on: dict[int, Future[Ended]] = {}
+        """The newest of each host that is to come to its end."""
+
+    def start(
+        self, host: int, order: dict[str, Any] | None = None, on_fault: Callable[[int], None] | None = None
+    ) -> None:
+        """Start the ranks of a host."""
+        process = self.trial.start(
+            order=order,
+            words=self.words,
+            more=self.more,
+            ranks=self.trial.bench.settings.ranks // 2,
+            before=self.network.hosts[host].words(self.trial.home),
+        )
+        self.on[host] = self.pool.submit(self.trial.finish, process, on_fault)
+        self.begun.append(self.on[host])
+
+    def replace(self, host: int) -> None:
+        """Start the ranks of a host in the place of one that was lost."""
+        self.network.replace(host)
+        self.start(host)
+
+
+class HostsRow(Row):
+    """Two hosts with half of the ranks each."""
+
+    least_ranks = 2
+    delay, loss = 0.0, 0.0
+    more: Sequence[str] = ()
+    words: Sequence[str] = ()
+
+    @classmethod
+    def not_here(cls, bench: Bench) -> str:
+        return "an odd number of ranks" if bench.settings.ranks % 2 else not_here()
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        with Network(2, delay=self.delay, loss=self.loss, seed=random.randrange(1000)) as network:
+            launches = Launches(trial, network, self.more, self.words)
+            order = {
+                "act": "sleep",
+                "step": some_step(trial, random),
+                "rank": some_rank(trial, random),
+                "amount": PAUSE,
+            }
+
+            def strike(process: int) -> None:
+                self.strike(launches, random)
+
+            launches.start(0, order, strike)
+            launches.start(1, order)
+            trial.launches = 1  # the same for both
+            for launch in launches.begun:  # which grows meanwhile
+                launch.result()
+            for launch in launches.on.values():
+                yield from expect(launch.result(), Exit.DONE)
+        said = "".join(ended.err for ended in trial.ends)
+        yield from (f"stderr does not say {text!r}: {said[-600:]}" for text in self.texts if text not in said)
+
+    texts: Sequence[str] = ()
+    """What must be said on some host."""
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        """Do it, while a rank sleeps."""
+
+
+class HostLost(HostsRow):
+    number, name = "30", "host lost, replaced"
+    texts = ("rank 1 on host1 (process ", "is gone: no sign of it for ")
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.network.vanish(1)
+        time.sleep(random.uniform(0, 5))
+        launches.replace(1)
+
+
+class RendezvousHostLost(HostsRow):
+    number, name = "31", "rendezvous host lost, replaced"
+    texts = (f"{ENDPOINT}, where the hosts meet, is gone: waiting for it",)
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.network.vanish(0)
+        time.sleep(random.uniform(0, 5))
+        launches.replace(0)
+
+
+class Partition(HostsRow):
+    """Shorter than ``run.timeout``: connections hold, and the run only waits."""
+
+    number, name, lost = "32", "partition of some seconds", 0
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.network.part([0], [1])
+        time.sleep(random.uniform(0.5, 6))
+        launches.network.heal()
+
+
+class LongPartition(HostsRow):
+    """Longer than ``run.timeout``: the ranks give up and are started again once the hosts meet."""
+
+    number, name = "33", "partition longer than run.timeout"
+    more = ("run.timeout=6",)
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.network.part([0], [1])
+        time.sleep(random.uniform(8, 12))
+        launches.network.heal()
+
+
+class SlowNetwork(HostsRow):
+    number, name, lost = "34", "200 ms there and back, 1% of packets lost", 0
+    delay, loss = 0.1, 0.01
+
+
+class FewerHosts(HostsRow):
+    """The other host never comes back: the run goes on with the ranks that are left."""
+
+    number, name, same_end = "35", "host lost, on with fewer", False
+    words = ("--min-nnodes", "1")
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.network.vanish(1)
+        del launches.on[1]
