@@ -95,7 +95,7 @@ class HostsRow(Row):
 
 
 class HostLost(HostsRow):
-    number, name = "30", "host lost, replaced"
+    number, name, short = "30", "host lost, replaced", True
     texts = ("rank 1 on host1 (process ", "is gone: no sign of it for ")
 
     def strike(self, launches: Launches, random: Random) -> None:
