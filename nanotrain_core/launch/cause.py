@@ -44,7 +44,13 @@ class Cause:
 
 
 #: What gloo says when a rank that it waits for is gone, or has not come in time.
-ECHOES = ("onnection closed by peer", "onnection reset by peer", "Broken pipe", "Timed out waiting")
+ECHOES = (
+    "onnection closed by peer",
+    "onnection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+)
 
 
 class PeerLostError(NanotrainError):
@@ -115,7 +121,8 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         if first["trace"] is None:  # it names the rank that is gone
             return Cause(first["text"], first["code"], echo=True)
         text = f"rank {first['rank']} failed: {first['text']}"
-        return Cause(text, Exit.FAILED, first["trace"], echo=first["echo"])
+        trace = "" if first["echo"] else first["trace"]  # it would show a collective that is innocent
+        return Cause(text, Exit.FAILED, trace, echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
 
 

@@ -78,8 +78,8 @@ class HostsRow(Row):
                 self.strike(launches, random)
 
             launches.start(0, order, strike)
+            trial.launches = 0  # both are the same one
             launches.start(1, order)
-            trial.launches = 1  # the same for both
             for launch in launches.begun:  # which grows meanwhile
                 launch.result()
             for launch in launches.on.values():
