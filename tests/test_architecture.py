@@ -178,12 +178,12 @@ SMALL = {
     "api": 605,
     "builtin": 470,
     "checkpoint": 870,
-    "cli": 1560,
+    "cli": 1585,
     "compile": 350,
     "contracts": 620,
     "data": 770,
     "hf": 860,
-    "launch": 1310,
+    "launch": 1370,
     "layout": 1120,
     "models": 690,
     "moe": 315,
@@ -196,7 +196,7 @@ SMALL = {
     "recipe": 1700,
     "registry": 600,
     "run": 1940,
-    "script": 505,
+    "script": 520,
     "watch": 375,
 }
 
