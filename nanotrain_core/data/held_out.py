@@ -39,8 +39,10 @@ class Split:
         if not validation and not self.held:
             return numbers
         if 2 * (self.held + 1) * (self.count + 1) >= 2**63:  # a product would not fit into 64 bits
-            return self._pieces(numbers.astype(object), validation).astype(np.int64)
-        return self._pieces(numbers, validation)
+            found: Integers = self._pieces(numbers.astype(object), validation).astype(np.int64)
+        else:
+            found = self._pieces(numbers, validation)
+        return found
 
     def _pieces(self, numbers: Any, validation: bool) -> Any:
         if validation:

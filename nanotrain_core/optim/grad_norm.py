@@ -48,7 +48,7 @@ class GlobalNorm:
         return total.sqrt()
 
 
-def norms(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def norms(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norm of each block as a scalar, those of 16 bits in float32: float16 would overflow."""
     narrow = [block.dtype.itemsize < 4 for block in blocks]
     if not any(narrow):
