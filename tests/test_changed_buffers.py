@@ -1,7 +1,7 @@
 """A buffer that training changes would be lost at resume: the run is refused where it saves."""
 
 import pytest
-from test_examples_of_plugins import ALIBI, TP, example
+from examples_of_plugins import ALIBI, TP, example
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.testing import run_ranks
