@@ -1,6 +1,7 @@
 """``nanotrain explain``: the numbers of its JSON against real ranks, also with a plugin of a stranger."""
 
 import json
+import re
 from collections import Counter
 from math import prod
 
@@ -68,7 +69,8 @@ def real(recipe, overrides):
         kept[block.name.partition("/")[0]] += block.tensor.numel() if block.tensor.dim() else 0
     groups = {dim: run.mesh.ranks(dim) for dim in run.mesh.layout.dims}
     updated = sum(piece.weight.numel() for piece in run.gradients.pieces())
-    return shapes, dtypes, dict(kept), groups, updated
+    trained = {p for part in run.stages.values() for p in part.parameters() if p.requires_grad}
+    return shapes, dtypes, dict(kept), groups, updated, sum(p.numel() for p in trained)
 
 
 def assert_true(recipe, capsys, *overrides):
@@ -108,6 +110,8 @@ def _assert_blocks(section, held):
         for _, number, _, shape, _, _ in table["rows"]:
             counted[tuple(shape)] += number
         assert counted == Counter(shapes.values())
+        told = Counter((re.sub(r"\.\d+\.", ".*.", name), str(rest)) for name, _, *rest in table["rows"])
+        assert set(told.values()) == {1}, "rows that say the same"
     for each in section["statements"]:
         v = each["values"]
         if "axis" in v:
@@ -125,8 +129,9 @@ def alike(name, starred):
 def _assert_state(section, held):
     updates = [each["values"] for each in section["statements"] if "updated" in each["values"]]
     for values, table in zip(updates, section["tables"], strict=True):
-        _, _, kept, _, updated = held[values["rank"]]
+        _, _, kept, _, updated, trained = held[values["rank"]]
         assert values["updated"] == updated
+        assert values.get("held", updated) == trained
         told = {name: size for name, _, _, size in table["rows"] if name != "step"}
         assert told == {name: 4 * number for name, number in kept.items() if name != "step"}
 

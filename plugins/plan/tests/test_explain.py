@@ -78,6 +78,16 @@ def test_numbers_are_those_of_arithmetic(recipe, capsys):
     assert computed["again"] == 3 * (2 * matrices * tokens + attention)
 
 
+def test_what_selective_checkpointing_computes_again_is_no_product(tmp_path, capsys):
+    path = tmp_path / "selective.toml"
+    path.write_text(TINY.replace('use = "recompute"', 'use = "recompute"\ngranularity = "selective"'))
+    _, told, _ = explained(capsys, str(path))
+    first = told["What is computed, in which precision"]["statements"][0]
+    assert "again" not in first["values"]
+    assert first["values"]["modules"].startswith("layers.*.attn_norm and ")
+    assert "makes no matrix product" in first["text"]
+
+
 def test_every_sentence_is_of_values_and_has_a_file_that_is_there(recipe, capsys):
     _, told, _ = explained(capsys, recipe)
     for section in told.values():

@@ -25,6 +25,7 @@ class HeldParameter:
     role: Role | None
     """Of the innermost tagged module that has it."""
     dtype: torch.dtype
+    trained: bool
     updated: int
     """Elements of the block that this rank updates."""
     shared_out: frozenset[str]
@@ -89,6 +90,7 @@ def look(run: Run) -> Looked:
                 placement=each.placement,
                 role=roles.get(each.placement.name, (None, None))[0],
                 dtype=storage_of(each.parameter).dtype,
+                trained=each.parameter.requires_grad,
                 updated=updated[each.placement.name],
                 shared_out=shared.get(each.placement.name, frozenset()),
                 gemm=roles.get(each.placement.name, (None, None))[1],

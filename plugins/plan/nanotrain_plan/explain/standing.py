@@ -250,7 +250,7 @@ def state(subject: Subject) -> Section:
     body: list[Statement | Table | Picture] = []
     for pp_rank in subject.told:
         looked, rank = subject.looked(pp_rank), subject.rank(pp_rank)
-        trained = [each for each in looked.parameters if each.updated]
+        trained = [each for each in looked.parameters if each.trained]
         held = sum(each.elements for each in trained)
         updated = sum(each.updated for each in trained)
         dims = sorted({dim for each in trained for dim in each.shared_out if subject.layout.size(dim) > 1})

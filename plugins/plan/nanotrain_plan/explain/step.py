@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nanotrain_core.api import PhaseTimeline, draw_timeline
 from nanotrain_core.api.torch import Exchange, GlooExchange
-from nanotrain_plan.dry.origin import place_of
+from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.subject import Subject
 from nanotrain_plan.explain.talk import WHEN, Exchanged, flops_by_dtype, recomputed
@@ -224,21 +224,7 @@ def computed(subject: Subject) -> Section:
     for pp_rank in subject.told:
         rank = subject.rank(pp_rank)
         forward, again, modules = recomputed(subject.stages, pp_rank)
-        if again:
-            body.append(
-                say(
-                    "Rank {rank} computes {again} of the {forward} of its forward passes a second time in "
-                    "backward, {share}, in {modules}: their activations were not kept.",
-                    *[subject.owners.place(label) for label in subject.owners.of_kind("parallel")],
-                    rank=rank,
-                    again=FLOPs(again),
-                    forward=FLOPs(forward),
-                    share=Share(again / forward),
-                    modules=" and ".join(modules[:4]) + (" and others" if len(modules) > 4 else ""),
-                )
-            )
-        else:
-            body.append(say("Rank {rank} computes nothing twice: activations are kept.", where, rank=rank))
+        body.append(_again(subject, rank, forward, again, modules, where))
         looked = subject.looked(pp_rank)
         body.append(
             say(
@@ -259,6 +245,30 @@ def computed(subject: Subject) -> Section:
     for line in subject.stages.steps[subject.told[0]].described:
         body.append(say("{line}.", where, line=line))
     return Section("What is computed, in which precision", body)
+
+
+def _again(
+    subject: Subject, rank: int, forward: int, again: int, modules: Sequence[str], precision: Origin | None
+) -> Statement:
+    """Return what activation checkpointing computes a second time."""
+    if not modules:
+        return say("Rank {rank} computes nothing twice: activations are kept.", precision, rank=rank)
+    text = (
+        "Rank {rank} computes {again} of the {forward} of its forward passes a second time in backward, "
+        "{share}, in {modules}: their activations were not kept."
+        if again
+        else "Rank {rank} makes no matrix product of its {forward} a second time, but in backward the other "
+        "operators of {modules}: their activations were not kept."
+    )
+    numbers = {"again": FLOPs(again), "share": Share(again / forward)} if again else {}
+    return say(
+        text,
+        *[subject.owners.place(label) for label in subject.owners.of_kind("parallel")],
+        rank=rank,
+        forward=FLOPs(forward),
+        modules=" and ".join(modules[:4]) + (" and others" if len(modules) > 4 else ""),
+        **numbers,
+    )
 
 
 def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:

@@ -91,7 +91,7 @@ class Subject:
             for each in parameters:
                 p = each.placement
                 key = (starred(p.name), p.shape, p.offset, p.sharded, p.summed, p.same, p.stages)
-                groups.setdefault((*key, each.dtype, each.updated), []).append(each)
+                groups.setdefault((*key, each.dtype, each.trained), []).append(each)
             self._alike[pp_rank] = [
                 Alike(
                     name=starred(group[0].placement.name) if len(group) > 1 else group[0].placement.name,

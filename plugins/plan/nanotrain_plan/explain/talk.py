@@ -99,12 +99,18 @@ def flops_by_dtype(stages: Stages, pp_rank: int) -> Mapping[str, Counter[str]]:
 
 
 def recomputed(stages: Stages, pp_rank: int) -> tuple[int, int, list[str]]:
-    """Return FLOPs of forward passes, those that backward passes compute again, and in which modules."""
-    forward, again, modules = 0, 0, dict[str, None]()
+    """Return FLOPs of forward passes, those that backward passes compute again, and in which modules.
+
+    Where no matrix product is made again, as with selective activation checkpointing, the modules are those
+    whose other operators are.
+    """
+    forward, again = 0, 0
+    products, others = dict[str, None](), dict[str, None]()
     for when, phase in phases_named(stages, pp_rank):
         if when == "F":
             forward += sum(phase.gemm_flops.values())
         elif when in "BW":
             again += sum(phase.flops_of.values())
-            modules |= {starred(name): None for (name, _), flops in phase.flops_of.items() if flops}
-    return forward, again, list(modules)
+            products |= {starred(name): None for (name, _), flops in phase.flops_of.items() if flops}
+            others |= {starred(name): None for (name, _), moved in phase.bytes_of.items() if moved}
+    return forward, again, list(products or others)
