@@ -1,5 +1,6 @@
 """Scripts of ``nanotrain launch`` train, on two nodes that are this machine, and what is not written."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,11 @@ def test_what_does_not_fit_is_refused(cluster, capsys):
     assert "does not fit tiny.toml" in err
     assert "nanotrain plan small.toml --nnodes 2 --nproc 1 --hardware tiny.toml" in err
     assert main([*words, "--no-plan"]) == 0
+    host = re.sub(r"(?m)^host_memory_gb = \S+", "host_memory_gb = 2.0", shipped()["cpu"].read_text())
+    (cluster.folder / "tiny.toml").write_text(host)  # two processes take more
+    one_host = ["launch", "slurm", "small.toml", "--nodes", "1", "--nproc", "2", "--hardware", "tiny.toml"]
+    assert main(one_host) == 2
+    assert "GB of a host's memory, of 2, for its ranks' processes" in capsys.readouterr().err
     assert main([*words[:-1], "h1000"]) == 2
     assert "no hardware is named 'h1000'" in capsys.readouterr().err
 

@@ -36,6 +36,8 @@ def test_it_fits_and_is_predicted_as_documented(name, ranks, hardware):
     found = resolve_recipe(name, ranks=ranks)
     plan = make_plan(found.recipe, found.registry, found.layout, find_hardware(hardware))
     assert plan.fits
+    assert plan.host.fits
+    assert plan.time.seconds + plan.checkpoints.seconds < found.recipe.run.grace
     memory = f"{size(plan.worst.peak)} of {size(plan.hardware.usable)}"
     rate, mfu = f"{count(plan.tokens_per_second)} tokens/s", f"{plan.tflops() / plan.peak_tflops:.1%}"
     tokens, time = count(plan.data.tokens), duration(plan.seconds)

@@ -30,21 +30,36 @@ def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, A
 
 
 def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], hardware: str) -> None:
-    """Check the memory of a plan.
+    """Check the memory of a plan, of devices and of hosts.
 
     Raises:
         NanotrainError: it is not enough; the text says who knows what would help.
     """
-    memory = found["memory"]
-    if memory["fits"]:
+    memory, host = found["memory"], found["host_memory"]
+    if memory["fits"] and host["fits"]:
         return
-    peak, usable = memory["peak"] / GB, memory["usable"] / GB
+    if memory["fits"]:
+        total, available = host["total"] / GB, host["available"] / GB
+        problem = f"{total:,.0f} GB of a host's memory, of {available:,.0f}, for {_most(host)}"
+    else:
+        peak, usable = memory["peak"] / GB, memory["usable"] / GB
+        problem = f"{peak:.3g} GB of a rank, of {usable:.3g} ({memory['where']})"
     command = shlex.join(["nanotrain", "plan", *words, "--hardware", hardware])
     raise NanotrainError(
-        f"does not fit {hardware}: {peak:.3g} GB of a rank, of {usable:.3g} ({memory['where']})\n"
+        f"does not fit {hardware}: {problem}\n"
         f"which keys to change to what: {command}\n"
         "other machines: --hardware NAME|FILE; without this check: --no-plan"
     )
+
+
+def _most(host: Mapping[str, Any]) -> str:
+    """Return what takes most of a host's memory, in words."""
+    told = {
+        "checkpoint": "a checkpoint",
+        "offloaded": "offloaded optimizer state",
+        "processes": "its ranks' processes",
+    }
+    return told[max(told, key=host.__getitem__)]
 
 
 def summary(found: Mapping[str, Any], hardware: str) -> str:

@@ -23,7 +23,7 @@ class Checkpoints:
     bytes: int
     """Of one: weights, masters and the optimizer's state, each block once."""
     seconds: float
-    """Until one is written, by all nodes at once."""
+    """Until one is written: by all nodes at once, or by the first alone if that gathers it."""
     kept: int
     """Most that lie on disk: ``keep``, one that is being written, and, where evaluations are rarer than
     these are saved, the newest one that a validation loss was measured after."""
@@ -45,7 +45,7 @@ class DataUse:
 
 @attrs.define(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of one node."""
+    """Bytes of one node, of the first if that gathers checkpoints."""
 
     ranks: int
     """On it."""
@@ -53,19 +53,27 @@ class HostMemory:
     offloaded: int
     """Optimizer state that is kept on the host."""
     checkpoint: int
-    """A copy of what its ranks save, while they go on training."""
+    """A copy of what its ranks save, while they go on training; the whole checkpoint if it gathers that."""
+    available: int
+    """What the hardware's nodes have."""
 
     @property
     def total(self) -> int:
         """All of it."""
         return self.processes + self.offloaded + self.checkpoint
 
+    @property
+    def fits(self) -> bool:
+        """Whether a node has as much."""
+        return self.total <= self.available
 
-def checkpoints(recipe: Recipe, stages: Stages, hardware: Hardware) -> Checkpoints:
+
+def checkpoints(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> Checkpoints:
     """Return what the run's checkpoints take."""
-    alike = stages.layout.world_size // stages.pp
-    size = round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
+    size = checkpoint_bytes(stages)
     nodes = max(1, stages.layout.world_size // hardware.devices_per_node)
+    if _gathers(recipe, registry):
+        nodes = 1
     keep = getattr(recipe.checkpoint.config, "keep", 1)
     folder = Path(recipe.run.folder or "runs").absolute()
     while not folder.exists():
@@ -104,7 +112,18 @@ def data_use(recipe: Recipe, registry: Registry) -> DataUse:
     )
 
 
-def host_memory(recipe: Recipe, stages: Stages, hardware: Hardware) -> HostMemory:
+def checkpoint_bytes(stages: Stages) -> int:
+    """Return :attr:`Checkpoints.bytes`."""
+    alike = stages.layout.world_size // stages.pp
+    return round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
+
+
+def _gathers(recipe: Recipe, registry: Registry) -> bool:
+    """Return whether the checkpoint is put together on rank 0's host, and written from there."""
+    return "gathers_checkpoint" in registry.get("checkpoint", recipe.checkpoint.use).provides
+
+
+def host_memory(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> HostMemory:
     """Return what a node's processes take; a run of fewer ranks than a node has devices is one node."""
     ranks = min(stages.layout.world_size, hardware.devices_per_node)
     state = max(
@@ -116,7 +135,8 @@ def host_memory(recipe: Recipe, stages: Stages, hardware: Hardware) -> HostMemor
         ranks=ranks,
         processes=round(PROCESS * ranks),
         offloaded=ranks * state if offloads_state(recipe) else 0,
-        checkpoint=round(saved * ranks),
+        checkpoint=checkpoint_bytes(stages) if _gathers(recipe, registry) else round(saved * ranks),
+        available=round(hardware.host_memory_gb * 1e9),
     )
 
 

@@ -26,7 +26,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "2.2"
+VERSION = "2.3"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak fits the device."""
+        """Whether every rank's peak fits the device; of hosts :attr:`HostMemory.fits` tells."""
         return self.worst.peak <= self.hardware.usable
 
     @property
@@ -140,9 +140,9 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         phases=run_phases(recipe, registry, stages, hardware),
         traffic=told[loudest],
         loudest=sorted(stages.steps)[loudest],
-        checkpoints=checkpoints(recipe, stages, hardware),
+        checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
-        host=host_memory(recipe, stages, hardware),
+        host=host_memory(recipe, registry, stages, hardware),
         assumptions=assumptions(recipe, registry, stages, hardware),
     )
 
@@ -252,7 +252,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "phases": [attrs.asdict(phase) for phase in plan.phases],
         "checkpoints": attrs.asdict(plan.checkpoints),
         "data": attrs.asdict(plan.data),
-        "host_memory": {**attrs.asdict(plan.host), "total": plan.host.total},
+        "host_memory": {**attrs.asdict(plan.host), "total": plan.host.total, "fits": plan.host.fits},
     }
 
 

@@ -72,10 +72,12 @@ def _title(plan: Plan) -> Text:
     text.append(plan.recipe.run.name, style="bold")
     text.append(f" on {plan.ranks} x {plan.hardware.name}")
     text.append(f" ({degrees})\n" if degrees else "\n", style="dim")
-    if plan.fits:
-        text.append("fits", style="bold green")
-    else:
+    if not plan.fits:
         text.append("does not fit", style="bold red")
+    elif not plan.host.fits:
+        text.append("does not fit its hosts' memory, though its devices", style="bold red")
+    else:
+        text.append("fits", style="bold green")
     text.append(
         f": {size(plan.worst.peak)} of {size(plan.hardware.usable)} at the peak; "
         f"{count(plan.tokens_per_second)} tokens/s, "
@@ -308,17 +310,31 @@ def _beside(plan: Plan) -> RenderableType:
         (
             "data",
             f"{count(d.tokens_per_step)} tokens in a step"
-            + (f"; {d.epochs:.3g} epochs of {d.sequences:,} sequences" if d.epochs is not None else ""),
+            + (f"; {_epochs(d.epochs)} epochs of {d.sequences:,} sequences" if d.epochs is not None else ""),
         ),
         (
             "host memory",
             f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
             f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
             f"checkpoint {size(h.checkpoint)}"
-            + (f", optimizer state {size(h.offloaded)}" if h.offloaded else ""),
+            + (f", optimizer state {size(h.offloaded)}" if h.offloaded else "")
+            + ("" if h.fits else f": too little; {_relief(plan)}"),
         ),
     ]
     return _grid(rows)
+
+
+def _epochs(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _relief(plan: Plan) -> str:
+    """Return what would take less of a host's memory."""
+    h = plan.host
+    if h.checkpoint > max(h.offloaded, h.processes):
+        shares = "a checkpoint of which every rank writes a share, such as checkpoint.use = 'sharded_v2'"
+        return f"{shares}, is not put together on one host"
+    return "optimizer.offload = false keeps it on the devices" if h.offloaded else "fewer ranks on a host"
 
 
 def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:

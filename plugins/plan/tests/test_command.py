@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import re
+from importlib import resources
 from types import SimpleNamespace
 from unittest import mock
 
@@ -90,12 +92,33 @@ def test_checkpoints_on_disk_are_those_of_a_walk_through_the_run(keep, saves, ev
     recipe = SimpleNamespace(
         run=SimpleNamespace(steps=499, folder=None),
         evaluation=SimpleNamespace(every=evaluates, sequences=8),
-        checkpoint=SimpleNamespace(config=SimpleNamespace(every=saves, keep=keep)),
+        checkpoint=SimpleNamespace(use="simple", config=SimpleNamespace(every=saves, keep=keep)),
     )
     stages = SimpleNamespace(pp=1, layout=SimpleNamespace(world_size=1), step_of=mock.Mock())
     stages.step_of.return_value.saved = 1.0
     hardware = SimpleNamespace(devices_per_node=8, disk_gb_s=1.0)
-    assert checkpoints(recipe, stages, hardware).kept == most == kept
+    assert checkpoints(recipe, load_plugins(), stages, hardware).kept == most == kept
+
+
+def test_a_checkpoint_that_is_gathered_takes_the_memory_and_the_time_of_one_host(recipe, tmp_path, capsys):
+    """Weights, masters and both moments in float32, and a step count; ``simple`` gathers them on rank 0."""
+    text = resources.files("nanotrain_plan").joinpath("hardware/h100.toml").read_text()
+    for host_gb, code in ((20.0, 2), (2000.0, 0)):
+        file = tmp_path / f"{host_gb}.toml"
+        file.write_text(re.sub(r"(?m)^host_memory_gb.*", f"host_memory_gb = {host_gb}", text))
+        large = ["--set", "model.width=8192", "--set", "model.heads=64"]  # 3.2 billion parameters
+        words = [recipe, "--hardware", str(file), "--ranks", "8", *large]
+        assert main(["plan", *words, "--json"]) == code
+        plan = json.loads(capsys.readouterr().out)
+        host, saved = plan["host_memory"], plan["checkpoints"]
+        assert host["checkpoint"] == saved["bytes"] >= 3 * 4 * plan["parameters"]["total"]
+        assert saved["seconds"] == pytest.approx(saved["bytes"] / (plan["hardware"]["disk_gb_s"] * 1e9))
+        assert host["fits"] == (code == 0)
+        assert plan["memory"]["fits"]
+        main(["plan", *words])
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("does not fit its hosts' memory" in out) == (code == 2)
+        assert ("too little; a checkpoint of which every rank writes a share" in out) == (code == 2)
 
 
 def test_a_device_that_is_faster_than_its_host_waits_for_it(recipe, tmp_path, capsys):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from nanotrain_core.api import PhaseTimeline, draw_timeline
 from nanotrain_core.api.torch import Exchange, GlooExchange
+from nanotrain_plan.budget import checkpoint_bytes
 from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.subject import Subject
@@ -293,9 +294,6 @@ def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:
 def saved(subject: Subject) -> Section:
     """Return what a checkpoint holds."""
     (label,) = subject.owners.of_kind("checkpoint")
-    stages, layout = subject.stages, subject.layout
-    alike = layout.world_size // stages.pp
-    size = round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
     names = sorted({each.name for p in subject.told for each in subject.looked(p).state})
     return Section(
         "What a checkpoint holds",
@@ -305,7 +303,7 @@ def saved(subject: Subject) -> Section:
                 "under a name and an offset in the whole tensor, so that any layout can read it.",
                 subject.owners.place(label),
                 checkpoint=label,
-                bytes=Bytes(size),
+                bytes=Bytes(checkpoint_bytes(subject.stages)),
                 names=" and ".join(names),
             )
         ],
