@@ -32,8 +32,14 @@ def test_v3_has_its_published_size_and_cost(v3):
 
 def test_its_operators_add_up_to_its_flops(v3):
     """Those of a forward pass on meta, three times: the convention that backward is twice the forward."""
+    told = v3["flops_per_token"]
+    again = [each for each in v3["layers"] if "again for further tokens" in each["module"]]
+    further = [*again, *(each for each in v3["layers"] if each["module"].startswith("mtp."))]
     forward = sum(each["number"] * each["flops"] for each in v3["layers"])
-    assert 3 * forward == pytest.approx(v3["flops_per_token"]["causal"], rel=1e-9)
+    assert 3 * forward == pytest.approx(told["model"], rel=1e-9)
+    assert 3 * sum(each["flops"] for each in further) == pytest.approx(told["mtp"], rel=1e-9)
+    work = v3["roofline"]["training"]["work"]
+    assert sum(each["flops"] for each in work) == pytest.approx(told["model"] * 4096, rel=1e-9)
     counted = sum(each["number"] * each["parameters"] for each in v3["layers"])
     assert counted == v3["parameters"]["total"] + v3["parameters"]["mtp"]
 

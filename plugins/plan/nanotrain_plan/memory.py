@@ -148,10 +148,15 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
 
 
 def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:
-    """Return the storages that a forward pass of one microbatch leaves, largest first."""
+    """Return the storages that a forward pass of one microbatch leaves, largest first.
+
+    Not those that the next forward pass frees, such as an input that a module keeps in its newest quantized
+    form: however many microbatches are in flight, there is one of them.
+    """
     middle = stages.microbatches // 2 if stages.microbatches > 2 else 0
     phase = stages.phase(pp_rank, Action("F", stage, middle))
-    return sorted(phase.kept, key=lambda storage: -storage.bytes)
+    kept = (storage for storage in phase.kept if storage.freed_in[:1] != "F")
+    return sorted(kept, key=lambda storage: -storage.bytes)
 
 
 def activations(stages: Stages, pp_rank: int, stage: int) -> list[Activation]:

@@ -48,6 +48,8 @@ class Storage:
     """What it is a :data:`POINTWISE` function of."""
     recomputable: bool = False
     """Whether :attr:`source` was alive at the end of the phase."""
+    freed_in: str = ""
+    """Name of the phase in which it was freed; empty if it is alive."""
 
 
 @attrs.define(eq=False)
@@ -294,7 +296,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = reference.key
         del self._references[key]
         self._made.pop(key, None)
-        self.live -= self.alive.pop(key).bytes
+        storage = self.alive.pop(key)
+        storage.freed_in = self.phase.name
+        self.live -= storage.bytes
 
 
 def _is_floating(value: Any) -> bool:

@@ -91,18 +91,29 @@ class Pieces:
         return total
 
     def run(
-        self, sequences: int, length: int, *, training: bool = False, last: bool = False
+        self,
+        sequences: int,
+        length: int,
+        *,
+        training: bool = False,
+        keeps: bool | None = None,
+        last: bool = False,
     ) -> Iterator[tuple[Piece, Phase]]:
         """Yield what one of each kind does in a forward pass, embedding first.
 
         Args:
             sequences: B.
             length: S.
-            training: keep activations for backward, and compute the loss.
+            training: compute the losses, those of further tokens (MTP) too.
+            keeps: activations for backward; None: if ``training``. A loss then makes its gradients at once.
             last: the head sees the last token of each sequence alone, as after a prompt.
         """
         recorder = Recorder("meta", Values())
-        with recorder, recorder.watching_modules(), torch.set_grad_enabled(training):
+        with (
+            recorder,
+            recorder.watching_modules(),
+            torch.set_grad_enabled(training if keeps is None else keeps),
+        ):
             recorder.enter("begin")
             tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
             hidden = tokens

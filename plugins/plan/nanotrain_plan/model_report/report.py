@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,34 +12,17 @@ from nanotrain_core.api import CachedToken, Layout, NanotrainError, Recipe, Regi
 from nanotrain_plan.dry.origin import place_of
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
-from nanotrain_plan.model_report.pieces import Piece, Pieces
+from nanotrain_plan.model_report.layers import Layer, layers
+from nanotrain_plan.model_report.pieces import Pieces
 from nanotrain_plan.model_report.roofline import Regime, roofline
 from nanotrain_plan.model_report.sensitivity import STATE, Moved, Size, sensitivity, size_of
 from nanotrain_plan.telling.parts import Bytes, FLOPs, Section, Shape, Share, Statement, Table, say
-from nanotrain_plan.words import starred
 
 #: Of what ``--json`` prints: see :data:`nanotrain_plan.plan.VERSION`.
 VERSION = "1.0"
 
 #: Rows of work that are told of each regime, those that take longest.
 MOST_WORK = 6
-
-
-@attrs.define(frozen=True, kw_only=True)
-class Layer:
-    """A module of one kind of layer; what it takes is of one of them."""
-
-    piece: str
-    number: int
-    module: str
-    role: str
-    shapes: Sequence[tuple[int, ...]]
-    parameters: int
-    flops: float
-    """Of a forward pass for one token, attention causal."""
-    weight_bytes: int
-    kept: float
-    """Bytes that a token of a forward pass leaves for backward, without activation checkpointing."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -96,44 +78,6 @@ def report(
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).partition("\n")[0]
         raise NanotrainError(f"model '{recipe.model.use}' cannot be inspected: {text}") from problem
-
-
-def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
-    """Return the modules of each kind of layer that have parameters, multiply, or keep something."""
-    tokens = microbatch * length
-    forward = {piece.name: phase for piece, phase in pieces.run(1, length)}
-    training = list(pieces.run(microbatch, length, training=True))
-    found, seen = [], set[str]()
-    for piece, phase in training:
-        flops: Counter[str] = Counter()
-        for (name, kind), number in forward[piece.name].flops_of.items():
-            flops[name] += number / length * (0.5 if kind == "attention" else 1.0)  # type: ignore[assignment]
-        kept: Counter[str] = Counter()
-        for storage in phase.kept:
-            kept[storage.module] += storage.bytes
-        for name in dict.fromkeys([*_modules(piece), *flops, *kept]):
-            own = [m for m in piece.matrices if m.name.rpartition(".")[0] == name and m.name not in seen]
-            seen.update(m.name for m in own)
-            elements = sum(m.elements for m in own)
-            if own or flops[name] or kept[name]:
-                found.append(
-                    Layer(
-                        piece=piece.name,
-                        number=piece.number,
-                        module=starred(name) or "between modules",
-                        role=own[0].role if own else "",
-                        shapes=[m.shape for m in own],
-                        parameters=elements,
-                        flops=flops[name],
-                        weight_bytes=elements * pieces.dtype.itemsize,
-                        kept=kept[name] / tokens,
-                    )
-                )
-    return found
-
-
-def _modules(piece: Piece) -> list[str]:
-    return [each.name.rpartition(".")[0] for each in piece.matrices]
 
 
 # --- for people ---------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def roofline(
         name="training",
         assumes=told,
         tokens=microbatch * length,
-        work=roof.work(microbatch, length, passes=3),
+        work=roof.work(microbatch, length, passes=3, training=True),
     )
     prefill = Regime(
         name="prefill",
@@ -146,10 +146,12 @@ class _Roof:
             bound="compute" if compute > memory else "memory",
         )
 
-    def work(self, sequences: int, length: int, *, passes: int = 1, last: bool = False) -> list[Work]:
+    def work(
+        self, sequences: int, length: int, *, passes: int = 1, training: bool = False, last: bool = False
+    ) -> list[Work]:
         """Return what forward passes take; attention's masked half is left out."""
         found = []
-        for piece, phase in self.pieces.run(sequences, length, last=last):
+        for piece, phase in self.pieces.run(sequences, length, training=training, keeps=False, last=last):
             flops: Counter[tuple[str, str]] = Counter()
             moved: Counter[tuple[str, str]] = Counter()
             for (name, kind), size in phase.bytes_of.items():

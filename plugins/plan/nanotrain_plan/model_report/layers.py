@@ -1,0 +1,96 @@
+"""Modules of each kind of layer: shapes, parameters, FLOPs of a token, bytes of weights and activations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.model_report.pieces import Piece, Pieces
+from nanotrain_plan.words import starred
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Layer:
+    """A module of one kind of layer; what it takes is of one of them."""
+
+    piece: str
+    number: int
+    module: str
+    role: str
+    shapes: Sequence[tuple[int, ...]]
+    parameters: int
+    flops: float
+    """Of a forward pass for one token, attention causal."""
+    weight_bytes: int
+    kept: float
+    """Bytes that a token of a forward pass leaves for backward, without activation checkpointing."""
+
+
+def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
+    """Return the modules of each kind of layer that have parameters, multiply, or keep something."""
+    tokens = microbatch * length
+    forward = {piece.name: _forward_flops(phase, length) for piece, phase in pieces.run(1, length)}
+    losses = {
+        piece.name: _forward_flops(phase, length)
+        for piece, phase in pieces.run(1, length, training=True, keeps=False)
+    }
+    training = list(pieces.run(microbatch, length, training=True))
+    found, seen = [], set[str]()
+    for piece, phase in training:
+        flops = forward[piece.name]
+        further = losses[piece.name]
+        again = {name: number - flops[name] for name, number in further.items() if flops[name]}
+        flops = flops | {name: number for name, number in further.items() if not flops[name]}
+        kept: Counter[str] = Counter()
+        for storage in phase.kept:
+            kept[storage.module] += storage.bytes
+        for name in dict.fromkeys([*_modules(piece), *flops, *kept]):
+            own = [m for m in piece.matrices if m.name.rpartition(".")[0] == name and m.name not in seen]
+            seen.update(m.name for m in own)
+            elements = sum(m.elements for m in own)
+            if own or flops[name] or kept[name]:
+                found.append(
+                    Layer(
+                        piece=piece.name,
+                        number=piece.number,
+                        module=starred(name) or "between modules",
+                        role=own[0].role if own else "",
+                        shapes=[m.shape for m in own],
+                        parameters=elements,
+                        flops=flops[name],
+                        weight_bytes=elements * pieces.dtype.itemsize,
+                        kept=kept[name] / tokens,
+                    )
+                )
+        found += [_called_again(piece, name, more) for name, more in again.items() if more > 0]
+    return found
+
+
+def _forward_flops(phase: Phase, length: int) -> Counter[str]:
+    """Return FLOPs of a token by module, of attention half of the scores."""
+    found: Counter[str] = Counter()
+    for (name, kind), number in phase.flops_of.items():
+        found[name] += number / length * (0.5 if kind == "attention" else 1.0)  # type: ignore[assignment]
+    return found
+
+
+def _called_again(piece: Piece, name: str, flops: float) -> Layer:
+    """Return the row of a module that training calls again: the head, for further tokens (MTP)."""
+    return Layer(
+        piece=piece.name,
+        number=piece.number,
+        module=f"{starred(name)}, again for further tokens",
+        role="",
+        shapes=[],
+        parameters=0,
+        flops=flops,
+        weight_bytes=0,
+        kept=0.0,
+    )
+
+
+def _modules(piece: Piece) -> list[str]:
+    return [each.name.rpartition(".")[0] for each in piece.matrices]
