@@ -178,7 +178,7 @@ def test_deepseek_v3_holds_and_sends_what_formulas_say(v3):
     # Each way between stages, hidden states and their gradients.
     assert collectives["pp", "send"] == (2 * microbatches, 2 * microbatches * S * D * BF16)
     assert collectives["pp", "recv"] == collectives["pp", "send"]
-    # Section 3.3.3: rows and their gradients travel in FP8 to experts, with a scale for 128 numbers, and back in
+    # Section 3.3.3: rows and their gradients go to experts in FP8, with a scale for 128 numbers, back in
     # BF16; those of forward a second time, since it is computed again.
     rows = m.top_k * S
     count, size = collectives["ep", "all_to_all"]

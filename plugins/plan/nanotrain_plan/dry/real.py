@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -96,12 +97,26 @@ class RecordedEngine(RuntimeEngine):
 
 
 class _Executor(RecordedExecutor):
-    """Names what follows the actions too."""
+    """Names what follows the actions too, and ends no phase before gloo is done with its tensors."""
+
+    def _execute(self, action: Action) -> None:
+        _settle(self.recorder)
+        super()._execute(action)
 
     def run(self, actions: Sequence[Action], *args: Any) -> Any:
         found = super().run(actions, *args)
+        _settle(self.recorder)
         self.recorder.enter("after")
         return found
+
+
+def _settle(recorder: Recorder) -> None:
+    """Return once no more memory is freed: gloo's threads hold what was sent a moment longer."""
+    level, unchanged = recorder.live, 0
+    while unchanged < 3:
+        time.sleep(0.002)
+        unchanged = unchanged + 1 if recorder.live == level else 0
+        level = recorder.live
 
 
 def real_recipe(recipe: Recipe, registry: Registry) -> Recipe:
