@@ -37,6 +37,9 @@ def test_it_fits_and_is_predicted_as_documented(name, ranks, hardware):
     plan = make_plan(found.recipe, found.registry, found.layout, find_hardware(hardware))
     assert plan.fits
     assert plan.host.fits
+    if plan.host.activations:
+        said = f"{size(plan.host.activations)} of a node"
+        assert said in re.sub(r"\n# ", " ", (ROOT / "recipes" / f"{name}.toml").read_text())
     assert plan.time.seconds + plan.checkpoints.seconds < found.recipe.run.grace
     memory = f"{size(plan.worst.peak)} of {size(plan.hardware.usable)}"
     rate, mfu = f"{count(plan.tokens_per_second)} tokens/s", f"{plan.tflops() / plan.peak_tflops:.1%}"

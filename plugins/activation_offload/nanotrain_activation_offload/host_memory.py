@@ -62,16 +62,15 @@ class PinnedMemory(HostMemory):
 
 
 class NoMemory(HostMemory):
-    """Copies nothing, on ``meta``: what has left takes no memory of the device in a dry run."""
+    """Copies nothing, on ``meta``. A dry run takes pinned memory there for that of the host."""
 
-    def copy_out(self, flat_N: torch.Tensor) -> tuple[int, torch.dtype]:
-        """Return what to make a tensor of."""
-        return flat_N.numel(), flat_N.dtype
+    def copy_out(self, flat_N: torch.Tensor) -> torch.Tensor:
+        """Take memory of the host."""
+        return torch.empty(flat_N.shape, dtype=flat_N.dtype, device=self.device, pin_memory=True)
 
-    def copy_back(self, copied: tuple[int, torch.dtype]) -> Callable[[], torch.Tensor]:
+    def copy_back(self, copied: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Take memory of the device again."""
-        numel, dtype = copied
-        came_back = torch.empty(numel, dtype=dtype, device=self.device)
+        came_back = torch.empty(copied.shape, dtype=copied.dtype, device=self.device)
         return lambda: came_back
 
 

@@ -57,6 +57,7 @@ def _most(host: Mapping[str, Any]) -> str:
     told = {
         "checkpoint": "a checkpoint",
         "offloaded": "offloaded optimizer state",
+        "activations": "offloaded activations",
         "processes": "its ranks' processes",
     }
     return told[max(told, key=host.__getitem__)]

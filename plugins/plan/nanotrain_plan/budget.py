@@ -52,6 +52,8 @@ class HostMemory:
     processes: int
     offloaded: int
     """Optimizer state that is kept on the host."""
+    activations: int
+    """Activations that wait on the host for their backward pass."""
     checkpoint: int
     """A copy of what its ranks save, while they go on training; the whole checkpoint if it gathers that."""
     available: int
@@ -60,7 +62,7 @@ class HostMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.processes + self.offloaded + self.checkpoint
+        return self.processes + self.offloaded + self.activations + self.checkpoint
 
     @property
     def fits(self) -> bool:
@@ -123,8 +125,13 @@ def _gathers(recipe: Recipe, registry: Registry) -> bool:
     return "gathers_checkpoint" in registry.get("checkpoint", recipe.checkpoint.use).provides
 
 
-def host_memory(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> HostMemory:
-    """Return what a node's processes take; a run of fewer ranks than a node has devices is one node."""
+def host_memory(
+    recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware, activations: int
+) -> HostMemory:
+    """Return what a node's processes take; a run of fewer ranks than a node has devices is one node.
+
+    ``activations``: bytes that wait on the host, of a rank.
+    """
     ranks = min(stages.layout.world_size, hardware.devices_per_node)
     state = max(
         stages.step_of(rank).state["masters"] + stages.step_of(rank).state["optimizer"]
@@ -135,6 +142,7 @@ def host_memory(recipe: Recipe, registry: Registry, stages: Stages, hardware: Ha
         ranks=ranks,
         processes=round(PROCESS * ranks),
         offloaded=ranks * state if offloads_state(recipe) else 0,
+        activations=ranks * activations,
         checkpoint=checkpoint_bytes(stages) if _gathers(recipe, registry) else round(saved * ranks),
         available=round(hardware.host_memory_gb * 1e9),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import attrs
 
@@ -145,6 +146,15 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
         in_flight=most,
         timeline=timeline,
     )
+
+
+def most_on_host(stages: Stages) -> int:
+    """Return the most bytes of activations of one rank that wait in its host's memory, over the schedule."""
+    most = 0
+    for pp_rank, actions in enumerate(stages.actions):
+        taken = (stages.phase(pp_rank, action).host for action in actions)
+        most = max(most, *accumulate(taken))
+    return most
 
 
 def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:

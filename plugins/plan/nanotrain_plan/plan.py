@@ -19,11 +19,12 @@ from nanotrain_plan.budget import (
 )
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.hardware import Hardware
-from nanotrain_plan.memory import Activation, RankMemory, activations, all_ranks
+from nanotrain_plan.memory import Activation, RankMemory, activations, all_ranks, most_on_host
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
+from nanotrain_plan.words import size
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
 VERSION = "2.3"
@@ -142,7 +143,7 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         loudest=sorted(stages.steps)[loudest],
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
-        host=host_memory(recipe, registry, stages, hardware),
+        host=host_memory(recipe, registry, stages, hardware, most_on_host(stages)),
         assumptions=assumptions(recipe, registry, stages, hardware),
     )
 
@@ -168,6 +169,11 @@ def assumptions(recipe: Recipe, registry: Registry, stages: Stages, hardware: Ha
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]
+    moved = max(phase.host for step in stages.steps.values() for phase in step.measured.values())
+    if moved:
+        found.append(
+            f"{size(moved)} of a microbatch's activations go to the host and back beside the computation"
+        )
     if hardware.cores:
         ranks = min(recipe.run.ranks, hardware.devices_per_node)
         found.append(

@@ -318,6 +318,7 @@ def _beside(plan: Plan) -> RenderableType:
             f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
             f"checkpoint {size(h.checkpoint)}"
             + (f", optimizer state {size(h.offloaded)}" if h.offloaded else "")
+            + (f", activations {size(h.activations)}" if h.activations else "")
             + ("" if h.fits else f": too little; {_relief(plan)}"),
         ),
     ]
@@ -331,9 +332,11 @@ def _epochs(number: float) -> str:
 def _relief(plan: Plan) -> str:
     """Return what would take less of a host's memory."""
     h = plan.host
-    if h.checkpoint > max(h.offloaded, h.processes):
+    if h.checkpoint > max(h.offloaded, h.activations, h.processes):
         shares = "a checkpoint of which every rank writes a share, such as checkpoint.use = 'sharded_v2'"
         return f"{shares}, is not put together on one host"
+    if h.activations > max(h.offloaded, h.processes):
+        return "activation checkpointing in place of offload"
     return "optimizer.offload = false keeps it on the devices" if h.offloaded else "fewer ranks on a host"
 
 

@@ -121,6 +121,21 @@ def test_a_checkpoint_that_is_gathered_takes_the_memory_and_the_time_of_one_host
         assert ("too little; a checkpoint of which every rank writes a share" in out) == (code == 2)
 
 
+def test_offloaded_activations_wait_in_the_hosts_memory(recipe, tmp_path, capsys):
+    pytest.importorskip("nanotrain_activation_offload")
+    moved = tmp_path / "moved.toml"
+    moved.write_text(TINY + '[[parallel]]\nuse = "activation_offload"\nmin_mb = 0.0\nkeep = 0\n')
+    (_, plain), (_, after) = (planned(capsys, path, "--ranks", "2") for path in (recipe, str(moved)))
+    assert plain["host_memory"]["activations"] == 0
+    kept, left = (sum(a["bytes"] * a["count"] for a in p["memory"]["activations"]) for p in (plain, after))
+    assert 0 < left < kept / 2
+    assert after["host_memory"]["activations"] == pytest.approx(2 * (kept - left), rel=0.01)
+    total = sum(
+        after["host_memory"][each] for each in ("processes", "offloaded", "activations", "checkpoint")
+    )
+    assert after["host_memory"]["total"] == total
+
+
 def test_a_device_that_is_faster_than_its_host_waits_for_it(recipe, tmp_path, capsys):
     """A model of width 64 took 0.1 ms a step on an H100, in which no host launches its kernels."""
     times = {}

@@ -66,6 +66,8 @@ class Phase:
     """Made here and alive at its end."""
     made: int = 0
     """Bytes of :attr:`kept`."""
+    host: int = 0
+    """Bytes of the host's memory that it takes, in a dry run, less those that it gives back."""
     lasting: int = 0
     """Of them, those that are alive after the step, as buffers that gradient sync uses again: a later step
     finds them there."""
@@ -109,6 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.KeyedRef[int, Any]] = {}
         self._made: dict[int, Storage] = {}
         """Those of the phase under way."""
+        self._on_host: dict[int, int] = {}
         self.phases: list[Phase] = [Phase("start", 0, 0)]
         self._modules: list[str] = []
         self._names: dict[nn.Module, str] = {}
@@ -186,6 +189,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._note(func, traits.name, args, kwargs, out)
             return out
+        if kwargs.get("pin_memory"):  # on meta: it stands for memory of the host
+            return self._take_on_host(func(*args, **kwargs))
         read = self.values.read(func, args, kwargs)
         if read is not None:
             return read
@@ -291,6 +296,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase.peak = max(self.phase.peak, self.live)
         self._references[key] = weakref.KeyedRef(storage, self._free, key)
         return True
+
+    def _take_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._on_host[key] = size
+        self.phase.host += size
+        self._references[key] = weakref.KeyedRef(storage, self._free_on_host, key)
+        return tensor
+
+    def _free_on_host(self, reference: weakref.KeyedRef[int, Any]) -> None:
+        del self._references[reference.key]
+        self.phase.host -= self._on_host.pop(reference.key)
 
     def _free(self, reference: weakref.KeyedRef[int, Any]) -> None:
         key = reference.key
