@@ -181,6 +181,24 @@ def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, mon
     assert whole["trace"]["same"]
 
 
+@pytest.mark.parametrize("bytes_of_memory", [None, 1_000_000])
+def test_a_trace_without_the_recipes_data_is_told_one_on_synthetic_data(
+    bytes_of_memory, tmp_path, capsys, monkeypatch
+):
+    path = tmp_path / "text.toml"
+    data = '[data]\nuse = "text"\npaths = ["corpus"]\n'
+    path.write_text(TINY.partition("[data]")[0].replace("vocab = 64", "vocab = 256") + data)
+    if bytes_of_memory:
+        monkeypatch.setattr("nanotrain_plan.explain.small.memory", lambda: bytes_of_memory)
+    assert main(["explain", str(path), "--trace"]) == 2
+    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    told = "training takes some" if bytes_of_memory else f"data path {tmp_path / 'corpus'} does not exist"
+    assert told in problem
+    code, _, whole = explained(capsys, *shlex.split(advice.partition("nanotrain explain ")[2]))
+    assert code == 0
+    assert whole["trace"]["same"]
+
+
 PHASES = """
 [[phase]]
 until_tokens = 10_000_000

@@ -13,9 +13,11 @@ from nanotrain_core.api import (
     NanotrainError,
     PhaseTimeline,
     PluginArguments,
+    Problem,
     Resolution,
     Role,
     divisibility_of,
+    input_problems,
     resolve_recipe,
 )
 from nanotrain_plan.model import Parameters, count_parameters
@@ -38,14 +40,19 @@ ROUNDS = 12
 
 
 def check_small(recipe: str, overrides: Sequence[str], plugins: PluginArguments, found: Resolution) -> None:
-    """Refuse what is too large for this machine.
+    """Refuse what is too large for this machine, and data that is not on it.
 
     Raises:
-        NanotrainError: with the ``--set`` options of a smaller recipe that can be traced, if one is found.
+        NanotrainError: with the ``--set`` options of a smaller recipe that can be traced, if one is found, on
+            synthetic data if the recipe's own is missing.
     """
-    problem = _problem(found)
+    problem, missing = _problem(found), _missing_data(found)
     if problem is None:
-        return
+        if not missing:
+            return
+        words = " ".join(f"--set {shlex.quote(change)}" for change in (*overrides, _synthetic(found)))
+        told = f"on synthetic data: nanotrain explain {recipe} --trace {words}"
+        raise NanotrainError(f"--trace: {missing[0].key}: {missing[0].message}\n{told}")
     smaller = _smaller(recipe, list(overrides), plugins)
     advice = (
         f"this is small enough: nanotrain explain {recipe} --trace "
@@ -54,6 +61,16 @@ def check_small(recipe: str, overrides: Sequence[str], plugins: PluginArguments,
         else "choose a smaller recipe with the same components"
     )
     raise NanotrainError(f"--trace: {problem}\n{advice}")
+
+
+def _missing_data(found: Resolution) -> list[Problem]:
+    """Return what is wrong with the recipe's data on this machine; a trace reads no weights."""
+    return [each for each in input_problems(found, weights=False) if each.key.startswith("data")]
+
+
+def _synthetic(found: Resolution) -> str:
+    """Return the override that takes as many kinds of tokens from a formula."""
+    return f'data={{use="synthetic",vocab={getattr(found.recipe.model.config, "vocab", 2)}}}'
 
 
 def _problem(found: Resolution) -> str | None:
@@ -103,8 +120,13 @@ def _smaller(recipe: str, overrides: Sequence[str], plugins: PluginArguments) ->
 
     first = attempt({})
     changes: dict[str, int | str] = {}
+    data: dict[str, int | str] = {}
+    if first is not None and _missing_data(first):
+        key, _, value = _synthetic(first).partition("=")
+        data[key] = value
     if first is not None and _problem(first) is not None:
         changes = next((each for each in _shorter_steps(first) if attempt(each)), {})
+    changes |= data
     found = attempt(changes)
     for _ in range(ROUNDS):
         if found is None or _problem(found) is None:
