@@ -122,8 +122,8 @@ def _smaller(recipe: str, overrides: Sequence[str], plugins: PluginArguments) ->
     changes: dict[str, int | str] = {}
     data: dict[str, int | str] = {}
     if first is not None and _missing_data(first):
-        key, _, value = _synthetic(first).partition("=")
-        data[key] = value
+        table, _, keys = _synthetic(first).partition("=")
+        data[table] = keys
     if first is not None and _problem(first) is not None:
         changes = next((each for each in _shorter_steps(first) if attempt(each)), {})
     changes |= data

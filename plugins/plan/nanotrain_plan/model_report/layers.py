@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import attrs
@@ -40,10 +40,9 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
     training = list(pieces.run(microbatch, length, training=True))
     found, seen = [], set[str]()
     for piece, phase in training:
-        flops = forward[piece.name]
-        further = losses[piece.name]
-        again = {name: number - flops[name] for name, number in further.items() if flops[name]}
-        flops = flops | {name: number for name, number in further.items() if not flops[name]}
+        own_flops, further = forward[piece.name], losses[piece.name]
+        again = {name: number - own_flops[name] for name, number in further.items() if own_flops.get(name)}
+        flops = {**further, **{name: number for name, number in own_flops.items() if number}}
         kept: Counter[str] = Counter()
         for storage in phase.kept:
             kept[storage.module] += storage.bytes
@@ -51,7 +50,7 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
             own = [m for m in piece.matrices if m.name.rpartition(".")[0] == name and m.name not in seen]
             seen.update(m.name for m in own)
             elements = sum(m.elements for m in own)
-            if own or flops[name] or kept[name]:
+            if own or flops.get(name) or kept[name]:
                 found.append(
                     Layer(
                         piece=piece.name,
@@ -60,7 +59,7 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
                         role=own[0].role if own else "",
                         shapes=[m.shape for m in own],
                         parameters=elements,
-                        flops=flops[name],
+                        flops=flops.get(name, 0.0),
                         weight_bytes=elements * pieces.dtype.itemsize,
                         kept=kept[name] / tokens,
                     )
@@ -69,11 +68,11 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
     return found
 
 
-def _forward_flops(phase: Phase, length: int) -> Counter[str]:
+def _forward_flops(phase: Phase, length: int) -> dict[str, float]:
     """Return FLOPs of a token by module, of attention half of the scores."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for (name, kind), number in phase.flops_of.items():
-        found[name] += number / length * (0.5 if kind == "attention" else 1.0)  # type: ignore[assignment]
+        found[name] += number / length * (0.5 if kind == "attention" else 1.0)
     return found
 
 
