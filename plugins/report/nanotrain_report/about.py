@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +12,8 @@ from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.words import duration, moment, number, plural, quantity, size
 
 MOST_SAMPLES = 12
+#: Characters of an exception's text: torch appends advice and C++ stacks.
+MOST_WHY = 240
 
 
 def what_it_is(shown: Sequence[Shown]) -> Section:
@@ -168,11 +170,25 @@ def continuity(shown: Sequence[Shown]) -> list[Block]:
 def why(run: RunFolder, when: float, reason: str) -> str:
     """Return what the log says shortly before an attempt began, or the reason that the seam has."""
     said = [
-        str(entry["event"])
+        entry
         for entry in run.log
-        if entry.get("level") in ("error", "warning", "critical") and 0 <= when - stamp(entry) < 120
+        if entry.get("level") in ("error", "critical") and 0 <= when - stamp(entry) < 120
     ]
-    return said[-1] if said and reason in ("killed", "failed") else reason
+    if not said or reason not in ("killed", "failed"):
+        return reason
+    # The launcher, which is no rank, knows which rank was the first; others lost their connections to it.
+    return said_in(next((entry for entry in reversed(said) if entry.get("rank") is None), said[0]))
+
+
+def said_in(entry: Mapping[str, Any]) -> str:
+    """Return what a line of the log says: of a monitor that failed which one and on which rank, and why."""
+    found = str(entry["event"])
+    if "monitor" in entry:
+        rank = f" on rank {entry['on_rank']}" if "on_rank" in entry else ""
+        found = f"{entry['monitor']}{rank}: {found}"
+    trace = str(entry.get("exception") or "").strip().splitlines()
+    why = str(entry.get("error") or (trace[-1] if trace else ""))
+    return f"{found} ({why[:MOST_WHY]}{'...' if why[MOST_WHY:] else ''})" if why else found
 
 
 def stamp(entry: dict[str, Any]) -> float:
