@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanotrain_core.api import CheckpointError, load_plugins, without_secrets
+from nanotrain_core.api import CheckpointError, load_plugins, without_secrets, working
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.words import duration, moment, number, plural, quantity, size
@@ -241,18 +241,20 @@ def _checkpoint_rows(run: RunFolder, *, verify: bool) -> Iterator[tuple[str, ...
             continue
         seen.add(row["step"])
         use, info = present.get(row["step"], ("", None))
-        now = "removed since" if info is None else _whole(info) if verify else "there"
+        now = "removed since" if info is None else whole(info) if verify else "there"
         nbytes = size(info.nbytes) if info else ""
         took = duration(row["seconds"]), duration(row.get("blocked", 0.0))
         yield f"{row['step']:,}", moment(row["time"]), *took, nbytes, use, now
     for step, (use, info) in sorted(present.items()) if run.unmeasured else ():
-        now = _whole(info) if verify else "there"
+        now = whole(info) if verify else "there"
         yield f"{step:,}", moment(info.path.stat().st_mtime), "", "", size(info.nbytes), use, now
 
 
-def _whole(info: Any) -> str:
+def whole(info: Any) -> str:
+    """Return whether a checkpoint is whole, having read all of it."""
     try:
-        problems = info.verify()
+        with working(f"verifying the checkpoint of step {info.step}, {size(info.nbytes)}"):
+            problems = info.verify()
     except CheckpointError as error:
         problems = [str(error)]
     return f"damaged: {problems[0]}" if problems else "whole: every byte was read"

@@ -4,13 +4,17 @@ import base64
 import gzip
 import json
 import re
+import time
 from datetime import UTC, datetime
 from functools import partial
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 from made_up import MadeUp, full_run
+from nanotrain_report.about import whole
 from nanotrain_report.folder import open_run
 from nanotrain_report.html import page
 
@@ -143,6 +147,19 @@ def test_an_attempt_began_again_because_of_an_error_and_no_warning(tmp_path):
     assert "4 2 2 rank 2 failed first: x < 0" in rows
 
 
+def test_what_reads_checkpoints_says_so_meanwhile(monkeypatch):
+    monkeypatch.setattr("nanotrain_core.run.working.OFTEN", 0.01)
+
+    def verify():
+        time.sleep(0.2)
+        return ["a byte differs"]
+
+    with structlog.testing.capture_logs() as logs:
+        found = whole(SimpleNamespace(step=3, nbytes=2e9, verify=verify))
+    assert found == "damaged: a byte differs"
+    assert {entry["event"] for entry in logs} == {"verifying the checkpoint of step 3, 2 GB"}
+
+
 def test_what_is_wrong_now_is_on_the_first_screen(tmp_path):
     run = MadeUp(tmp_path, steps=30)
     run.start()
@@ -232,6 +249,12 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "new" / "x.html").exists()
     assert main(["report", "runs/one", "--out", "runs/one/metrics.jsonl/x.html"]) == 2
     assert "name another with --out" in capsys.readouterr().err
+    for option in (
+        ["--out", "x.html"],
+        ["--verify"],
+    ):  # what a served page does not do is not left out in silence
+        assert main(["report", "runs/one", "--serve", *option]) == 2
+        assert f"{option[0]} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
