@@ -113,7 +113,7 @@ class Events:
 
     def step(self, report: StepReport, *, logged: bool = True) -> None:
         """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
-        self._tell("on_step", report, to=[m for m in self.monitors if logged or m.every_step])
+        self._tell("on_step", report, to=None if logged else [m for m in self.monitors if m.every_step])
 
     def metrics(self, *reports: MetricsReport) -> None:
         """Metrics are known on every rank, and which monitors failed since the last logged step, and
@@ -225,32 +225,42 @@ class Events:
         Returns:
             The places of those that failed.
         """
-        failed = set()
-        for number, monitor in enumerate(self.monitors):
-            heard = _hears(monitor, event) and (to is None or monitor in to)
-            if number in self.left_out or not (heard or number in self._failed):
-                continue
-            if monitor.reads_weights:
-                self.weights_ready()
-            try:
-                with self.progress.within("monitors"):
-                    self._call(number, event, arguments)
-            except Exception as problem:
-                failed.add(number)
-                self._bear(monitor, event, problem)
+        failed = set[int]()
+        hearing = [
+            (number, monitor)
+            for number, monitor in enumerate(self.monitors)
+            if number not in self.left_out
+            if (_hears(monitor, event) and (to is None or monitor in to)) or number in self._failed
+        ]
+        if any(monitor.reads_weights for _, monitor in hearing):
+            self.weights_ready()
+        if not hearing:
+            return failed
+        about = arguments[0]
+        step = getattr(about, "step", about if isinstance(about, int) else 0)
+        called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
+        with self.progress.within("monitors"):
+            for number, monitor in hearing:
+                try:
+                    self._call(number, called, arguments)
+                except Exception as problem:
+                    failed.add(number)
+                    self._bear(monitor, event, problem)
         return failed
 
-    def _call(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+    def _call(self, number: int, called: tuple[int, str, int, str], arguments: Sequence[Any]) -> None:
         """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
-        its metrics."""
+        its metrics.
+
+        ``called`` is what all ranks know the event by: how often the run went back, the event's name, its
+        step, and a name of what it tells.
+        """
+        event = called[1]
         if self.board is None or self.together is None:
             self._heed(number, event, arguments)
             return
-        about = arguments[0]
-        step = getattr(about, "step", about if isinstance(about, int) else 0)
-        name = next(iter(getattr(about, "values", ())), "")
         try:
-            with self.together.event(number, (self._rollbacks, event, step, name)):
+            with self.together.event(number, called):
                 self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)
