@@ -115,17 +115,6 @@ class Gathered:
     A number in the host's memory is read at once: a few kernels less for each in the step.
     """
 
-    __slots__ = (
-        "device",
-        "device_ends",
-        "device_most",
-        "device_norms",
-        "device_sums",
-        "most",
-        "spec",
-        "sums",
-    )
-
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec, self.device = spec, device
         self.sums = [0.0] * spec.width
