@@ -22,10 +22,10 @@ from nanotrain_performance.ledger import Ledger, read, write
 
 #: Parts of a run that are entered as what they are. All other time is that of steps.
 BESIDE = ("start", "data", "evaluation", "checkpoint")
-#: Seconds between what is told, but for events.
+#: Seconds between what is told, but for events. A kill loses no more.
 EVERY = 1.0
-#: Seconds between writes of the file, but for events: a kill loses no more. Longer where writes take long, so
-#: that they take at most this share of the time.
+#: Seconds between writes of the file, but for events; up to :data:`EVERY` where they would take more than
+#: this share of the time.
 WRITE_EVERY, WRITE_SHARE = 0.1, 0.001
 MiB = 2**20
 
@@ -113,7 +113,7 @@ class Goodput(Monitor):
         if self.run.folder is not None and self.ledger is not None:
             write(self.run.folder, self.ledger)
         ended = time.perf_counter()
-        self.write_after = ended + max(WRITE_EVERY, (ended - began) / WRITE_SHARE)
+        self.write_after = ended + min(EVERY, max(WRITE_EVERY, (ended - began) / WRITE_SHARE))
 
     def _publish(self) -> None:
         ledger, put = self.ledger, self.run.metrics.scalar
