@@ -47,13 +47,15 @@ NAMES = (
 ON_GPU = "gpu"
 TWINS = "twins"
 EARLIER = "earlier"
+MONITORS = "monitors"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     about = f"of {', '.join(NAMES)}; default: all, of originals those whose clone is given"
-    about += f"; {ON_GPU}, {TWINS} and {EARLIER}, first, are commands of their own: see their --help"
+    own = f"{ON_GPU}, {TWINS}, {EARLIER} and {MONITORS}"
+    about += f"; {own}, first, are commands of their own: see their --help"
     parser.add_argument("names", nargs="*", metavar="NAME", help=about)
     parser.add_argument("--rounds", type=positive, default=9, help="turns of each side (default: 9)")
     parser.add_argument("--steps", type=positive, default=3, help="optimizer steps in a turn (default: 3)")
@@ -97,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks import earlier
 
         return earlier.main(words[1:])
+    if words[:1] == [MONITORS]:
+        return monitors.main(words[1:])
     args = parse(words)
     names = args.names or NAMES
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it

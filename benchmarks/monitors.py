@@ -1,5 +1,8 @@
 """What looking costs: a step of the ``laptop`` recipe with monitors, and without.
 
+    python -m benchmarks monitors                          # all rows, on 1 rank and on 4: about 12 minutes
+    python -m benchmarks monitors standard --ranks 4       # one row in two
+
 They are ``health`` at its standard level, all of nanotrain-performance, and both together, ``standard``: what
 docs/monitoring.md calls the standard level. All have their default settings: every step is logged, and of
 these one in 20 reads tensors.
@@ -15,20 +18,25 @@ bar. The first steps of a turn, in which ranks agree on the names of all metrics
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import product
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import attrs
 import torch
 
-from benchmarks.report import verdict
+from benchmarks.report import markdown, verdict, write_json
 from nanotrain_core.contracts import Monitor, UpdateReport
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.launch.environment import loopback
 from nanotrain_core.metrics.board import Board
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Selection
@@ -39,6 +47,8 @@ from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import rank
 
 RANKS = (1, 4)
+#: Steps of a turn: one in this many reads tensors.
+STEPS = 20
 #: The monitors of each row.
 MONITORS = {
     "health": ("health",),
@@ -176,12 +186,47 @@ def quartiles(ratios: Sequence[float]) -> tuple[str, str]:
     return f"{middle:.3f}", f"{first:.3f} to {third:.3f}"
 
 
-def measure(*, rounds: int, steps: int = 40) -> list[Looking]:
-    """Take ``rounds`` pairs of turns of ``steps`` steps, after one to warm up."""
+def measure(
+    *, rounds: int, steps: int = STEPS, rows: Sequence[str] = (*MONITORS,), of: Sequence[int] = RANKS
+) -> list[Looking]:
+    """Take ``rounds`` pairs of turns of ``steps`` steps, after one to warm up.
+
+    Args:
+        rows: keys of :data:`MONITORS`.
+        of: how many ranks there are, in one row each.
+    """
     found = []
-    for kind, ranks in product(MONITORS, RANKS):
-        found.append(compare(kind, run_ranks(turns, ranks, kind, ranks, max(2, rounds), steps, timeout=3600)))
+    for kind, ranks in product(rows, of):
+        print(f"{kind} on {ranks} ranks: {rounds} rounds", file=sys.stderr, flush=True)
+        pairs = run_ranks(turns, ranks, kind, ranks, max(2, rounds), steps, timeout=3600)
+        found.append(compare(kind, pairs))
+        print(" ", " | ".join(found[-1].row()), file=sys.stderr, flush=True)
     return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what is named, print a table, and return 0 if every bar was passed, else 1."""
+    about, _, _ = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks monitors", description=about)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(MONITORS)} (default: all)")
+    parser.add_argument("--ranks", type=int, choices=RANKS, help="(default: both)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each side (default: 9)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a turn (default: {STEPS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    args = parser.parse_args(arguments)
+    if unknown := sorted({*args.rows} - {*MONITORS}):
+        parser.error(f"no row named {', '.join(unknown)}; there are {', '.join(MONITORS)}")
+    if args.steps % STEPS or args.steps < 1 or args.rounds < 2:
+        parser.error(
+            f"expected 2 rounds or more, of {STEPS} steps or a multiple: of {STEPS} one reads tensors"
+        )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback() or "")  # as `nanotrain run` sets it
+    rows, of = args.rows or (*MONITORS,), (args.ranks,) if args.ranks else RANKS
+    found = measure(rounds=args.rounds, steps=args.steps, rows=rows, of=of)
+    print(markdown(found))
+    if args.json:
+        write_json(args.json, found)
+    return 0 if all(each.passed for each in found) else 1
 
 
 def compare(kind: str, of_ranks: Sequence[Sequence[tuple[Turn, Turn]]]) -> Looking:

@@ -168,6 +168,7 @@ class RuntimeEngine:
         self.pace.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
         self.events.start(info, self.watching.board, self.watching.together)
+        self.watching.taps.left_out = self.events.left_out
         try:
             with self.stop.on_signals():
                 self._loop()

@@ -187,7 +187,7 @@ SMALL = {
     "layout": 1120,
     "models": 690,
     "moe": 315,
-    "metrics": 1150,
+    "metrics": 1160,
     "monitors": 985,
     "optim": 680,
     "phases": 365,
@@ -195,7 +195,7 @@ SMALL = {
     "precision": 610,
     "recipe": 1700,
     "registry": 600,
-    "run": 1940,
+    "run": 1960,
     "script": 520,
     "watch": 375,
 }

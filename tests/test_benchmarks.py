@@ -230,3 +230,18 @@ def test_what_monitors_take_is_compared_pair_by_pair_over_all_ranks():
     assert not found.passed  # by its own time, but every pair says more
     cheap = (Turn(cpu=100.5, wall=60.0, own=1.0), pair[1])
     assert compare("health", [[cheap] * 3]).passed
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["helth"], "no row named helth; there are health, performance, standard"),
+        (["standard", "--steps", "10"], "expected 2 rounds or more, of 20 steps or a multiple"),
+        (["standard", "--rounds", "1"], "expected 2 rounds or more, of 20 steps or a multiple"),
+    ],
+)
+def test_what_monitors_cost_is_measured_over_whole_intervals_of_named_rows(words, why, capsys):
+    """A turn without the step that reads tensors would call them cheap."""
+    with pytest.raises(SystemExit):
+        main(["monitors", *words])
+    assert why in capsys.readouterr().err

@@ -6,6 +6,8 @@ of the plugin health, and those on pp x tp x ep x dp with those of one process b
 a definition fails here; a definition of which there is no value fails there.
 """
 
+import re
+
 import pytest
 import test_health
 import test_mtp
@@ -84,6 +86,14 @@ def test_every_row_of_the_catalogue_is_declared_in_its_group(declared, group):
         assert found.group == group, name
         assert found.summary
         assert found.unit or found.kind == "text", name
+
+
+def test_what_a_metric_is_can_be_read_without_the_one_listed_before_it(declared):
+    """The report shows it below a curve of its own; those of max, mean, median and rank are one chart."""
+    pointing = re.compile(r"^(the same|of these|seconds of these)\b|\blikewise\b|share of the same")
+    apart = [m for m in declared.metrics if m.name.rpartition("/")[2] not in ("mean", "median", "rank")]
+    assert len(apart) > 69
+    assert [metric.name for metric in apart if pointing.search(metric.summary)] == []
 
 
 def test_every_row_has_a_definition_that_values_are_compared_with():

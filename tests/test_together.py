@@ -123,6 +123,65 @@ def test_an_exception_on_one_rank_ends_the_event_on_all_and_training_goes_on(how
     assert [e["monitor"] for e in other[-1] if e["log_level"] == "error"] == [f"Fails.{event}"]  # told once
 
 
+class CannotStart(Monitor):
+    """Fails on rank 1 while it starts, with a tap on the model by then; notes on both ranks what it hears."""
+
+    every_step = True
+    declared = Fails.declared
+
+    def __init__(self):
+        self.heard = []
+
+    def on_start(self, run):
+        run.metrics.scalar("seen", 1)
+        run.tap(lambda name, output: self.heard.append(name))
+        if run.rank == 1:
+            raise ZeroDivisionError("planted in on_start")
+
+    def on_before_update(self, update):
+        self.heard.append("on_before_update")
+
+    def on_step(self, report):
+        self.heard.append("on_step")
+
+    def on_metrics(self, report):
+        self.heard.append("on_metrics")
+
+    def derive(self, report):
+        self.heard.append("derive")
+        return {}
+
+    def on_end(self, report):
+        self.heard.append("on_end")
+
+    def meta(self):
+        return {"steps": len(self.heard)}
+
+
+def cannot_start():
+    engine = make_engine(DDP, STEPS)
+    monitors = [CannotStart(), Talks()]
+    seen = Reports()
+    engine.events.monitors = [*monitors, seen]
+    engine.events.load_meta({"CannotStart": {"steps": 7}})
+    with capture_logs() as logs:
+        engine.fit()
+    every = [report.step for report in seen.reports]
+    return monitors[0].heard, monitors[1].sums, every, engine.events.meta(), logs
+
+
+def test_a_monitor_that_cannot_start_on_one_rank_hears_of_nothing_more_on_any():
+    one, other = run_ranks(cannot_start, 2)
+    for heard, sums, steps, meta, _ in (one, other):
+        assert heard == []
+        assert sums == [2.0] * 6  # the other monitor goes on
+        assert steps == [3, 6]  # nobody is left who wants every step
+        assert meta == {"CannotStart": {"steps": 7}}  # what a checkpoint knew of it, for the next resume
+    left_out = [e for e in one[-1] if e["event"] == "a monitor could not start: it is left out"]
+    assert [(e["monitor"], e["on_ranks"]) for e in left_out] == [("CannotStart", [1])]
+    assert [e["monitor"] for e in other[-1] if e["log_level"] == "error"] == ["CannotStart.on_start"]
+
+
 class Skips(Monitor):
     """Leaves out a collective on one rank, without an exception; another monitor calls the next."""
 

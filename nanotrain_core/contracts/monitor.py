@@ -122,7 +122,8 @@ class Monitor:
 
     An exception inside a monitor is logged and the run goes on, unless ``[run] strict_monitors`` is
     set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text. If other
-    ranks wait for this one in a collective of the monitor, they leave the event, too.
+    ranks wait for this one in a collective of the monitor, they leave the event, too. One that fails in
+    ``on_start``, on any rank, hears of nothing more on all of them, and checkpoints keep what they had of it.
     """
 
     every_step: bool = False

@@ -254,8 +254,13 @@ class Board:
         found: dict[str, float | Histogram] = {}
         for number, spec in enumerate(table):
             end = first + spec.width
-            # Most names of a run are published in few of its steps.
-            if any(sums := numbers[first:end]) and spec.owner not in failed and self._is_complete(spec, sums):
+            # Most names are one number, and most names of a run are published in few of its steps.
+            if spec.is_number:
+                if (count := numbers[first + 1]) and spec.owner not in failed:
+                    found[spec.name] = spec.scalar(numbers[first], count, numbers[most + number])
+            elif (
+                any(sums := numbers[first:end]) and spec.owner not in failed and self._is_complete(spec, sums)
+            ):
                 found.update(spec.read(sums, numbers[most + number]))
             first = end
         return found

@@ -108,7 +108,7 @@ CORE = (
         name="validation/bits_per_byte",
         unit="bits",
         group="loss",
-        summary="the same per byte of text, where tokens are text",
+        summary="validation loss in bits per byte of the text, where tokens are text",
     ),
     Metric(
         name="checkpoint/seconds",
@@ -122,6 +122,6 @@ CORE = (
         unit="s",
         group="reliability",
         reduce="last",
-        summary="seconds of these that training waited",
+        summary="seconds of a save that training waited for it",
     ),
 )

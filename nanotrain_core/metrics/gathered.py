@@ -79,9 +79,10 @@ class Spec:
                 for name, each in zip(self.names, self.statistics, strict=True):
                     yield name, derive(each, sums, most)
         elif sums[1]:
-            yield self.name, self._scalar(sums[0], sums[1], most)
+            yield self.name, self.scalar(sums[0], sums[1], most)
 
-    def _scalar(self, total: float, count: float, most: float) -> float:
+    def scalar(self, total: float, count: float, most: float) -> float:
+        """Return the one number of the whole run, of its two sums and its maximum."""
         match self.metric.reduce:
             case "sum":
                 return total
@@ -126,6 +127,11 @@ class Gathered:
         self.device_ends: list[torch.Tensor] = []
         """Least and largest elements, of which the largest magnitude counts."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are numbers in tensors, beside those that were read."""
+        return bool(self.device_sums or self.device_norms or self.device_most or self.device_ends)
+
     def scalar(self, value: Number, weight: Number) -> None:
         """Take one value as it is now; ``weight`` is that of a mean."""
         reduce, value = self.spec.metric.reduce, self._copy(value)
@@ -138,7 +144,7 @@ class Gathered:
             self.add(0, value)
             self.add(1, 1.0)
             return
-        if reduce == "last":
+        if reduce == "last" and self.sums[1]:  # there is one before
             self.__init__(self.spec, self.device)  # type: ignore[misc]
         self.add(1, 1.0)
         self.top(-value if reduce == "min" else value)

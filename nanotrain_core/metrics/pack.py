@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -38,13 +39,17 @@ def pack(
             continue
         sums += mine.sums
         most[number] = mine.most
+        if not mine.waits:
+            continue
         for place, vectors in mine.device_sums.items():
             values += [(range(first + place, first + place + x.numel()), x) for x in vectors]
         norms += [(range(first + SQUARES, first + SQUARES + 1), x) for x in mine.device_norms]
         at = (number, first + spec.broken)
         tops += [(at, x) for x in mine.device_most]
         ends += [(at, x) for x in mine.device_ends]
-    buffer = torch.tensor([*sums, *most, *ranks], dtype=torch.float64).to(device, non_blocking=True)
+    # From an array: of a list, torch would look at each number's type.
+    host = torch.frombuffer(array("d", [*sums, *most, *ranks]), dtype=torch.float64)
+    buffer = host.to(device, non_blocking=True)
     squares = [(where, x.square()) for where, x in _wide(norms)]
     highest = [*_wide(tops), *((where, x.abs()) for where, x in _wide(ends))]
     places = [place for places, _ in values for place in places]

@@ -74,12 +74,12 @@ class Metrics:
                 ``rank``: all four names are declared.
             value: a Python number.
         """
-        ranks, spec = self._board.mesh.world_size, self._specs.get(name)
+        spec = self._specs.get(name)
         if spec is None or not spec.ranks:
-            spec = self._spec(name, "scalar", ranks=ranks)
+            spec = self._spec(name, "scalar", ranks=self._board.mesh.world_size)
         gathered = self._board.take(spec)
         gathered.add(self._board.mesh.rank, value)
-        gathered.add(ranks + self._board.mesh.rank, 1.0)
+        gathered.add(spec.ranks + self._board.mesh.rank, 1.0)
 
     def histogram(
         self, name: str, values: torch.Tensor, *, bins: Bins | None = None, weight: Number = 1.0

@@ -55,7 +55,10 @@ class Events:
         self.together: Together | None = None
         self.progress = Progress()
         self._rollbacks = 0
+        self.left_out: frozenset[int] = frozenset()
+        """Monitors, by their place in the run, that failed in ``on_start`` on any rank."""
         self._failed: dict[int, Exception] = {}
+        self._loaded: Mapping[str, Any] = {}
         self._told: Counter[tuple[str, str]] = Counter()
         self.log = structlog.get_logger("nanotrain.monitor")
 
@@ -63,8 +66,10 @@ class Events:
         """The run is about to take its first step.
 
         What monitors publish goes to ``board``, and ``together`` has all ranks enter their collectives.
+        A monitor that fails here, on whatever rank, was never set up: on all ranks it hears of nothing more.
         """
         self.board, self.together, self.progress = board, together, run.progress
+        self.left_out, failed = frozenset(), set[int]()
         known = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
         declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
@@ -73,7 +78,13 @@ class Events:
                 name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
             }
             info = attrs.evolve(run, metrics=own, declared=declared, **taps)
-            self._tell("on_start", info, to=[monitor])
+            failed |= self._tell("on_start", info, to=[monitor])
+        by_rank: list[set[int]] = run.mesh.gather(failed)
+        self.left_out = frozenset().union(*by_rank)
+        for number, (name, _) in enumerate(self._named()):
+            ranks = [rank for rank, numbers in enumerate(by_rank) if number in numbers]
+            if ranks and run.rank == 0:
+                self.log.warning("a monitor could not start: it is left out", monitor=name, on_ranks=ranks)
 
     def before_restore(self, restore: Restore) -> None:
         """The run is about to look for its checkpoints. A monitor that fails here, in any way, ends it.
@@ -98,11 +109,11 @@ class Events:
     @property
     def every_step(self) -> bool:
         """Whether a monitor must hear of every step."""
-        return any(monitor.every_step for monitor in self.monitors)
+        return any(m.every_step for number, m in enumerate(self.monitors) if number not in self.left_out)
 
     def step(self, report: StepReport, *, logged: bool = True) -> None:
         """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
-        self._tell("on_step", report, to=[m for m in self.monitors if logged or m.every_step])
+        self._tell("on_step", report, to=None if logged else [m for m in self.monitors if m.every_step])
 
     def metrics(self, *reports: MetricsReport) -> None:
         """Metrics are known on every rank, and which monitors failed since the last logged step, and
@@ -121,7 +132,7 @@ class Events:
                     else:
                         self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
         for number, monitor in enumerate(self.monitors):
-            if not _hears(monitor, "derive"):
+            if not _hears(monitor, "derive") or number in self.left_out:
                 continue
             try:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
@@ -178,9 +189,12 @@ class Events:
     # --- what a checkpoint remembers of monitors ------------------------------------------------
 
     def meta(self) -> dict[str, Any]:
-        """Return the state of every monitor that has any, by its name."""
+        """Return the state of every monitor that has any, by its name; of one left out what was loaded."""
         found = {}
-        for name, monitor in self._named():
+        for number, (name, monitor) in enumerate(self._named()):
+            if number in self.left_out:
+                found[name] = self._loaded.get(name, {})
+                continue
             try:
                 found[name] = as_json(monitor.meta())
             except Exception as problem:
@@ -189,9 +203,10 @@ class Events:
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Give every monitor its state back."""
-        for name, monitor in self._named():
+        self._loaded = meta
+        for number, (name, monitor) in enumerate(self._named()):
             try:
-                if name in meta:
+                if name in meta and number not in self.left_out:
                     monitor.load_meta(meta[name])
             except Exception as problem:
                 self._bear(monitor, "load_meta", problem)
@@ -204,31 +219,48 @@ class Events:
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
-    def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> None:
-        """Call ``event`` of the monitors that have it; one that failed in a pass hears of its failure."""
-        for number, monitor in enumerate(self.monitors):
-            heard = _hears(monitor, event) and (to is None or monitor in to)
-            if not heard and number not in self._failed:
-                continue
-            if monitor.reads_weights:
-                self.weights_ready()
-            try:
-                with self.progress.within("monitors"):
-                    self._call(number, event, arguments)
-            except Exception as problem:
-                self._bear(monitor, event, problem)
+    def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
+        """Call ``event`` of the monitors that have it; one that failed in a pass hears of its failure.
 
-    def _call(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+        Returns:
+            The places of those that failed.
+        """
+        failed = set[int]()
+        hearing = [
+            (number, monitor)
+            for number, monitor in enumerate(self.monitors)
+            if number not in self.left_out
+            if (_hears(monitor, event) and (to is None or monitor in to)) or number in self._failed
+        ]
+        if any(monitor.reads_weights for _, monitor in hearing):
+            self.weights_ready()
+        if not hearing:
+            return failed
+        about = arguments[0]
+        step = getattr(about, "step", about if isinstance(about, int) else 0)
+        called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
+        with self.progress.within("monitors"):
+            for number, monitor in hearing:
+                try:
+                    self._call(number, called, arguments)
+                except Exception as problem:
+                    failed.add(number)
+                    self._bear(monitor, event, problem)
+        return failed
+
+    def _call(self, number: int, called: tuple[int, str, int, str], arguments: Sequence[Any]) -> None:
         """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
-        its metrics."""
+        its metrics.
+
+        ``called`` is what all ranks know the event by: how often the run went back, the event's name, its
+        step, and a name of what it tells.
+        """
+        event = called[1]
         if self.board is None or self.together is None:
             self._heed(number, event, arguments)
             return
-        about = arguments[0]
-        step = getattr(about, "step", about if isinstance(about, int) else 0)
-        name = next(iter(getattr(about, "values", ())), "")
         try:
-            with self.together.event(number, (self._rollbacks, event, step, name)):
+            with self.together.event(number, called):
                 self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)

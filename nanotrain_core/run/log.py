@@ -115,6 +115,8 @@ def begin(**fields: Any) -> None:
     if _file is not None:
         _file.begin()
     where = {"host": socket.gethostname(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    if here := os.environ.get("LOCAL_WORLD_SIZE"):  # of the ranks, those on this host
+        where["local_ranks"] = int(here)
     record("info", "run begins", **fields, command=shlex.join(sys.argv), **where, system=platform.platform())
 
 

@@ -66,6 +66,8 @@ class Taps:
         }
         self.on = False
         """Whether the step under way is looked at."""
+        self.left_out: Collection[int] = ()
+        """Monitors, by their place in the run, whose taps are not called any more."""
         self._handles: list[RemovableHandle] = []
         self._calls: list[Calls] = []
 
@@ -214,6 +216,8 @@ class Taps:
     @torch.no_grad()
     def _call(self, owner: int, look: Callable[..., None], *args: Any) -> None:
         assert self.together is not None
+        if owner in self.left_out:
+            return
         self.together.forbidden = "while it looks at a module, where ranks are at different places"
         try:
             look(*args)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ class Together:
         self.rank, self.monitors = mesh.rank, monitors
         self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
         self._waits = mesh.waits
-        self._at: tuple[int, object] | None = None
+        self.at: tuple[int, object] | None = None
         """The monitor that is called now, and its event's name."""
         self._told: list[tuple[dist.Work, torch.Tensor]] = []
         """Rounds of which nobody needs to know here, with their memory."""
@@ -61,19 +62,9 @@ class Together:
             dist.destroy_process_group(self._group)
         self._group = None
 
-    @contextmanager
-    def event(self, monitor: int, name: object) -> Iterator[None]:
+    def event(self, monitor: int, name: object) -> AbstractContextManager[None]:
         """Have a monitor hear of an event; no other one of the run has a ``name`` that reads the same."""
-        self._at = (monitor, name)
-        try:
-            yield
-        except FailedElsewhere:
-            raise
-        except Exception:
-            self._tell_failure()
-            raise
-        finally:
-            self._at = None
+        return _Event(self, (monitor, name))
 
     def enter(self) -> None:
         """Return when the monitor is here on all ranks.
@@ -83,9 +74,9 @@ class Together:
             PluginError: ranks are in different monitors or events, or there may be no collective now.
         """
         self._check_allowed()
-        if self._group is None or self._at is None:
+        if self._group is None or self.at is None:
             return
-        monitor, event = self._at[0], _number(self._at[1])
+        monitor, event = self.at[0], _number(self.at[1])
         for failed, ranks in self._rounds(monitor, event):
             if failed[monitor] == event:
                 raise FailedElsewhere(f"it failed on rank {ranks[monitor]}")
@@ -118,10 +109,10 @@ class Together:
             )
         self._told = [each for each in self._told if not each[0].is_completed()]
 
-    def _tell_failure(self) -> None:
+    def tell_failure(self) -> None:
         """Say in the next round that the monitor called now has failed, and do not wait for it."""
-        if self._group is not None and self._at is not None:
-            monitor, name = self._at
+        if self._group is not None and self.at is not None:
+            monitor, name = self.at
             self._told.append(self._round(failed=(monitor, _number(name))))
 
     def _round(
@@ -155,6 +146,25 @@ class Together:
             return collective(*args, **kwargs)
 
         return together
+
+
+class _Event(AbstractContextManager[None]):
+    """A monitor hears of an event. A class, and no generator: each step has dozens of them."""
+
+    __slots__ = ("at", "together")
+
+    def __init__(self, together: Together, at: tuple[int, object]) -> None:
+        self.together, self.at = together, at
+
+    def __enter__(self) -> None:
+        self.together.at = self.at
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(problem, Exception) and not isinstance(problem, FailedElsewhere):
+            self.together.tell_failure()
+        self.together.at = None
 
 
 class MonitorMesh(Mesh):

@@ -30,8 +30,12 @@ class DataWatcher(Watcher):
     def before_update(self, update: UpdateReport) -> None:
         """Count the tokens of every step, and publish in logged ones."""
         metrics = self.scene.metrics
-        effective = update.counts.get("lm")
+        effective: float | torch.Tensor | None = update.counts.get("lm")
         if effective is not None:
+            if (
+                isinstance(effective, torch.Tensor) and effective.is_cpu
+            ):  # an operator less, and numbers are free
+                effective = float(effective)
             self.effective = self.effective + effective
         if not update.logged:
             return

@@ -172,7 +172,7 @@ PIPELINE: tuple[Metric, ...] = (
     ),
     _pipeline(
         name="pipeline/bubble/ideal/{stage}",
-        summary="the same on paper: every forward takes 1, every backward 2, messages nothing",
+        summary="pipeline/bubble/measured on paper: forward takes 1, backward 2, messages nothing",
     ),
     *of_ranks(
         "pipeline/work",
@@ -227,7 +227,9 @@ GOODPUT: tuple[Metric, ...] = (
         summary="share of the time since the run's first start in which it trained on what it keeps",
     ),
     *(
-        _reliable(name=f"lost/{to}", unit="1", summary=f"share of the same time: {what}")
+        _reliable(
+            name=f"lost/{to}", unit="1", summary=f"share of the time since the run's first start: {what}"
+        )
         for to, what in LOST.items()
     ),
     _reliable(name="reliability/restarts", unit="1", summary="how often the run was started again"),

@@ -22,8 +22,11 @@ from nanotrain_performance.ledger import Ledger, read, write
 
 #: Parts of a run that are entered as what they are. All other time is that of steps.
 BESIDE = ("start", "data", "evaluation", "checkpoint")
-#: Seconds between writes of the file, and between what is told, but for events. A kill loses no more.
+#: Seconds between what is told, but for events. A kill loses no more.
 EVERY = 1.0
+#: Seconds between writes of the file, but for events; up to :data:`EVERY` where they would take more than
+#: this share of the time.
+WRITE_EVERY, WRITE_SHARE = 0.1, 0.001
 MiB = 2**20
 
 
@@ -53,7 +56,7 @@ class Goodput(Monitor):
             else:
                 self.ledger.begin_again(began, run.first_step)
             self.ledger.pass_time(before["start"], step=run.first_step, start=before["start"])
-        self.clock, self.before, self.written, self.told = now, before, 0.0, -EVERY
+        self.clock, self.before, self.write_after, self.told = now, before, 0.0, -EVERY
 
     def on_step(self, report: StepReport) -> None:
         """Enter what has passed, and publish."""
@@ -102,13 +105,15 @@ class Goodput(Monitor):
         passed = {part: beside[part] - self.before[part] for part in BESIDE}
         self.ledger.pass_time(now - self.clock, step=step, **passed)
         self.clock, self.before = now, beside
-        if event or now - self.written > EVERY:
+        if event or now > self.write_after:
             self._write()
 
     def _write(self) -> None:
-        self.written = time.perf_counter()
+        began = time.perf_counter()
         if self.run.folder is not None and self.ledger is not None:
             write(self.run.folder, self.ledger)
+        ended = time.perf_counter()
+        self.write_after = ended + min(EVERY, max(WRITE_EVERY, (ended - began) / WRITE_SHARE))
 
     def _publish(self) -> None:
         ledger, put = self.ledger, self.run.metrics.scalar

@@ -15,7 +15,7 @@ import torch
 from nanotrain_core.api import peak_flops
 from nanotrain_core.api.torch import Monitor, RollbackReport, RunInfo, Spent, StepReport, UpdateReport
 from nanotrain_performance import ThroughputConfig
-from nanotrain_performance.windows import percentile
+from nanotrain_performance.windows import in_order
 
 #: Parts that are no training; everything else is a step's.
 BESIDE = ("start", "evaluation", "checkpoint", "end")
@@ -104,9 +104,9 @@ class Throughput(Monitor):
         put, window = self.run.metrics.scalar, [*self.window]
         if window:
             ascending = sorted(window)
-            median = percentile(ascending, 0.5)
+            median = in_order(ascending, 0.5)
             put("time/step/p50", median)
-            put("time/step/p95", percentile(ascending, 0.95))
+            put("time/step/p95", in_order(ascending, 0.95))
             if len(window) >= FEW:
                 put("time/step/over_median", min(window[-3:]) / median)
 

@@ -12,7 +12,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     >>> percentile([4.0, 1.0, 2.0, 3.0], 0.5)
     2.5
     """
-    ascending = sorted(values)
+    return in_order(sorted(values), share)
+
+
+def in_order(ascending: Sequence[float], share: float) -> float:
+    """Return :func:`percentile` of values that ascend."""
     place = share * (len(ascending) - 1)
     below = int(place)
     above = min(below + 1, len(ascending) - 1)

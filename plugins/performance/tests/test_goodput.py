@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from nanotrain_performance import GoodputConfig
+from nanotrain_performance import GoodputConfig, goodput
 from nanotrain_performance.goodput import Goodput
 from nanotrain_performance.ledger import FILE, Ledger, read, write
 
@@ -127,6 +127,39 @@ def test_a_rollback_is_entered(tmp_path):
     assert (read(tmp_path).rollbacks, read(tmp_path).lost_steps, read(tmp_path).step) == (1, 3, 4)
     monitor.on_step(SimpleNamespace(step=5))
     assert (told["reliability/rollbacks"], told["reliability/lost_steps"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "takes", "written"),
+    [(0.9, 0.0001, [1, 2, 3, 4]), (0.9, 0.0011, [1, 3]), (1.1, 0.0200, [1, 2, 3, 4])],
+    ids=["local", "slow", "slow, and steps too"],
+)
+def test_a_kill_loses_no_step_that_takes_longer_than_a_write_may(
+    tmp_path, monkeypatch, seconds, takes, written
+):
+    """The file has the last step, unless steps follow faster than writes may: of a second none is lost."""
+    now, seen = [100.0], []
+
+    def slow(folder, ledger):
+        now[0] += takes
+        seen.append(ledger.step)
+
+    monkeypatch.setattr(goodput.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(goodput, "write", slow)
+    monitor = Goodput(GoodputConfig())
+    run = SimpleNamespace(
+        folder=tmp_path,
+        rank=0,
+        first_step=0,
+        progress=Progress(),
+        device=torch.device("cpu"),
+        metrics=SimpleNamespace(scalar=lambda name, value: None),
+    )
+    monitor.on_start(run)
+    for step in range(1, 5):
+        now[0] += seconds
+        monitor.on_step(SimpleNamespace(step=step))
+    assert seen == written
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path):

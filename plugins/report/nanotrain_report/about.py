@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanotrain_core.api import CheckpointError, load_plugins, without_secrets
+from nanotrain_core.api import CheckpointError, load_plugins, without_secrets, working
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.words import duration, moment, number, plural, quantity, size
 
 MOST_SAMPLES = 12
+#: Characters of an exception's text: torch appends advice and C++ stacks.
+MOST_WHY = 240
 
 
 def what_it_is(shown: Sequence[Shown]) -> Section:
@@ -168,11 +170,25 @@ def continuity(shown: Sequence[Shown]) -> list[Block]:
 def why(run: RunFolder, when: float, reason: str) -> str:
     """Return what the log says shortly before an attempt began, or the reason that the seam has."""
     said = [
-        str(entry["event"])
+        entry
         for entry in run.log
-        if entry.get("level") in ("error", "warning", "critical") and 0 <= when - stamp(entry) < 120
+        if entry.get("level") in ("error", "critical") and 0 <= when - stamp(entry) < 120
     ]
-    return said[-1] if said and reason in ("killed", "failed") else reason
+    if not said or reason not in ("killed", "failed"):
+        return reason
+    # The launcher, which is no rank, knows which rank was the first; others lost their connections to it.
+    return said_in(next((entry for entry in reversed(said) if entry.get("rank") is None), said[0]))
+
+
+def said_in(entry: Mapping[str, Any]) -> str:
+    """Return what a line of the log says: of a monitor that failed which one and on which rank, and why."""
+    found = str(entry["event"])
+    if "monitor" in entry:
+        rank = f" on rank {entry['on_rank']}" if "on_rank" in entry else ""
+        found = f"{entry['monitor']}{rank}: {found}"
+    trace = str(entry.get("exception") or "").strip().splitlines()
+    why = str(entry.get("error") or (trace[-1] if trace else ""))
+    return f"{found} ({why[:MOST_WHY]}{'...' if why[MOST_WHY:] else ''})" if why else found
 
 
 def stamp(entry: dict[str, Any]) -> float:
@@ -225,18 +241,20 @@ def _checkpoint_rows(run: RunFolder, *, verify: bool) -> Iterator[tuple[str, ...
             continue
         seen.add(row["step"])
         use, info = present.get(row["step"], ("", None))
-        now = "removed since" if info is None else _whole(info) if verify else "there"
+        now = "removed since" if info is None else whole(info) if verify else "there"
         nbytes = size(info.nbytes) if info else ""
         took = duration(row["seconds"]), duration(row.get("blocked", 0.0))
         yield f"{row['step']:,}", moment(row["time"]), *took, nbytes, use, now
     for step, (use, info) in sorted(present.items()) if run.unmeasured else ():
-        now = _whole(info) if verify else "there"
+        now = whole(info) if verify else "there"
         yield f"{step:,}", moment(info.path.stat().st_mtime), "", "", size(info.nbytes), use, now
 
 
-def _whole(info: Any) -> str:
+def whole(info: Any) -> str:
+    """Return whether a checkpoint is whole, having read all of it."""
     try:
-        problems = info.verify()
+        with working(f"verifying the checkpoint of step {info.step}, {size(info.nbytes)}"):
+            problems = info.verify()
     except CheckpointError as error:
         problems = [str(error)]
     return f"damaged: {problems[0]}" if problems else "whole: every byte was read"

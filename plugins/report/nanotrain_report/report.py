@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
 
         if args.out is not None:
             raise NanotrainError("--out writes a file, --serve none: give one of them")
+        if args.verify:
+            raise NanotrainError("--verify reads every checkpoint, --serve again and again: give one of them")
         return serve(args.runs, args.port)
     text = page([open_run(path) for path in args.runs], verify=args.verify)
     out = args.out or default_out(args.runs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -14,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanotrain_report.about import lead, stamp
+from nanotrain_report.about import lead, said_in, stamp
 from nanotrain_report.families import Line
 from nanotrain_report.findings import open_findings
 from nanotrain_report.folder import RunFolder, Shown
@@ -205,14 +204,3 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
     if wrong:
         ago = duration(time.time() - stamp(wrong[-1]))
         yield Text.assemble(("last error  ", "dim"), (said_in(wrong[-1]), "red"), (f", {ago} ago", "dim"))
-
-
-def said_in(entry: Mapping[str, Any]) -> str:
-    """Return what a line of the log says: of a monitor that failed which one, on which rank and by what."""
-    found = str(entry["event"])
-    if "monitor" not in entry:
-        return found
-    rank = f" on rank {entry['on_rank']}" if "on_rank" in entry else ""
-    trace = str(entry.get("exception") or "").strip().splitlines()
-    why = str(entry.get("error") or (trace[-1] if trace else ""))
-    return f"{entry['monitor']}{rank}: {found}{f' ({why})' if why else ''}"

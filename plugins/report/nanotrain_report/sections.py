@@ -177,26 +177,28 @@ class Sections:
         for each in self.shown:
             parts = shares_of_time(each.run)
             if parts:
-                blocks.append(self._stack(each, parts, "What the time since the start went into", "1"))
+                blocks.append(self._stack(each, parts, "What the time since the start went into"))
         blocks += self._families(
             ("reliability",), lambda family: not family.metric.name.startswith("checkpoint")
         )
         return Section("continuity", "Restarts and rollbacks", blocks, "Restarts")
 
-    def _stack(self, each: Shown, parts: Sequence[Line], title: str, unit: str) -> Chart:
-        medians = {part.label: float(np.nanmedian(part.values)) for part in parts}
-        total = sum(medians.values())
+    def _stack(self, each: Shown, parts: Sequence[Line], title: str, unit: str = "1") -> Chart:
+        """Return curves one above the other: of parts of a step, or else of the time since the start."""
+        of_step = unit == "s"
+        said = {part.label: float(np.nanmedian(part.values)) if of_step else part.last for part in parts}
+        total = sum(said.values())
         keys = [
-            Key(f"{part.label} {share(medians[part.label] / total)}", COLOURS[n % len(COLOURS)])
+            Key(f"{part.label} {share(said[part.label] / total)}", COLOURS[n % len(COLOURS)])
             for n, part in enumerate(parts)
         ]
         self.drawn |= {part.name for part in parts}
         return Chart(
             title if len(self.shown) == 1 else f"{title}, {each.label}",
             stack(parts, unit=unit, marks=marks_of(each)),
-            "Shares are of the medians." if unit == "s" else "",
+            "Shares are of the medians." if of_step else "Shares are those at the newest step.",
             keys,
-            words="; ".join(f"{name} {quantity(value, unit)}" for name, value in medians.items()),
+            words="; ".join(f"{name} {quantity(value, unit)}" for name, value in said.items()),
             wide=True,
             names=tuple(part.name for part in parts),
         )

@@ -80,11 +80,18 @@ def learning(run: RunFolder) -> Answer:
         where = int(steps[int(values.argmin())])
         detail += f"; its best was {number(best)}.{beside}"
         return Answer(ask, "warn", f"It has got worse since step {where:,}", detail)
-    by = number(change, 2)
     if change > STILL_FALLS * (first - now):
-        return Answer(ask, "good", "Yes", f"{detail}, and still fell by {by} in the last fifth.{beside}")
-    detail += f", by {by} in the last fifth.{beside}"
+        detail += f", and still fell by {number(change, 2)} in the last fifth.{beside}"
+        return Answer(ask, "good", "Yes", detail)
+    detail += f"; in the last fifth it {_moved(change)}.{beside}"
     return Answer(ask, "good", "Yes, but it has levelled off", detail)
+
+
+def _moved(change: float) -> str:
+    """Return what a loss did that is smaller by ``change``."""
+    if change == 0:
+        return "stood still"
+    return f"{'fell by only' if change > 0 else 'rose by'} {number(abs(change), 2)}"
 
 
 def _terms(run: RunFolder) -> str:
@@ -137,6 +144,7 @@ def slow(run: RunFolder) -> Answer:
         detail += f". {_meaning(run, parts, name)}" if not COMPUTES.search(name) else ""
         told = any("pipeline" in part.label for part in parts)
         detail += f"; pipeline bubble {share(idle)}" if idle > 0.05 and not told else ""
+    detail += _crowded(run)
     if worst is not None:
         return Answer(ask, worst.verdict, headline, f"{detail}. {_about(worst)}")
     waits = max((part for name, part in shares.items() if not COMPUTES.search(name)), default=idle)
@@ -148,6 +156,16 @@ def _meaning(run: RunFolder, parts: Sequence[Line], label: str) -> str:
     name = next(part.name for part in parts if part.label == label)
     summary = next((f.metric.summary for f in run.families for line in f.lines if line.name == name), "")
     return f"{capital(label)}: seconds of {summary}" if summary else ""
+
+
+def _crowded(run: RunFolder) -> str:
+    """Return that ranks wait for a core, where a host has fewer of them than ranks that compute on them."""
+    began = run.begins[-1] if run.begins else {}
+    here, cores = int(began.get("local_ranks") or 1), int(began.get("cpus") or 0)
+    if run.history.start.get("device") != "cpu" or not 0 < cores < here:
+        return ""
+    held = "one core" if cores == 1 else f"{cores} cores"
+    return f". {here} ranks share {held}: much of what looks like communication is waiting for a core"
 
 
 def _utilisation(run: RunFolder) -> str:

@@ -4,14 +4,21 @@ import base64
 import gzip
 import json
 import re
+import time
+from datetime import UTC, datetime
+from functools import partial
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 from made_up import MadeUp, full_run
+from nanotrain_report.about import whole
 from nanotrain_report.folder import open_run
 from nanotrain_report.html import page
 
+from nanotrain_core.api import Metric
 from nanotrain_core.cli import main
 
 #: Attributes by which a page has a browser fetch something.
@@ -100,6 +107,57 @@ def test_every_section_tells_of_its_part_of_the_run(full):
     assert "nanotrain run <made-up>" in found["run"]
     assert "1,234,567 parameters" in found["run"]
     assert 'name = "made-up"' in found["recipe"]
+
+
+def test_shares_of_the_time_since_the_start_are_the_newest(tmp_path):
+    """Their median was of the middle of the run: a restart at three quarters of it had cost nothing."""
+    share = partial(Metric, unit="1", group="reliability", summary="")
+    run = MadeUp(tmp_path, steps=20, declared=[share(name="goodput"), share(name="lost/down")])
+    run.start()
+    for step in range(1, 21):
+        run.step(step)
+        down = 0.0 if step <= 15 else 0.25
+        run.row("metrics", step=step, values={"goodput": 1 - down, "lost/down": down})
+    found = Page(page([open_run(run.write())])).sections["continuity"]
+    assert "training 75%" in found
+    assert "down 25%" in found
+
+
+def test_an_attempt_began_again_because_of_an_error_and_no_warning(tmp_path):
+    run = MadeUp(tmp_path, steps=8)
+    run.start()
+    for step in range(1, 5):
+        run.step(step)
+    at = datetime.fromtimestamp(run.now, UTC).isoformat()
+    said = [
+        {"time": at, "rank": 2, "level": "error", "event": "run failed", "error": "ValueError('x < 0')"},
+        {"time": at, "rank": 1, "level": "error", "event": "run failed", "error": "peer reset"},
+        {"time": at, "rank": 0, "level": "warning", "event": "step 4: experts starve."},
+    ]
+    run.start(2)
+    run.step(3)
+    folder = run.write()
+    log = folder / "run.log.jsonl"
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in said), encoding="utf-8")
+    rows = " ".join(Page(page([open_run(folder)])).sections["continuity"].split())
+    assert "4 2 2 run failed (ValueError('x < 0'))" in rows
+    launcher = {"time": at, "rank": None, "level": "error", "event": "rank 2 failed first: x < 0"}
+    log.write_text("".join(json.dumps(entry) + "\n" for entry in [*said, launcher]), encoding="utf-8")
+    rows = " ".join(Page(page([open_run(folder)])).sections["continuity"].split())
+    assert "4 2 2 rank 2 failed first: x < 0" in rows
+
+
+def test_what_reads_checkpoints_says_so_meanwhile(monkeypatch):
+    monkeypatch.setattr("nanotrain_core.run.working.OFTEN", 0.01)
+
+    def verify():
+        time.sleep(0.2)
+        return ["a byte differs"]
+
+    with structlog.testing.capture_logs() as logs:
+        found = whole(SimpleNamespace(step=3, nbytes=2e9, verify=verify))
+    assert found == "damaged: a byte differs"
+    assert {entry["event"] for entry in logs} == {"verifying the checkpoint of step 3, 2 GB"}
 
 
 def test_what_is_wrong_now_is_on_the_first_screen(tmp_path):
@@ -191,6 +249,12 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "new" / "x.html").exists()
     assert main(["report", "runs/one", "--out", "runs/one/metrics.jsonl/x.html"]) == 2
     assert "name another with --out" in capsys.readouterr().err
+    for option in (
+        ["--out", "x.html"],
+        ["--verify"],
+    ):  # what a served page does not do is not left out in silence
+        assert main(["report", "runs/one", "--serve", *option]) == 2
+        assert f"{option[0]} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The four questions, answered from runs of which the answer is known."""
 
+import json
 from functools import partial
 
 import pytest
@@ -61,6 +62,34 @@ def test_a_loss_of_terms_is_called_a_sum_and_few_evaluations_are_told_beside_it(
     assert found.headline == "Yes"
     assert found.detail.startswith("Training loss (lm + mtp, weighted) went from 5.")
     assert found.detail.endswith("Validation loss went from 4.4 to 2.5.")
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [(3.1, "rose by 0.1"), (2.9999, "fell by only 0.0001"), (3.0, "stood still")],
+    ids=["rose", "fell", "stood"],
+)
+def test_a_loss_that_has_levelled_off_is_said_to_rise_or_to_fall(tmp_path, last, says):
+    held = [5.0] * 10 + [3.0] * 75 + [last] * 15
+    found = asked(tmp_path, 0, FALLING * 2 + FALLING[:20], held)
+    assert found.headline == "Yes, but it has levelled off"
+    assert f"; in the last fifth it {says}." in found.detail
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "said"), [("cpu", 2, True), ("cpu", 4, False), ("cuda", 2, False)]
+)
+def test_ranks_that_share_cores_are_why_a_step_is_slow(tmp_path, device, cores, said):
+    run = MadeUp(tmp_path, steps=4, declared=[Metric(name="time/own", unit="s", group="time", summary="x")])
+    run.start()
+    run.rows[0]["device"] = device
+    for step in range(1, 5):
+        run.step(step)
+        run.row("metrics", step=step, values={"time/own": 0.4})
+    begins = {"event": "run begins", "rank": 0, "level": "info", "cpus": cores, "local_ranks": 4}
+    (tmp_path / "run.log.jsonl").write_text(json.dumps(begins) + "\n", encoding="utf-8")
+    found = answers(open_run(run.write()))[1]
+    assert ("4 ranks share 2 cores: " in found.detail) == said
 
 
 def test_a_gradient_that_is_no_number_teaches_nothing(tmp_path):

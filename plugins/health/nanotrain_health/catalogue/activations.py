@@ -25,7 +25,7 @@ ATTENTION = (
     at_layers(
         name="attention/entropy_ratio/{block}",
         group="attention",
-        summary="the same over the entropy of attending to all of these alike: from 0 to 1",
+        summary="attention/entropy over the entropy of attending to all of these tokens alike: from 0 to 1",
         rule=Rule(
             warn_below=0.1,
             bad_below=0.02,

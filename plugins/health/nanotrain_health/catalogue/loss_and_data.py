@@ -45,7 +45,10 @@ LOSS = (
         summary="exp of the next-token loss: so many equally likely tokens",
     ),
     ratio(
-        name="validation/perplexity", group="loss", reduce="last", summary="the same of the validation loss"
+        name="validation/perplexity",
+        group="loss",
+        reduce="last",
+        summary="exp of the validation loss: so many equally likely tokens",
     ),
     Metric(
         name="validation/gap",
@@ -89,7 +92,7 @@ DATA = (
         group="data",
         reduce="last",
         cost="device",
-        summary="of these, those that the loss does not ignore",
+        summary="tokens of one optimizer step that the loss does not ignore",
     ),
     ratio(
         name="data/drift",

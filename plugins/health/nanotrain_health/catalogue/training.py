@@ -103,7 +103,7 @@ UPDATES = (
         name="updates/ratio_at_full_lr",
         group="updates",
         cost="weights",
-        summary="the same as it would be with the highest learning rate of the schedule",
+        summary="updates/ratio as it would be with the highest learning rate of the schedule",
         rule=Rule(warn_below=1e-4, bad_below=1e-6, low=TOO_SMALL),
     ),
     from_tensors(
@@ -115,7 +115,7 @@ UPDATES = (
     over_weights(
         name="updates/norm/{block}",
         group="updates",
-        summary="norm of the change of a layer's masters, of weights that have none theirs",
+        summary="norm of the change that the optimizer made to a layer, in float32 masters where it has them",
     ),
     from_tensors(
         name="updates/proxy",
