@@ -67,7 +67,7 @@ METRICS = (
         unit="1",
         group="reliability",
         reduce="max",
-        summary="ranks whose memory snapshot came from their neighbour at that restart",
+        summary="ranks whose neighbour's copy of the memory snapshot was needed at that restart",
     ),
 )
 

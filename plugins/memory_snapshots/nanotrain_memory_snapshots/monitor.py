@@ -26,7 +26,7 @@ from nanotrain_memory_snapshots import MemorySnapshotsConfig, places, ring
 from nanotrain_memory_snapshots.payload import Form
 from nanotrain_memory_snapshots.recovery import Found, Seen, go_back, look
 from nanotrain_memory_snapshots.seal import Moment
-from nanotrain_memory_snapshots.slot import HEAD, Slot
+from nanotrain_memory_snapshots.slot import HEAD, OTHER, OWN, Slot
 from nanotrain_memory_snapshots.space import missing
 from nanotrain_memory_snapshots.writing import Places, Writing
 
@@ -95,9 +95,9 @@ class MemorySnapshots(Monitor):
             if self.found is None:
                 _fall_back(f"none is whole on all ranks and of step {at_least} or later")
             else:
-                lost, others = self.found.steps_lost, self.found.from_others
+                lost, copies = self.found.steps_lost, self.found.from_copies
                 step = self.found.moment.step
-                log.info("restored from memory", step=step, steps_lost=lost, ranks_from_neighbours=others)
+                log.info("restored from memory", step=step, steps_lost=lost, from_neighbours=copies)
         return None if self.found is None else self.found.state
 
     # --- the run ----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class MemorySnapshots(Monitor):
         self._delete_others(mesh.gather(socket.gethostname()))
         sizes: list[int] = mesh.gather(Form.of(self.restore.state()).nbytes)
         count = self.config.keep + 1
-        own, others = ([Slot(self.folder, f"{name}-{n}") for n in range(count)] for name in ("own", "other"))
+        own, others = ([Slot(self.folder, f"{name}-{n}") for n in range(count)] for name in (OWN, OTHER))
         rooms = [(slot, sizes[mesh.rank]) for slot in own]
         rooms += [(slot, sizes[source]) for slot in others if further]
         wanted = mesh.gather((socket.gethostname(), sum(HEAD + size - slot.nbytes() for slot, size in rooms)))
@@ -129,7 +129,7 @@ class MemorySnapshots(Monitor):
         self.rollbacks = self.found.moment.rollbacks if self.found is not None else 0
         if self.found is not None and run.rank == 0:
             run.metrics.scalar("recovery/steps_lost", float(self.found.steps_lost))
-            run.metrics.scalar("recovery/from_neighbours", float(self.found.from_others))
+            run.metrics.scalar("recovery/from_neighbours", float(self.found.from_copies))
 
     def _delete_others(self, machines: list[str]) -> None:
         """Keep of what is on this host what was gone back to: nothing else may be taken for it later."""

@@ -20,7 +20,7 @@ from nanotrain_memory_snapshots import ring
 from nanotrain_memory_snapshots.payload import Form
 from nanotrain_memory_snapshots.places import Identity, folders_here
 from nanotrain_memory_snapshots.seal import Moment
-from nanotrain_memory_snapshots.slot import Slot
+from nanotrain_memory_snapshots.slot import OTHER, Slot
 
 
 @attrs.define(frozen=True)
@@ -40,6 +40,11 @@ class Held:
     @property
     def slot(self) -> Slot:
         return Slot(self.folder, self.name)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is kept for another rank."""
+        return self.name.startswith(OTHER)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -115,8 +120,8 @@ class Found:
     state: TrainState
     moment: Moment
     steps_lost: int
-    from_others: int
-    """Ranks whose snapshot another one had."""
+    from_copies: int
+    """Ranks whose own snapshot was not there, and their neighbour's was."""
 
 
 def go_back(
@@ -141,9 +146,9 @@ def go_back(
         form.read(payload)
         reached = max(each.reached for each in everyone)
         lost = reached[1] - plan.moment.step if reached[0] == plan.moment.rollbacks else 0
-        others = sum(rank != reader for rank, (reader, _) in enumerate(plan.sources))
+        copies = sum(held.is_copy for _, held in plan.sources)
         state = TrainState(state.blocks, meta, state.rank_tensors)
-        return Found(state, plan.moment, max(lost, 0), others), damaged
+        return Found(state, plan.moment, max(lost, 0), copies), damaged
     return None, damaged
 
 

@@ -21,6 +21,8 @@ from nanotrain_memory_snapshots.seal import LARGEST, Moment, Seal, parse
 
 #: Bytes before those of the snapshot: how far the run has come, as rollbacks and steps.
 HEAD = 64
+#: How slots are called that hold a rank's own snapshots, and its neighbour's.
+OWN, OTHER = "own", "other"
 _REACHED = struct.Struct("<qq")
 
 
