@@ -127,6 +127,18 @@ def test_what_ranks_ask_for_is_deleted_with_their_launcher(tmp_path, monkeypatch
     assert (kept.exists(), other.exists()) == (False, True)
 
 
+def test_where_the_launcher_was_killed_the_next_start_of_any_run_does(tmp_path):
+    kept, place = tmp_path / "kept", tmp_path / "tmp"
+    kept.mkdir()
+    scratch = place / f"{temporary.prefix()}x" / "nanotrain-y"
+    scratch.mkdir(parents=True)
+    (scratch.parent / temporary.LOCK).touch()
+    restart_of(scratch, None, load_recipe("laptop.toml"), 1, load_plugins()).delete_at_end(kept)
+    temporary.sweep(place, tmp_path)
+    assert not kept.exists()
+    assert [*place.iterdir()] == []
+
+
 def test_identity_changes_with_recipe_ranks_and_code(tmp_path):
     registry, recipe = load_plugins(), load_recipe("laptop.toml")
 
