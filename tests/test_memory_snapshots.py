@@ -8,14 +8,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch.distributed as dist
+from broken_runs import attempt, same
 from command import finish, nanotrain, start
+from structlog.testing import capture_logs
 from test_restart import endpoint, listens
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.chaos.bench import Bench, Settings
 from nanotrain_core.testing.chaos.memory import KillBesideMemory, MemoryGone
-
-pytestmark = pytest.mark.full
 
 RECIPE = """
 [run]
@@ -108,6 +110,42 @@ lr = 0.01
 LAYOUTS = {"ddp": LLAMA + DDP, "zero12 and tp": LLAMA + ZERO_AND_TP, "pp": LLAMA + PP, "ep": DEEPSEEK + EP}
 
 
+def broken(folder, recipe, harmed):
+    """Run undisturbed; then break off before the end of step 6, lose a rank's memory, and go on."""
+    whole = attempt(folder, "whole", recipe=recipe)
+    attempt(folder, "broken", recipe=recipe, dies_at=6)
+    dist.barrier()
+    if dist.get_rank() in harmed:
+        (memory,) = folder.glob(f"nanotrain-snapshots-*-{dist.get_rank():05d}")
+        shutil.rmtree(memory)
+    dist.barrier()
+    with capture_logs() as logs:
+        ran = attempt(folder, "broken", recipe=recipe, again=True)
+    copies = [row["from_neighbours"] for row in logs if row["event"] == "restored from memory"]
+    return ran.first, same(ran, whole), copies
+
+
+def from_memory(tmp_path, layout, harmed):
+    """Return of each rank the step that it went back to, whether it ended with the bits of the whole run."""
+    recipe = (
+        RECIPE.replace("steps = 12", "steps = 9") + 'every = 100\n[[monitor]]\nuse = "memory_snapshots"\n'
+    )
+    ran = run_ranks(broken, 4, tmp_path, recipe + LAYOUTS[layout], harmed, timeout=600)
+    assert ran[0][2] == [len(harmed)]
+    return [each[:2] for each in ran]
+
+
+def test_ranks_agree_on_a_step_and_a_rank_gets_back_what_its_neighbour_kept(tmp_path):
+    assert from_memory(tmp_path, "zero12 and tp", (2,)) == [(5, True)] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("harmed", [(0,), (3,), (0, 2), ()], ids=str)
+def test_on_every_layout_any_ranks_but_neighbours_may_lose_their_memory(tmp_path, layout, harmed):
+    assert from_memory(tmp_path, layout, harmed) == [(5, True)] * 4
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
 def bench(request, tmp_path_factory):
     """A bench for one layout, whose undisturbed run is made once."""
@@ -119,6 +157,7 @@ def bench(request, tmp_path_factory):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("row", [KillBesideMemory, MemoryGone], ids=lambda row: row.__name__)
 @pytest.mark.parametrize("rank", range(4))
 def test_any_rank_may_be_killed(bench, rank, row):
@@ -165,6 +204,7 @@ def nanotrain_register_monitor(register):
 """
 
 
+@pytest.mark.full
 def test_a_host_that_is_replaced_gets_the_memory_of_its_neighbour(tmp_path):
     """Two launchers on one machine: the second is killed, its snapshots go, and another takes its place."""
     memory, reached = tmp_path / "memory", tmp_path / "reached"

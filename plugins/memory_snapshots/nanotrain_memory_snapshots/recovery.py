@@ -105,11 +105,13 @@ def plans(seen: Sequence[Sequence[Held]], at_least: int, bad: set[tuple[str, str
 def _source(
     rank: int, seen: Sequence[Sequence[Held]], moment: Moment, bad: set[tuple[str, str]]
 ) -> tuple[int, Held] | None:
-    """Return who reads the snapshot of ``rank``: itself where it can, else the first that sees one."""
+    """Return who reads the snapshot of ``rank``: itself where it can, its own before a copy; else the first
+    that sees one."""
     for reader in [rank, *(other for other in range(len(seen)) if other != rank)]:
-        for held in seen[reader]:
-            if (held.of, held.moment) == (rank, moment) and held.place not in bad:
-                return reader, held
+        here = [held for held in seen[reader] if (held.of, held.moment) == (rank, moment)]
+        whole = [held for held in here if held.place not in bad]
+        if whole:
+            return reader, min(whole, key=lambda held: held.is_copy)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Lets test files import one_rank from beside them, whichever way pytest imports them."""
+"""Lets test files import broken_runs from beside them, whichever way pytest imports them."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A run of one rank goes on from its snapshots bit by bit, and from nothing that is not its own."""
 
 import pytest
-from one_rank import IDENTITY, RECIPE, attempt, folders, same
+from broken_runs import IDENTITY, RECIPE, attempt, folders, same
 from structlog.testing import capture_logs
 
 from nanotrain_core.api import NanotrainError

@@ -26,6 +26,14 @@ def test_each_reads_its_own_of_the_newest():
     assert newest(BOTH) == (0, 5, [0, 1])
 
 
+def test_its_own_comes_before_a_copy_on_the_same_host():
+    moment = Moment(0, 5, "life")
+    own, copy = (Held(0, moment, "host", Path("/", name), f"{name}-0", 1, 1) for name in ("own", "other"))
+    for seen in ([copy, own], [own, copy]):
+        assert next(plans([seen], 0, set())).sources == [(0, own)]
+    assert next(plans([[copy, own]], 0, {own.place})).sources == [(0, copy)]
+
+
 def test_a_step_that_one_rank_has_not_finished_is_none():
     seen = [BOTH[0], [each for each in BOTH[1] if each.moment.step == 4]]
     assert newest(seen) == (0, 5, [0, 0])  # its neighbour has it

@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from one_rank import RECIPE, attempt, same
+from broken_runs import RECIPE, attempt, same
 
 from nanotrain_core.api.torch import Monitor
 

@@ -1,9 +1,10 @@
-"""Runs of one rank in this process that are broken off, and go on as if a launcher had started them again."""
+"""Runs in this process that are broken off, and go on as if a launcher had started them again."""
 
 import contextlib
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.api.torch import Monitor, RuntimeEngine
 
@@ -90,10 +91,13 @@ def attempt(
 ):
     """Take the run ``name`` up, and let it go on to the end or to ``dies_at``."""
     own = f'use = "memory_snapshots"\nfolder = "{shm or tmp_path}"'
-    (tmp_path / "recipe.toml").write_text(recipe.replace('use = "memory_snapshots"', own))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    path = tmp_path / f"recipe-{rank}.toml"
+    path.write_text(recipe.replace('use = "memory_snapshots"', own))
     watch, recoverable = Watch(dies_at), []
     engine = RuntimeEngine.from_recipe(
-        tmp_path / "recipe.toml",
+        path,
+        rank=rank,
         folder=tmp_path / name,
         resume="auto" if again else None,
         callbacks=[watch, *monitors],
