@@ -121,11 +121,11 @@ class MemorySnapshots(Monitor):
         rooms += [(slot, sizes[source]) for slot in others if further]
         wanted = mesh.gather((socket.gethostname(), sum(HEAD + size - slot.nbytes() for slot, size in rooms)))
         _agree(mesh, lambda: self._make_room(rooms, wanted))
-        group = self.group if further else None
-        self.places = Places(mesh.rank, own, others, group, to, source)
         self.life: str = mesh.gather(uuid.uuid4().hex)[0]
         if further and hosts[to] == hosts[mesh.rank] and len(set(hosts)) > 1:
             log.warning("the neighbour with this rank's memory snapshots is on the same host", neighbour=to)
+        # Last: from here on each rank waits for what its neighbour sends.
+        self.places = Places(mesh.rank, own, others, self.group if further else None, to, source)
         self.rollbacks = self.found.moment.rollbacks if self.found is not None else 0
         if self.found is not None and run.rank == 0:
             run.metrics.scalar("recovery/steps_lost", float(self.found.steps_lost))
