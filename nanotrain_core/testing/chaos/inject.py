@@ -73,8 +73,8 @@ def build(config: ChaosConfig) -> Any:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from nanotrain_core.contracts import Monitor, RollbackReport
+    from nanotrain_core.testing.chaos.harm import harm_snapshots
     from nanotrain_core.testing.chaos.marks import row_marks, weight_marks
-    from nanotrain_core.testing.chaos.memory import harm_snapshots
     from nanotrain_core.testing.disaster import WRITES, _limit_files, kill_at
 
     class Chaos(Monitor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,17 +63,3 @@ class MemoryFlipped(MemoryRow):
 
     number, name = "28", "neighbour memory: kill -9 a random rank, whose newest snapshot has a flipped bit"
     harm = "flipped"
-
-
-def harm_snapshots(memory: str, rank: int, harm: str) -> None:
-    """Harm the snapshots that a rank has in the folder ``memory``, from within that rank."""
-    (folder,) = Path(memory).glob(f"*-{rank:05d}")
-    if harm == "gone":
-        shutil.rmtree(folder)
-        return
-    sealed = max(folder.glob("own-*.json"), key=lambda path: path.stat().st_mtime_ns)
-    with sealed.with_suffix(".bin").open("r+b") as file:
-        file.seek(-1, 2)  # padding, perhaps, which is sealed as well
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
