@@ -61,7 +61,7 @@ class MemorySnapshots(Monitor):
         """Know whose snapshots are this run's; delete those of earlier starts."""
         self.restore = self.found = None
         mesh, run_folder = restore.mesh, restore.folder.parent
-        if not restore.may_restart:
+        if not (restore.may_restart or restore.again):
             if mesh.rank == 0:
                 text = "no memory snapshots are kept: nobody would start the ranks again (run.max_restarts)"
                 log.info(text)
