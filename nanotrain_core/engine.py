@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,7 @@ from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     EndReport,
     Monitor,
-    Restore,
+    StepEnd,
     StepStats,
     UpdateReport,
 )
@@ -26,20 +27,19 @@ from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
 from nanotrain_core.phases.in_run import begin_step
 from nanotrain_core.pipeline.executor import Executor, Losses
-from nanotrain_core.precision.quantized_storage import quantize_into
 from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.run import log, random_state
+from nanotrain_core.run import log
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
-from nanotrain_core.run.random_state import stream_seed
+from nanotrain_core.run.recovery import Restart, recover
 from nanotrain_core.run.rollback import roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
-from nanotrain_core.run.train_state import capture_state, restore_meta, restore_progress
+from nanotrain_core.run.train_state import capture_state, go_on_from, restore_meta
 from nanotrain_core.run.watching import Watching
 from nanotrain_core.watch.progress import Progress
 
@@ -112,6 +112,8 @@ class RuntimeEngine:
         self, run: Run, *, steps: int = 0, folder: Path | None = None, resume: str | None = None
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
+        self.restart = Restart()
+        """What a launcher knows of ranks that it has started again."""
         self.step = 0
         """Optimizer steps done, those before a resume included."""
         self.owes_evaluation = False
@@ -219,6 +221,7 @@ class RuntimeEngine:
             elif due and not (last or self._owes_save or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
+            self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
         self.events.metrics(*self.watching.board.last(self.step))
         if self._saved != self.step and self.stop.reason != "lost":  # there is no place to save in
             self._save(last=True)
@@ -339,8 +342,9 @@ class RuntimeEngine:
             return
         folder = self.folder / "checkpoints"
         run.checkpoint.open(folder, run.mesh)
-        self.events.before_restore(Restore(run.name, folder, self.resume, run.checkpoint.steps, run.mesh))
-        if self.resume is None:
+        restore = self.restart.restore(self, folder)
+        self.events.before_restore(restore)
+        if self.resume is None or recover(self, restore):
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
             raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
@@ -354,12 +358,8 @@ class RuntimeEngine:
         saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: restore_meta(self, m)))
         if saved is None:
             return False
-        for placed, block in zip(run.placed, state.blocks, strict=False):
-            quantize_into(placed.parameter, block.tensor)
-        restore_progress(self, saved)
+        go_on_from(self, saved, state.blocks)
         self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
-        if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
-            random_state.seed_all(stream_seed(run.seed, "resumed", self.step), run.mesh.rank)
         return True
 
     def note(self, phase: str) -> None:

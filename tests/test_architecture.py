@@ -175,15 +175,15 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 950,
-    "api": 605,
+    "api": 610,
     "builtin": 470,
     "checkpoint": 870,
     "cli": 1585,
     "compile": 350,
-    "contracts": 620,
+    "contracts": 645,
     "data": 770,
     "hf": 860,
-    "launch": 1370,
+    "launch": 1450,
     "layout": 1120,
     "models": 690,
     "moe": 315,
@@ -195,7 +195,7 @@ SMALL = {
     "precision": 610,
     "recipe": 1700,
     "registry": 600,
-    "run": 1960,
+    "run": 1985,
     "script": 520,
     "watch": 375,
 }

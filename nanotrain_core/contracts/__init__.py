@@ -25,7 +25,7 @@ from nanotrain_core.contracts.model import (
     PartOutput,
     caches_context,
 )
-from nanotrain_core.contracts.monitor import Monitor, Request, Restore, RunInfo
+from nanotrain_core.contracts.monitor import Monitor, Request, Restore, RunInfo, StepEnd
 from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
 from nanotrain_core.contracts.parallel import GathersWeights, GradientSync, Parallel
 from nanotrain_core.contracts.precision import ErrorFeedback, LossScale, MasterWeight, Precision
@@ -79,6 +79,7 @@ __all__ = [
     "SaysInFlight",
     "Schedule",
     "SkipsAhead",
+    "StepEnd",
     "StepReport",
     "StepStats",
     "TextCodec",

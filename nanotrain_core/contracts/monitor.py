@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from nanotrain_core.contracts.checkpoint import TrainState
 from nanotrain_core.contracts.reports import (
     CheckpointReport,
     EndReport,
@@ -111,6 +112,35 @@ class Restore:
     """Returns the steps whose checkpoints are in ``folder``, oldest first."""
     mesh: Mesh
     """For collectives: all ranks are at the same point."""
+    state: Callable[[], TrainState]
+    """Returns the live state that a load would fill."""
+    may_restart: bool = False
+    """Whether a launcher would start the ranks again after a failure."""
+    again: bool = False
+    """Whether it has."""
+    failed_at: float | None = None
+    """Seconds since the epoch when it saw the failure, if it says so."""
+    identity: Callable[[], Mapping[str, str]] = dict
+    """Returns what has to be as it was for state to be restored bit by bit, each under a word for people:
+    recipe, number of ranks, versions, code. Empty where nobody knows, as in a script."""
+    recoverable: Callable[[int], None] = lambda step: None
+    """Call it with a step at which the run could be started again without a checkpoint: a launcher counts
+    that as progress."""
+    delete_at_end: Callable[[Path], None] = lambda path: None
+    """Have a launcher delete a folder when it ends, however its ranks ended."""
+
+
+@attrs.define(frozen=True, eq=False)
+class StepEnd:
+    """A step of which nothing is left to do."""
+
+    step: int
+    """Steps done. After a rollback that of the checkpoint."""
+    rollbacks: int
+    """Of the run so far: state after more of them is later, whatever its step."""
+    state: Callable[[], TrainState]
+    """Returns what a checkpoint would hold now. Tensors are live, and stay as they are until the next
+    ``on_before_update`` returns."""
 
 
 #: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.
@@ -146,6 +176,19 @@ class Monitor:
         for. Whatever it raises ends the run, which would else begin anew in the place of what was to be
         brought: a :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike has no traceback.
         """
+
+    def on_recover(self, restore: Restore, at_least: int) -> TrainState | None:
+        """Fill ``restore.state()`` in place of a load, and return what was saved; None leaves it to a load.
+
+        Called on all ranks of a run that a launcher has started again, after all ``on_before_restore``, until
+        a monitor has state to give. A rank returns state if all do. Nothing live may be touched before all
+        ranks are known to have theirs whole. Whatever it raises ends the run.
+
+        Args:
+            restore: that of ``on_before_restore``.
+            at_least: the step of the newest checkpoint, 0 without one: older state is of no use.
+        """
+        return None
 
     def on_start(self, run: RunInfo) -> None: ...
 
@@ -200,6 +243,12 @@ class Monitor:
     def on_save_failed(self, report: FailedSaveReport) -> None: ...
 
     def on_rollback(self, report: RollbackReport) -> None: ...
+
+    def on_step_end(self, end: StepEnd) -> None:
+        """Keep what the run is now, as a checkpoint would.
+
+        The last event of every step, on all ranks: it was evaluated and gone back from where that was due.
+        """
 
     def on_end(self, report: EndReport) -> None: ...
 

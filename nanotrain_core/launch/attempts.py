@@ -34,6 +34,12 @@ class Past:
     """Whether it has written a checkpoint of its own."""
     folder: str | None = None
     """The run folder, where a launcher remembers it."""
+    failed_at: float | None = None
+    """When a launcher saw the last failure of its own ranks."""
+
+    def failure(self) -> str | None:
+        """Return :attr:`failed_at` as text, empty if unknown; None if nothing went before."""
+        return f"{self.failed_at or ''}" if self.began else None
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float) -> tuple[Store, Past]:
@@ -89,4 +95,5 @@ def _joined(pasts: Sequence[Past]) -> Past:
         began=any(past.began for past in pasts),
         saved=any(past.saved for past in pasts),
         folder=next((past.folder for past in pasts if past.folder is not None), None),
+        failed_at=max((past.failed_at for past in pasts if past.failed_at is not None), default=None),
     )

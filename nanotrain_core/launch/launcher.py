@@ -78,6 +78,7 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
             try:
                 return _run_agent(job, recipe, nodes)
             finally:
+                temporary.delete_named(Path(scratch))
                 restore_cursor()
 
 

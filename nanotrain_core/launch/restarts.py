@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.hosts import MEETING
+from nanotrain_core.launch.recovery import FAILED_AT, RECOVERABLE
 from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
 
@@ -18,7 +19,10 @@ PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Restarts:
-    """Tells the cause of each failure, and decides."""
+    """Tells the cause of each failure, and decides.
+
+    Progress is a new checkpoint, or state that a monitor has kept of a later step than ever before.
+    """
 
     def __init__(
         self, scratch: Path, most: int, stopped: Callable[[], bool], elsewhere: Callable[[Cause], Cause]
@@ -34,7 +38,7 @@ class Restarts:
         self.scratch, self.most, self.stopped, self.elsewhere = scratch, most, stopped, elsewhere
         self.number = 0
         """Of restarts until now, those of ranks on other hosts left out."""
-        self._saved, self._in_vain = 0.0, 0
+        self._saved, self._step, self._in_vain = 0.0, 0, 0
 
     def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
         """Print why the ranks ended; return whether to start them once more, for the ``number``-th time.
@@ -46,18 +50,23 @@ class Restarts:
             number: of the restart that would follow.
             hang: what was said of ranks that hung.
         """
+        seen_at = time.time()
         cause = self.elsewhere(first_cause(self.scratch, codes, hang))
         if cause.mistake or self.stopped():
             return False
-        mark = self.scratch / HAS_SAVED
+        (self.scratch / FAILED_AT).write_text(str(seen_at))
+        mark, kept = self.scratch / HAS_SAVED, self.scratch / RECOVERABLE
         saved = mark.stat().st_mtime if mark.exists() else 0.0
-        self._in_vain = self._in_vain + 1 if saved == self._saved else 1
-        self._saved = saved
+        step = int(kept.read_text()) if kept.exists() else 0
+        progress = saved != self._saved or step > self._step
+        self._in_vain = 1 if progress else self._in_vain + 1
+        self._saved, self._step = saved, max(step, self._step)
         if self._in_vain > MOST_IN_VAIN:
             log.say(f"{MOST_IN_VAIN} restarts in a row came to no checkpoint: given up")
             return False
         pause = self._pause()
         where = "the newest checkpoint" if saved else "where it began"
+        where = f"what is kept of step {step}, or {where}" if step else where
         later = f" in {pause:g} s" if pause else ""
         cause.tell(f"; restarting{later} ({number} of {self.most}) from {where}")
         until = time.monotonic() + pause
@@ -74,6 +83,7 @@ class Restarts:
         if self.number >= self.most or self.stopped():
             return False
         self.number += 1
+        (self.scratch / FAILED_AT).write_text(str(time.time()))
         log.say(
             f"{endpoint}, where the hosts meet, is gone: waiting for it, or for a host in its place, "
             f"for {MEETING} s at most, to start again ({self.number} of {self.most})"

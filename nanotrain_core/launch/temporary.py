@@ -25,6 +25,8 @@ from nanotrain_core.run.owner import is_alive
 
 PREFIX = "nanotrain-of-"
 LOCK = ".lock"
+#: How files in a launcher's scratch folder begin that name a folder elsewhere, to be deleted with it.
+TO_DELETE = "delete-"
 #: Where Linux keeps named semaphores.
 SEMAPHORES = Path("/dev/shm")
 #: Longest path of a folder in which a socket of multiprocessing still has a name that Linux takes.
@@ -71,7 +73,16 @@ def sweep(place: Path, semaphores: Path = SEMAPHORES) -> None:
             if _is_left(folder):
                 for name in semaphores.glob(f"sem.{folder.name}-*"):
                     name.unlink(missing_ok=True)
+                for scratch in folder.glob("*/"):
+                    delete_named(scratch)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_named(scratch: Path) -> None:
+    """Delete the folders that the ranks of a launcher have asked it to, now that it ends or is gone."""
+    for named in scratch.glob(f"{TO_DELETE}*"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(named.read_text(encoding="utf-8"), ignore_errors=True)
 
 
 def _is_left(folder: Path) -> bool:

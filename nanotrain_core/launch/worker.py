@@ -28,6 +28,7 @@ from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.meeting import meet_ranks
 from nanotrain_core.launch.peers import watching_peers
+from nanotrain_core.launch.recovery import FAILED_AT, restart_of
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
@@ -43,7 +44,6 @@ from nanotrain_core.watch.watchdog import Watchdog
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
-
 #: A file in the launcher's folder, or torchrun's run folder: this launch has saved a checkpoint of its own.
 HAS_SAVED = "has-saved"
 #: Another: the path of the run folder.
@@ -123,7 +123,7 @@ def train(job: Job, ranks: Ranks) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.launch.watchers import AtStart, Mark
+    from nanotrain_core.launch.watchers import add_watchers
     from nanotrain_core.run.random_state import seed_all
     from nanotrain_core.run.show import show_placements
 
@@ -137,10 +137,9 @@ def train(job: Job, ranks: Ranks) -> str:
     seed_all(recipe.run.seed, ranks.rank)
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
-    held = hold_as_rank(folder)
+    held, mark, progress = hold_as_rank(folder), mark_of(job, folder), Progress()
     if dist.is_initialized() and dist.get_backend() == "nccl":
         record_collectives(folder)
-    mark, progress = mark_of(job, folder), Progress()
     scratch = Path(job.scratch) if job.scratch else None
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
@@ -155,14 +154,13 @@ def train(job: Job, ranks: Ranks) -> str:
                 folder=folder,
                 resume=resume,
             )
+            failure = rank_0_says(past.failure, "failure", ranks, store)
+            engine.restart = restart_of(scratch, failure, recipe, ranks.world_size, registry)
             progress.waits = engine.run.mesh.waits
             engine.progress, engine.stop.grace = progress, recipe.run.grace
             stop_without(folder, held, engine.stop)
-            keep = AtStart(
-                partial(keep_recipe, folder, write_resolved(recipe), explain(recipe, found.merged))
-            )
-            marks = [Mark(mark)] if mark is not None else []
-            engine.events.monitors = [keep, *engine.events.monitors, *marks]
+            texts = write_resolved(recipe), explain(recipe, found.merged)
+            add_watchers(engine, partial(keep_recipe, folder, *texts), mark)
             if "placements" in job.show:
                 show_placements(engine.run)
             return engine.fit().reason
@@ -198,7 +196,9 @@ def known_past(job: Job) -> Past:
     held = scratch / FOLDER if scratch else None
     folder = held.read_text(encoding="utf-8") if held is not None and held.exists() else None
     saved = scratch is not None and (scratch / HAS_SAVED).exists()
-    return Past(began=attempt() > 0 or folder is not None, saved=saved, folder=folder)
+    seen = scratch / FAILED_AT if scratch else None
+    failed_at = float(seen.read_text()) if seen is not None and seen.exists() else None
+    return Past(began=attempt() > 0 or folder is not None, saved=saved, folder=folder, failed_at=failed_at)
 
 
 def mark_of(job: Job, folder: Path) -> Path | None:

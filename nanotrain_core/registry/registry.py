@@ -58,6 +58,7 @@ FIRST_PARTY = {
     ("monitor", "dump"): "nanotrain-inspect",
     ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
     ("monitor", "alerts"): "nanotrain-alerts",
+    ("monitor", "memory_snapshots"): "nanotrain-memory-snapshots",
     ("monitor", "object_store"): "nanotrain-object-store",
     ("monitor", "tensorboard"): "nanotrain-tensorboard",
     ("monitor", "wandb"): "nanotrain-wandb",

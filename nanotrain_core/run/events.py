@@ -21,7 +21,9 @@ from nanotrain_core.contracts import (
     Restore,
     RollbackReport,
     RunInfo,
+    StepEnd,
     StepReport,
+    TrainState,
     UpdateReport,
 )
 from nanotrain_core.errors import NanotrainError, PluginError, describe
@@ -94,6 +96,11 @@ class Events:
         for monitor in self.monitors:
             monitor.on_before_restore(restore)
 
+    def recover(self, restore: Restore, at_least: int) -> TrainState | None:
+        """Ranks were started again: return what a monitor has kept of the run, if one has."""
+        found = (monitor.on_recover(restore, at_least) for monitor in self.monitors)
+        return next((state for state in found if state is not None), None)
+
     def before_update(self, update: UpdateReport) -> None:
         """The gradient of a step is complete, and the optimizer is about to use it."""
         self._tell("on_before_update", update)
@@ -164,6 +171,10 @@ class Events:
         """The run went back to a checkpoint."""
         self._rollbacks += 1
         self._tell("on_rollback", report)
+
+    def step_end(self, end: StepEnd) -> None:
+        """Nothing is left to do of a step."""
+        self._tell("on_step_end", end)
 
     def end(self, report: EndReport) -> None:
         """The run is over, well or not."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.checkpoint.run_state import state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.precision.quantized_storage import dequantize
+from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.tree import Recipe
@@ -71,3 +71,18 @@ def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
         random_state.restore(saved.rank_tensors)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+
+
+def go_on_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
+    """Go on from what was saved, which has filled ``blocks`` of :func:`capture_state`.
+
+    Raises:
+        NanotrainError: see :func:`restore_progress`.
+    """
+    run = engine.run
+    for placed, block in zip(run.placed, blocks, strict=False):  # weights come first
+        quantize_into(placed.parameter, block.tensor)
+    restore_progress(engine, saved)
+    if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
+        seed = random_state.stream_seed(run.seed, "resumed", engine.step)
+        random_state.seed_all(seed, run.mesh.rank)

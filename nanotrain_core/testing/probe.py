@@ -191,7 +191,7 @@ def train(
 
 
 class Failing(Monitor):
-    """Passes every event on, then fails, but for the one before a restore, where that ends a run."""
+    """Passes every event on, then fails, but for those of a restore, where that ends a run."""
 
     def __init__(self, behind: Monitor) -> None:
         self.behind = behind
@@ -200,8 +200,8 @@ class Failing(Monitor):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):
             return super().__getattribute__(name)
-        if name == "on_before_restore":
-            return self.behind.on_before_restore
+        if name in ("on_before_restore", "on_recover"):
+            return getattr(self.behind, name)
 
         def fail(*arguments: Any) -> None:
             getattr(self.behind, name)(*arguments)

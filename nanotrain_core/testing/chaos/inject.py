@@ -43,6 +43,11 @@ class Order:
     amount: float = 0.0
     """Seconds, a factor, the number of the write to act at, or a place between 0 and 1."""
 
+    harm: str = ""
+    """What is done to this rank's memory snapshots first: ``gone`` or ``flipped``."""
+    memory: str = ""
+    """The folder that has them."""
+
     def text(self) -> str:
         return json.dumps(attrs.asdict(self))
 
@@ -68,6 +73,7 @@ def build(config: ChaosConfig) -> Any:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from nanotrain_core.contracts import Monitor, RollbackReport
+    from nanotrain_core.testing.chaos.harm import harm_snapshots
     from nanotrain_core.testing.chaos.marks import row_marks, weight_marks
     from nanotrain_core.testing.disaster import WRITES, _limit_files, kill_at
 
@@ -149,6 +155,8 @@ def build(config: ChaosConfig) -> Any:
             return max(self.order.last, self.order.step) - self.order.step
 
         def do_kill(self) -> None:
+            if self.order.harm:
+                harm_snapshots(self.order.memory, self.run.rank, self.order.harm)
             os.kill(os.getpid(), signal.SIGKILL)
 
         def do_stop(self) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.testing.chaos import death, disk, mistakes, numbers, several_hosts, signals, store
+from nanotrain_core.testing.chaos import (
+    death,
+    disk,
+    memory,
+    mistakes,
+    numbers,
+    several_hosts,
+    signals,
+    store,
+)
 from nanotrain_core.testing.chaos.row import Row
 
 
@@ -16,7 +25,7 @@ def rows_of(*modules: object) -> tuple[type[Row], ...]:
     return tuple(sorted(rows, key=lambda row: int(row.number.partition("-")[0])))
 
 
-ROWS = rows_of(death, disk, signals, numbers, mistakes, store, several_hosts)
+ROWS = rows_of(death, disk, signals, numbers, mistakes, store, several_hosts, memory)
 
 #: Rows of the matrix that are not tried, and why.
 NOT_RUN = {

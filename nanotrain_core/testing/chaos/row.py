@@ -44,6 +44,8 @@ class Row:
     least_ranks: ClassVar[int] = 1
     lost: ClassVar[float] = 1
     """Intervals between checkpoints that may be lost."""
+    steps: ClassVar[int] = 0
+    """Steps that may be lost beside these; 0: as many as a save that was on its way has taken."""
     same_end: ClassVar[bool] = True
     """Whether the run must end with the weights of the undisturbed one."""
     short: ClassVar[bool] = False
@@ -71,7 +73,7 @@ def judge(row: Row, trial: Trial, outcome: Outcome) -> None:
     bench, baseline = trial.bench, trial.bench.baseline
     outcome.steps_lost = trial.steps_lost()
     outcome.detect_s, outcome.recover_s = trial.seconds()
-    limit = row.lost * bench.settings.every + trial.on_its_way()
+    limit = row.lost * bench.settings.every + (row.steps or trial.on_its_way())
     if outcome.steps_lost > limit:
         outcome.problems.append(f"{outcome.steps_lost} steps were lost, at most {limit} may be")
     if row.same_end:

@@ -1,0 +1,79 @@
+"""What ranks that were started again are told, and what ranks leave with their launcher for that."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanotrain_core.launch.temporary import TO_DELETE
+from nanotrain_core.recipe import Recipe, recipe_hash
+from nanotrain_core.run.files import write_text_atomically
+
+if TYPE_CHECKING:
+    from nanotrain_core.registry.registry import Registry
+    from nanotrain_core.run.recovery import Restart
+
+#: Files in the launcher's folder: the newest step that needs no checkpoint, and when it saw the last failure.
+RECOVERABLE, FAILED_AT = "recoverable", "failed-at"
+
+
+def restart_of(
+    scratch: Path | None, failed_at: str | None, recipe: Recipe, world_size: int, registry: Registry
+) -> Restart:
+    """Return what monitors of this rank are told.
+
+    Args:
+        scratch: the launcher's folder, if it is one of ours.
+        failed_at: when it saw the failure after which it started these ranks, ``""`` if nobody knows; None
+            if there was none.
+        recipe: of the run.
+        world_size: ranks of the run.
+        registry: the plugins.
+    """
+    from nanotrain_core.run.recovery import Restart
+
+    def identity() -> dict[str, str]:
+        versions = {name: str(version) for name, version in registry.versions().items()}
+        own = {"the recipe": recipe_hash(recipe), "the number of ranks": str(world_size)}
+        return {
+            **own,
+            **{f"the version of {name}": found for name, found in versions.items()},
+            **_code(registry),
+        }
+
+    def recoverable(step: int) -> None:
+        if scratch is not None and os.environ.get("LOCAL_RANK") == "0":
+            hidden = scratch / f".{RECOVERABLE}-{os.getpid()}"
+            hidden.write_text(str(step))  # nobody needs it after the machine is gone: it is not flushed
+            hidden.replace(scratch / RECOVERABLE)
+
+    def delete_at_end(path: Path) -> None:
+        if scratch is not None:
+            name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+            write_text_atomically(scratch / f"{TO_DELETE}{name}", str(path))
+
+    return Restart(
+        may_restart=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0,
+        again=failed_at is not None,
+        failed_at=float(failed_at) if failed_at else None,
+        identity=identity,
+        recoverable=recoverable,
+        delete_at_end=delete_at_end,
+    )
+
+
+def _code(registry: Registry) -> dict[str, str]:
+    """Return the SHA-256 of the core's code and of each installed plugin's: versions stay while one edits."""
+    modules = ["nanotrain_core", *(p.module for p in registry.plugins if not (p.error or p.local))]
+    found = {}
+    for name in modules:
+        path = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
+        if path is not None:
+            digest = hashlib.sha256()
+            for file in sorted(Path(path).parent.rglob("*.py")):
+                digest.update(file.read_bytes())
+            found[f"the code of {name}"] = digest.hexdigest()
+    return found

@@ -1,0 +1,89 @@
+"""A run's state as bytes, and back: blocks one after another, then this rank's random-number streams."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from nanotrain_core.api.torch import TrainState
+
+#: Every tensor begins at a multiple of so many bytes.
+ALIGNED = 64
+
+
+@attrs.define(frozen=True)
+class Form:
+    """Which tensors a state has, and where each is in its bytes."""
+
+    tensors: Sequence[torch.Tensor]
+    begins: Sequence[int]
+    nbytes: int
+    checksum: int
+    """Of names, shapes and dtypes."""
+
+    @classmethod
+    def of(cls, state: TrainState) -> Form:
+        """Lay a state out."""
+        tensors = [block.tensor.detach() for block in state.blocks] + [*state.rank_tensors.values()]
+        names = [(block.name, tuple(block.offset)) for block in state.blocks] + [*state.rank_tensors]
+        begins, end = [], 0
+        for tensor in tensors:
+            begins.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+        shapes = [(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        return cls(tensors, begins, end, zlib.crc32(repr((names, shapes)).encode()))
+
+    def places(self, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor that has elements, and its place in ``payload`` as a tensor like it."""
+        for tensor, begin in zip(self.tensors, self.begins, strict=True):
+            size = tensor.numel() * tensor.element_size()
+            if size:
+                yield tensor, payload[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+
+    def write(self, payload: torch.Tensor, after: Any) -> None:
+        """Copy the tensors into ``payload``; those of a GPU as they are at ``after``, of :func:`computed`."""
+        with _stream_of_its_own(after):
+            for tensor, place in self.places(payload):
+                if tensor.is_cpu and tensor.is_contiguous():  # NumPy is faster than torch on one thread
+                    np.copyto(_bytes(place), _bytes(tensor))
+                else:
+                    place.copy_(tensor)
+
+    def read(self, payload: torch.Tensor) -> None:
+        """Copy ``payload`` into the tensors."""
+        for tensor, place in self.places(payload):
+            tensor.copy_(place)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def computed(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return when ``tensors`` of a GPU are there, as far as this thread has asked for them; None: now."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return device, event
+
+
+@contextmanager
+def _stream_of_its_own(after: Any) -> Iterator[None]:
+    """Have a GPU copy from ``after`` on, beside what else it does; in the end the copies are complete."""
+    if after is None:
+        yield
+        return
+    device, event = after
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

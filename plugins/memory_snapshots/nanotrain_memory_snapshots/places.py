@@ -1,0 +1,94 @@
+"""Where a run's snapshots are: a folder for each rank, named after the run's identity. Torch-free.
+
+The identity is a random name in the run folder, beside what has to be the same for a snapshot to be of use.
+It is a new one whenever a run is started by a person, and stays when a launcher starts the ranks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from nanotrain_core.api import NanotrainError, write_text_atomically
+
+#: A file of the run folder.
+FILE = "memory-snapshots.json"
+PREFIX = "nanotrain-snapshots-"
+
+
+@attrs.define(frozen=True)
+class Identity:
+    """What the snapshots of a run have in common."""
+
+    name: str
+    of: Mapping[str, str]
+    """As ``Restore.identity`` says it."""
+
+    def differences(self, now: Mapping[str, str]) -> list[str]:
+        """Return what is another one now, in words."""
+        return sorted(key for key in {*self.of, *now} if self.of.get(key) != now.get(key))
+
+
+def new_identity(of: Mapping[str, str]) -> Identity:
+    """Return one that no run had before."""
+    return Identity(uuid.uuid4().hex, of)
+
+
+def read_identity(run_folder: Path) -> Identity | None:
+    """Return that of the run's last start; None if there is none that can be read."""
+    try:
+        found = json.loads((run_folder / FILE).read_text(encoding="utf-8"))
+        name, of = found["name"], found["of"]
+        if uuid.UUID(name).hex == name and isinstance(of, dict):
+            return Identity(name, of)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
+
+
+def write_identity(run_folder: Path, identity: Identity) -> None:
+    """Leave it in the run folder."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(run_folder / FILE, json.dumps(attrs.asdict(identity), indent=1))
+
+
+def folder_of(rank: int, identity: Identity, within: str) -> Path:
+    """Return the folder of a rank."""
+    return Path(within, f"{PREFIX}{identity.name}-{rank:05d}")
+
+
+def make_folder(path: Path) -> None:
+    """Have the folder of a rank, which nobody else may read.
+
+    Raises:
+        NanotrainError: it cannot be made, or somebody else has it.
+    """
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as problem:
+        text = f"memory snapshots cannot be kept in {path.parent}: {problem.strerror}"
+        raise NanotrainError(text) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise NanotrainError(f"memory snapshots cannot be kept in {path}: it is somebody else's")
+
+
+def folders_here(identity: Identity, within: str) -> Iterator[tuple[int, Path]]:
+    """Yield the ranks whose folders this host has, and those."""
+    for path in sorted(Path(within).glob(f"{PREFIX}{identity.name}-*")):
+        number = path.name.rpartition("-")[2]
+        if number.isdecimal() and not path.is_symlink() and path.lstat().st_uid == os.getuid():
+            yield int(number), path
+
+
+def forget(identity: Identity, within: str) -> None:
+    """Delete all snapshots of an identity on this host."""
+    for _, path in folders_here(identity, within):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,54 @@
+"""Whether a host has the memory that snapshots want, asked before any is taken. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+#: File systems whose files are in memory.
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+#: Share of the host's memory that is left to everybody else.
+LEFT = 0.05
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def missing(folder: Path, nbytes: int) -> str:
+    """Return why ``nbytes`` more must not be taken in ``folder``; empty if they may be."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if nbytes > free:
+        return f"{free / 1e9:.2f} GB are free in {folder}"
+    if file_system(folder) not in IN_MEMORY:
+        return ""
+    for available in _available():
+        if nbytes > available:
+            return f"{max(available, 0) / 1e9:.2f} GB of memory can be spared"
+    return ""
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system that a folder is on, empty if the system does not say."""
+    try:
+        lines = (PROC / "self" / "mounts").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    mounts = [line.split() for line in lines]
+    at = folder.resolve()
+    within = [words for words in mounts if len(words) > 2 and at.is_relative_to(words[1])]
+    return max(within, key=lambda words: len(words[1]))[2] if within else ""
+
+
+def _available() -> Iterator[float]:
+    """Yield how many bytes of memory may be taken: of the host, and of this control group, where known."""
+    try:
+        rows = (line.split() for line in (PROC / "meminfo").read_text(encoding="utf-8").splitlines())
+        sizes = {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows if len(row) > 1}
+        yield sizes["MemAvailable"] - LEFT * sizes["MemTotal"]
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        most = int((CGROUP / "memory.max").read_text(encoding="utf-8"))
+        yield (1 - LEFT) * most - int((CGROUP / "memory.current").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or "max"
+        pass
