@@ -268,7 +268,8 @@ class AsLongAsItsPiece(SGD):
 
     def precondition(self, gradients):
         for number, slot in enumerate(self.slots):
-            gradients[number] = gradients[number] * slot.weight.norm() / gradients[number].norm()
+            ratio = slot.weight.norm() / gradients[number].norm().clamp(min=1e-30)
+            gradients[number] = gradients[number] * ratio
 
 
 class Climbs(SGD):
