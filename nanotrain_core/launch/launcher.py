@@ -48,6 +48,7 @@ from nanotrain_core.watch.hang import HangWatch
 
 #: Seconds that hosts wait for the one that serves their meeting: clusters start some much later.
 MEETING = 600
+#: The exit code of ``nanotrain run`` for each status with which a run ends.
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
 
