@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+#: The core's version, which plugins name a range of.
 __version__ = "0.1.0"
 
 #: Marks a function of a plugin as an implementation of a hook of :mod:`nanotrain_core.hookspecs`.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class RuntimeEngine:
-    """Trains. Built from a recipe, or in a script from a model and an optimizer of your own::
+    """Trains: built from a recipe, or in a script from a model and an optimizer of your own::
 
     config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
     engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)

@@ -17,7 +17,9 @@ HOOKSPEC_VERSION = "1.2"
 
 hookspec = pluggy.HookspecMarker("nanotrain")
 
+#: The type of ``register`` in a hook of a kind.
 Register = Callable[[Component], None]
+#: The type of ``register`` in the hook of commands.
 RegisterCommand = Callable[[Command], None]
 
 

@@ -3,6 +3,7 @@
 See ``broken_twins.py``.
 """
 
+import numpy as np
 import torch
 from broken_twins import twin
 
@@ -197,6 +198,27 @@ class ShufflesByRank(Synthetic):
         return super().train_batch(sequences, shard)
 
 
+class HashedOrder:
+    """Later epochs are drawn from the hash of a text, which each machine's Python salts in its own way."""
+
+    def __init__(self, order):
+        self.order = order
+
+    def at(self, positions):
+        count = self.order.count
+        later = np.random.default_rng(abs(hash("epoch"))).permutation(count)
+        places = (at if at < count else at - at % count + later[at % count] for at in positions)
+        return self.order.at(places)
+
+
+class HashesItsEpoch(Synthetic):
+    """Each machine has an order of its own in the second epoch."""
+
+    def order(self, seed, *, validation):
+        order = super().order(seed, validation=validation)
+        return order if validation else HashedOrder(order)
+
+
 class RotatesRows(Synthetic):
     """Each shard has the next one's rows in the second epoch."""
 
@@ -270,6 +292,7 @@ def nanotrain_register_data(register):
         StopsAtTheFirstEpoch,
         StopsAtTheSecondEpoch,
         ShufflesByRank,
+        HashesItsEpoch,
         RotatesRows,
         RotatesRowsLater,
         RepeatsTheFirstShard,

@@ -152,6 +152,55 @@ class DueByNanoseconds(DueByItsClock):
         return time.monotonic_ns() / 1e9
 
 
+class DueByShortClock(DueByItsClock):
+    """Saves every few milliseconds, besides every so many steps."""
+
+    def due(self, step):
+        late = self.now() - self.last >= 0.05
+        self.last = self.now() if late else self.last
+        return late or SimpleCheckpoint.due(self, step)
+
+
+class DueByAge(SimpleCheckpoint):
+    """Saves when the newest file is old, by the clock of each rank."""
+
+    def due(self, step):
+        newest = max((each.stat().st_mtime for each in self.folder.glob("step-*")), default=time.time())
+        return time.time() - newest > 0.05 or super().due(step)
+
+
+class SetsAsideByName(SimpleCheckpoint):
+    """Sets those aside whose step comes later as text: step 100 stays when a run goes back to step 99."""
+
+    loaded = ""
+
+    def load(self, which, state):
+        self.loaded = which if which.isdecimal() else ""
+        try:
+            return super().load(which, state)
+        finally:
+            self.loaded = ""
+
+    def steps(self):
+        return [step for step in super().steps() if not self.loaded or str(step) >= self.loaded]
+
+
+class SetsNoneAside(SimpleCheckpoint):
+    """Goes on beside the steps of what was given up."""
+
+    loading = False
+
+    def load(self, which, state):
+        self.loading = which.isdecimal()
+        try:
+            return super().load(which, state)
+        finally:
+            self.loading = False
+
+    def steps(self):
+        return [] if self.loading else super().steps()
+
+
 # --- precisions -----------------------------------------------------------------------------------------
 
 
@@ -182,6 +231,18 @@ class KeepsVectorsAlone(CastsEverything):
 
     def kept(self, name, parameter):
         return parameter.dim() == 1
+
+
+class PacksWhatIsKept(Uniform):
+    """Leaves alone what is kept, until weights are packed."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def pack(self, parts):
+        for part in parts:
+            for parameter in part.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
 
 
 class ForgetfulScale(DynamicLossScale):
@@ -245,9 +306,12 @@ def nanotrain_register_checkpoint(register):
         ListsSixDigits,
         LoadsTheLastText,
         DropsTheFirstText,
+        DueByAge,
+        SetsAsideByName,
+        SetsNoneAside,
     ):
         register(twin(cls, configs.SimpleCheckpointConfig))
-    for cls in (DueByItsClock, DueByTheDay, DueByCounter, DueByNanoseconds):
+    for cls in (DueByItsClock, DueByTheDay, DueByCounter, DueByNanoseconds, DueByShortClock):
         register(twin(cls, TimedConfig))
 
 
@@ -257,6 +321,7 @@ def nanotrain_register_precision(register):
         CastsEverything,
         KeepsRoutersAlone,
         KeepsVectorsAlone,
+        PacksWhatIsKept,
         ForgetsItsGrowth,
         BeginsItsGrowthAnew,
         RoundsItsGrowth,

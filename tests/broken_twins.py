@@ -263,6 +263,15 @@ class NeverClips(SGD):
         super().__init__(attrs.evolve(config, clip_norm=0.0))
 
 
+class AsLongAsItsPiece(SGD):
+    """Steps as far as a weight is long, LARS, of which it takes what the rank updates for the whole."""
+
+    def precondition(self, gradients):
+        for number, slot in enumerate(self.slots):
+            ratio = slot.weight.norm() / gradients[number].norm().clamp(min=1e-30)
+            gradients[number] = gradients[number] * ratio
+
+
 class Climbs(SGD):
     """Moves along the gradient."""
 
@@ -424,6 +433,7 @@ def nanotrain_register_schedule(register):
 @hookimpl
 def nanotrain_register_optimizer(register):
     register(twin(NeverClips, configs.SGDConfig))
+    register(twin(AsLongAsItsPiece, configs.SGDConfig))
     register(twin(Climbs, configs.SGDConfig))
     register(twin(DecaysEverything, configs.AdamWConfig))
     register(twin(DecaysNothing, configs.AdamWConfig))

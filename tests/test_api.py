@@ -1,8 +1,11 @@
 """Plugins import the core through nanotrain_core.api and its modules alone."""
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
+from importlib import util
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,37 @@ def test_three_doors_do_not_import_torch():
     code = f"import {doors}, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "False"
+
+
+NAMES = util.spec_from_file_location("site_names", ROOT / "docs/site/names.py")
+names = util.module_from_spec(NAMES)
+NAMES.loader.exec_module(names)
+
+
+def test_the_page_of_names_is_up_to_date():
+    told = "docs/api.md is not what the source says: run `python docs/site/names.py`"
+    assert names.PAGE.read_text(encoding="utf-8") == names.page(), told
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_the_page_has_each_name_with_a_sentence_of_its_own(door):
+    page = (
+        names.PAGE.read_text(encoding="utf-8").partition(f"\n## {door.__name__}\n")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| \[", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(door.__all__)
+    short = [name for name, told in rows if len(told.split()) < 3 or told.startswith("See ")]
+    assert not short, f"give them a docstring whose first sentence says what they are: {short}"
+
+
+@pytest.mark.parametrize("name", ["Parallel", "Block", "open_simple_weights", "draw", "Pending", "WAYS"])
+def test_a_name_is_led_to_the_file_that_defines_it(name):
+    """Of a class or function as Python says; of aliases and constants, where they are assigned."""
+    door = next(door for door in DOORS if name in door.__all__)
+    (found,) = (each for each in names.names_of(door.__name__) if each.name == name)
+    offered = getattr(door, name)
+    if inspect.isroutine(offered) or inspect.isclass(offered):
+        assert found.path == Path(inspect.getsourcefile(offered))
+        assert found.sentence.split()[0] == inspect.getdoc(offered).split()[0]
+    else:
+        assert re.search(rf"^{name}\b.* = ", found.path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -6,6 +6,7 @@ import attrs
 import pytest
 
 from nanotrain_core.testing import Case, conformance, failures, trials
+from nanotrain_core.testing.conformance import planned
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
 TWINS, PRECISIONS, CHECKPOINTS, KERNELS = (
@@ -53,7 +54,7 @@ STRICT_RUNS = {
     "publishing_waits_for_nothing",
 }
 
-SUMMED = {"parallel": [{"use": "summed"}]}
+SUMMED, RANGED = ({"parallel": [{"use": use}]} for use in ("summed", "ranged"))
 
 #: Further checks that a fault fails too: the second tier alone runs them.
 ALSO = {
@@ -110,6 +111,16 @@ FAULTS = [
     (Case("optimizer", use="decays_everything", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="decays_nothing", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
+    (
+        Case(
+            "optimizer",
+            use="as_long_as_its_piece",
+            topology={"dp": 2},
+            overrides=RANGED,
+            plugins=TWINS,
+        ),
+        {"layout_changes_nothing", "monitors_see_gradients", "twenty_steps_on_any_layout"},
+    ),
     (
         Case("optimizer", use="sums_in_its_step", topology={"dp": 2}, plugins=TWINS),
         {"monitors_see_gradients"},
@@ -233,8 +244,8 @@ def collectives_compared(monkeypatch):
     monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
-#: One kills a rank at every write of a save, the other fails many checks of gradients: 15 s each.
-LONG = {"tells_anyhow", "drops_one_sum"}
+#: One kills a rank at every write of a save, the others fail checks of many steps: 15 s each.
+LONG = {"tells_anyhow", "drops_one_sum", "as_long_as_its_piece"}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +266,25 @@ def test_a_fault_fails_exactly_the_checks_meant_for_it(case, faults):
     found = failures(t for t in trials(case) if t.check.kind == case.kind)
     report = "\n".join(f"{label}: {error}" for label, error in found.items())
     assert set(found) == faults | ALSO.get(case.use, set()), report
+
+
+def layout_failures(case):
+    return failures(t for t in trials(case) if t.label == "layout_changes_nothing")
+
+
+def test_without_options_optimizers_are_also_tried_on_ranges_of_parameters():
+    """Of whole ones, which plain data parallelism hands out, a norm is what one process has."""
+    listed, _ = planned(Case("optimizer", use="as_long_as_its_piece", plugins=TWINS))
+    case = next(trial.case for trial in listed if trial.id.startswith("as_long_as_its_piece-dp2-ranges-"))
+    assert "WholeTensors gathers whole ones" in str(layout_failures(case)["layout_changes_nothing"])
+    assert not layout_failures(attrs.evolve(case, overrides=SUMMED))
+
+
+@pytest.mark.full
+def test_gradients_that_other_weights_have_are_not_blamed_on_what_monitors_see():
+    case = Case("optimizer", use="as_long_as_its_piece", topology={"dp": 2}, overrides=RANGED, plugins=TWINS)
+    found = failures(t for t in trials(case) if t.label == "monitors_see_gradients")
+    assert "norms of step 1 are right" in str(found["monitors_see_gradients"])
 
 
 def test_a_router_that_counts_by_itself_is_told_what_to_do():

@@ -1,4 +1,4 @@
-"""Experts that several ranks would call with the same tokens are refused, not trained twice as fast."""
+"""Experts that ranks would call with the same tokens, and routers with parts of sequences, are refused."""
 
 import pytest
 
@@ -20,7 +20,7 @@ class Config:
 
 @hookimpl
 def nanotrain_register_parallel(register):
-    register(Component(name="lazy", config=Config, factory=f"{__name__}:Lazy", mesh_dims={"tp"}))
+    register(Component(name="lazy", config=Config, factory=f"{__name__}:Lazy", mesh_dims={"tp", "cp"}))
 
 
 class Lazy(Parallel):
@@ -32,12 +32,17 @@ class Lazy(Parallel):
 """
 
 
-def test_a_wrapper_that_forgets_experts_is_refused(tmp_path):
-    from nanotrain_deepseek.samples import V3
-
+@pytest.mark.parametrize(
+    ("dim", "told"),
+    [
+        ("tp", "all ranks along tp would send the same tokens to these experts"),
+        ("cp", "each rank along cp would route its part of each sequence"),
+    ],
+)
+def test_a_wrapper_that_forgets_experts_or_their_router_is_refused(tmp_path, dim, told):
     plugin = tmp_path / "lazy.py"
     plugin.write_text(LAZY)
-    overrides = {"model": {"use": "deepseek", **V3}}
-    case = Case("parallel", use="lazy", topology={"tp": 2}, overrides=overrides, plugins=(plugin,))
-    with pytest.raises(RankFailure, match="all ranks along tp would send the same tokens to these experts"):
+    overrides = {"model": {"use": "routed"}}
+    case = Case("parallel", use="lazy", topology={dim: 2}, overrides=overrides, plugins=(plugin,))
+    with pytest.raises(RankFailure, match=told):
         run_ranks(placements, 2, case)

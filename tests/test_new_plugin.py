@@ -14,7 +14,7 @@ from nanotrain_core.cli import main
 from nanotrain_core.cli.plugin_templates import OFFERS, NewPlugin
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit
-from nanotrain_core.testing import Case
+from nanotrain_core.testing import Case, planned
 
 ROOT = Path(__file__).parents[1]
 
@@ -142,6 +142,31 @@ def test_one_file_of_every_kind_passes_every_check(tmp_path, kind):
     plugin = NewPlugin("new_one", kind, False)
     write(tmp_path, plugin)
     assert [failed(case) for case in cases(plugin, tmp_path)] == [{}] * len(plugin.proofs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OFFERS if kind != "command"])
+def test_the_first_command_that_tests_it_leaves_no_surrounding_to_the_author(kind):
+    offered = OFFERS[kind].kind
+    told = NewPlugin("new_one", kind, True).tests()[0]
+    assert told == f"nanotrain conformance {offered}:new_one --plugin nanotrain-new-one"
+
+
+def test_a_new_parallel_wrapper_is_not_tried_with_what_it_refuses(tmp_path):
+    plugin = NewPlugin("new_one", "parallel", False)
+    write(tmp_path, plugin)
+    listed, skipped = planned(Case("parallel", use="new_one", plugins=[tmp_path / plugin.root]))
+    assert not [trial.id for trial in listed if "experts" in trial.id]
+    (left_out,) = (each for each in skipped if "experts" in each.name)
+    assert "new_one splits no experts" in left_out.reason
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [kind for kind in OFFERS if kind != "command"])
+def test_one_file_of_every_kind_passes_in_every_surrounding(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    plugin = NewPlugin("new_one", kind, False)
+    write(tmp_path, plugin)
+    assert main(shlex.split(plugin.tests()[0])[1:]) == Exit.DONE
 
 
 @pytest.mark.full

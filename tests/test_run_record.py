@@ -8,8 +8,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
+from nanotrain_core.errors import DataError
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, describe, described
 from nanotrain_core.metrics.history import read_metrics
@@ -45,11 +47,28 @@ def test_the_file_has_the_declarations_of_the_newest_attempt(tmp_path):
 def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
     sample = Sample(SampleConfig(prompt="def "))
     data = SimpleNamespace(encode=lambda text: [1], decode=lambda tokens: "def f():\né")
-    monkeypatch.setattr(Sample, "_tokens", lambda self, seed: [])
+    monkeypatch.setattr(Sample, "_tokens", lambda self, prompt, seed: [])
     sample.on_start(SimpleNamespace(rank=0, folder=tmp_path, data=data, steps=9, length=16))
     sample._write(3)
     (row,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert (row["step"], row["prompt"], row["text"]) == (3, "def ", "def f():\né")
+
+
+def test_a_prompt_that_is_no_text_of_the_data_leaves_samples_out(tmp_path, capsys):
+    """The error of ``encode`` ended the run, or was followed by another at its end."""
+    sample = Sample(SampleConfig(prompt="def "))
+
+    def encode(text):
+        raise DataError("expected numbers")
+
+    run = SimpleNamespace(rank=0, folder=tmp_path, data=SimpleNamespace(encode=encode), steps=9, length=16)
+    with capture_logs() as logged:
+        sample.on_start(run)
+    sample.on_end(SimpleNamespace(reason="finished", step=9))
+    assert [(line["event"], line["why"]) for line in logged] == [
+        ("no samples will be written", "expected numbers")
+    ]
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_a_run_is_running_while_its_owner_is_there(tmp_path):

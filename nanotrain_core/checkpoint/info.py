@@ -55,7 +55,7 @@ def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
 class CheckpointInfo:
-    """One checkpoint. What ``Component.listing`` returns a list of."""
+    """One checkpoint, as it is listed. What ``Component.listing`` returns a list of."""
 
     step: int
     path: Path

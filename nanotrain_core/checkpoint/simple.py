@@ -42,7 +42,7 @@ Form = tuple[Shape, torch.dtype]
 
 
 class SimpleCheckpoint:
-    """See :class:`~nanotrain_core.contracts.Checkpoint`."""
+    """One safetensors file for a checkpoint. See :class:`~nanotrain_core.contracts.Checkpoint`."""
 
     def __init__(self, config: SimpleCheckpointConfig) -> None:
         self.config = config

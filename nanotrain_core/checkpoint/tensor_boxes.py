@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+#: Sizes of a tensor, or where a box begins in it.
 Shape = tuple[int, ...]
 #: Where a box begins in its tensor, and its shape.
 Box = tuple[Shape, Shape]

@@ -166,11 +166,11 @@ class NewPlugin:
         return shlex.join(["nanotrain", *start, *words, "--plugin", self.root])
 
     def tests(self) -> list[str]:
-        """Return commands that test it."""
+        """Return commands that test it: everywhere, then where a recipe would first have it."""
         of = f"{OFFERS[self.kind].kind}:{self.name}"
+        options = [[], *(proof.words() for proof in self.proofs if proof.words())] if self.proofs else []
         return [
-            shlex.join(["nanotrain", "conformance", of, *proof.words(), "--plugin", self.root])
-            for proof in self.proofs
+            shlex.join(["nanotrain", "conformance", of, *words, "--plugin", self.root]) for words in options
         ]
 
     def _factory(self) -> str:

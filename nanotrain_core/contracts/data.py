@@ -54,7 +54,13 @@ class Data(Protocol):
         """Return what the data is, in one line: its size, and what a model can learn from it if known."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, the same on every rank.
+
+        Raises:
+            DataError: the text is none of these tokens'.
+        """
+        ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from nanotrain_core.errors import DataError
 
+#: An array of tokens, whole numbers of any dtype.
 Tokens = npt.NDArray[Any]
 
 #: Bytes that share a hash. A sequence reads few more than its own.

@@ -37,7 +37,7 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
 
 
 def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
-    """Return what of that is missing on this machine, or does not fit: see :func:`check_inputs`."""
+    """Return which inputs of a recipe are missing here, or do not fit: see :func:`check_inputs`."""
     recipe = found.recipe
     survey = survey_of(recipe, found.registry)
     problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(found)]
@@ -58,7 +58,7 @@ def survey_of(recipe: Recipe, registry: Registry) -> Survey:
 
 
 def surveys(recipe: Recipe, registry: Registry) -> Mapping[int, Survey]:
-    """Return the same for each length that sequences of the run have."""
+    """Return what the data component says of sequences of each length that the run has."""
     return {length: _survey(recipe, registry, length) for length in Timeline(recipe).lengths()}
 
 

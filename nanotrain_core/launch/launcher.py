@@ -47,6 +47,7 @@ from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
 
+#: The exit code of ``nanotrain run`` for each status with which a run ends.
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
 

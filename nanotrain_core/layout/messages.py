@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nanotrain_core.layout.mesh import Mesh
 
 Way = Literal["forward", "backward"]
+#: Ways of a message between stages: activations go forward, gradients backward.
 WAYS: tuple[Way, ...] = ("forward", "backward")
 
 #: Way, edge and number of a message.

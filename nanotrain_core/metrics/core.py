@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanotrain_core.metrics.declared import Metric, Rule
 
+#: Declarations of the metrics that the core itself publishes.
 CORE = (
     Metric(
         name="loss",

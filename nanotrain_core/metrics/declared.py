@@ -19,6 +19,7 @@ Kind = Literal["scalar", "histogram", "text"]
 Reduce = Literal["sum", "mean", "max", "min", "last"]
 Level = Literal["minimal", "standard", "debug"]
 Cost = Literal["host", "device", "layers", "weights"]
+#: What a :class:`Rule` says of a value.
 Verdict = Literal["good", "warn", "bad"]
 #: What of a tensor can be published; ``{statistic}`` in a name stands for one of them.
 Statistic = Literal["norm", "rms", "mean", "std", "max_abs", "nonfinite"]

@@ -9,8 +9,10 @@ from statistics import median
 
 from nanotrain_core.metrics.declared import Rule
 
-#: Values that the usual one is the median of, and how many there must be.
-USUAL, USUAL_KNOWN = 100, 30
+#: How many last values of a metric its usual one is the median of.
+USUAL = 100
+#: How many values of a metric must be known before it has a usual one.
+USUAL_KNOWN = 30
 
 
 class Usual:

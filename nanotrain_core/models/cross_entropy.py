@@ -71,7 +71,7 @@ class MatMul(Protocol):
 
 
 def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """See :class:`MatMul`.
+    """Multiply as plain PyTorch does: see :class:`MatMul`.
 
     What is added to a wider total is not rounded before: a sum over thousands of tokens does not fit into
     float16 at all. A GPU multiplies narrow numbers into float32; a CPU widens float16, and rounds bfloat16.

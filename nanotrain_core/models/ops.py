@@ -155,7 +155,7 @@ class Ops:
     unpermute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = unpermute
 
 
-#: Plain PyTorch.
+#: The table of plain PyTorch, for models that are built without a run's kernels.
 TORCH = Ops()
 
 

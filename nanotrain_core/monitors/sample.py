@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 
+import structlog
 import torch
 
 from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+from nanotrain_core.errors import DataError
 from nanotrain_core.models.sampling import draw
+
+log = structlog.get_logger("nanotrain.sample")
 
 
 class Sample(Monitor):
@@ -21,9 +25,14 @@ class Sample(Monitor):
         self.config = config
 
     def on_start(self, run: RunInfo) -> None:
-        """Encode the prompt."""
+        """Encode the prompt. Where its text is none of the data's, say so and write nothing."""
         self.run, self.length = run, run.length or run.recipe.batch.length
-        self.prompt = run.data.encode(self.config.prompt) or [0]
+        self.prompt: list[int] | None = None
+        try:
+            self.prompt = run.data.encode(self.config.prompt) or [0]
+        except DataError as problem:  # on all ranks alike
+            if run.rank == 0:
+                log.warning("no samples will be written", prompt=self.config.prompt, why=str(problem))
 
     def on_step(self, report: StepReport) -> None:
         """Write a sample every so many steps."""
@@ -37,7 +46,9 @@ class Sample(Monitor):
             self._write(report.step)
 
     def _write(self, step: int) -> None:
-        text = self.run.data.decode(self._tokens(step))  # every rank takes part in the forward passes
+        if self.prompt is None:
+            return
+        text = self.run.data.decode(self._tokens(self.prompt, step))  # all ranks take part in forward passes
         if self.run.rank == 0:
             self._keep(step, text)
             print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
@@ -50,11 +61,11 @@ class Sample(Monitor):
                 file.write(json.dumps(row) + "\n")
 
     @torch.no_grad()
-    def _tokens(self, seed: int) -> list[int]:
+    def _tokens(self, prompt: list[int], seed: int) -> list[int]:
         """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
         device, window = self.run.device, self.length
         generator = torch.Generator().manual_seed(seed)
-        tokens = list(self.prompt)
+        tokens = list(prompt)
         for _ in range(self.config.tokens):
             context = (tokens[-window:] + [0] * window)[:window]  # causal: padding changes nothing before it
             logits = self.run.logits(torch.tensor([context], device=device))

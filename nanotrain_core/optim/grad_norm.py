@@ -60,7 +60,7 @@ def norms(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
-    """All-reduce: return what :class:`GlobalNorm` does, once."""
+    """Return the norm of all gradients of the run, float64: an all-reduce. See :class:`GlobalNorm`."""
     pairs = list(gradients)
     return GlobalNorm([placement for _, placement in pairs], mesh).of([gradient for gradient, _ in pairs])
 

@@ -13,7 +13,10 @@ from nanotrain_core.precision.quantized_storage import dequantize
 
 
 class DequantizingGEMM:
-    """Multiplies as another backend does. See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+    """Unpacks a packed weight, then multiplies as another backend does.
+
+    See :class:`~nanotrain_core.precision.gemm.GEMMBackend`.
+    """
 
     def __init__(self, behind: GEMMBackend) -> None:
         self.behind = behind

@@ -103,7 +103,7 @@ def as_prepared(weight: torch.Tensor, forms: Kept) -> torch.Tensor:
 
 
 class TorchGEMM:
-    """Plain PyTorch. See :class:`GEMMBackend`."""
+    """The three GEMMs in plain PyTorch. See :class:`GEMMBackend`."""
 
     def matmul(self, a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
         """Return ``a_MK @ b_KN``; either may be a transposed view."""

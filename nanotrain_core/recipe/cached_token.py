@@ -15,7 +15,7 @@ import attrs
 
 @attrs.define(frozen=True, kw_only=True)
 class CachedToken:
-    """Of one token in a model's cache, all layers together."""
+    """What one token takes in a model's cache, all layers together."""
 
     elements: int
     """Numbers that are kept: keys and values; of latent attention the latent and the rotary key."""
@@ -24,7 +24,7 @@ class CachedToken:
 
 
 def cached_token_of(config: Any) -> CachedToken | None:
-    """Return what a model's config says; None if it says nothing."""
+    """Return what ``cached_token()`` of a model's config says; None if it has none."""
     tell = getattr(config, "cached_token", None)
     found: CachedToken | None = tell() if callable(tell) else None
     return found

@@ -60,7 +60,7 @@ class Divisible:
 
 
 def divisibility_of(config: Any) -> tuple[Divisible, ...] | None:
-    """Return what a model's config says; None if it says nothing, so that only the built model can tell."""
+    """Return what ``divisibility()`` of a model's config says; None if only the built model can tell."""
     tell = getattr(config, "divisibility", None)
     return tuple(tell()) if callable(tell) else None
 

@@ -38,7 +38,7 @@ def is_secret(key: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return TOML, or a command with ``--set``, without the values of such keys.
+    """Return TOML, or a command with ``--set``, without the values of keys that are secret.
 
     >>> print(without_secrets('webhook = "https://hooks.example/T0/S3CRET"  # r.toml:7'))
     webhook = "(hidden)"  # r.toml:7

@@ -14,7 +14,7 @@ from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, Gradie
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
-from nanotrain_core.layout.roles import Role, shared_tokens, tagged
+from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_by
 from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -144,4 +144,17 @@ def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
                 raise PluginError(
                     f"{name}: all ranks along {dim} would send the same tokens to these experts. The wrapper "
                     f"that handles {dim} must give each a share of them, and say so with roles.share_tokens"
+                )
+
+
+def check_routers(parts: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Refuse routers that see parts of sequences: balance losses are of whole ones, no sums of parts."""
+    dims = [dim for dim in mesh.layout.sequence_dims if mesh.size(dim) > 1]
+    for part in parts if dims else ():
+        for name, module, found in tagged(part):
+            if found.role is Role.ROUTER and taken_over_by(module) is None:
+                raise PluginError(
+                    f"{name}: each rank along {dims[0]} would route its part of each sequence, and balance "
+                    f"losses are of whole ones. The wrapper that handles {dims[0]} must make sequences whole "
+                    "for the router, with roles.take_over, or refuse models with experts in Component.check"
                 )

@@ -13,7 +13,7 @@ from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.recipe.tree import Selection
-from nanotrain_core.run.returned import check_experts, check_per_head, check_wrapped
+from nanotrain_core.run.returned import check_experts, check_per_head, check_routers, check_wrapped
 
 Wrappers = Iterable[tuple[Selection, Parallel]]
 
@@ -28,6 +28,7 @@ def wrap(
     note_roles(stages.values(), placements)
     check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
+    check_routers(stages.values(), mesh)
     return stages
 
 

@@ -16,7 +16,6 @@ from nanotrain_core import compose
 from nanotrain_core.contracts import Block, Initializer, Optimizer
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, replace, tag, tagged
-from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
@@ -84,23 +83,37 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
         return train(case, changes)
 
 
-# --- what the model at hand may lack: the roles INNER and SHARED, and biases --------------------------
+# --- what the model at hand may lack: the roles INNER, PER_HEAD and SHARED, and biases ----------------
+
+
+class Scales(nn.Module):
+    """Multiplies each head [..., H, K] with a number of its own: ``weight`` [H]."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.weight[:, None])
 
 
 class NormOfUnits(nn.Module):
     """A COLUMN, then a norm of each unit of its outputs, as of each head's queries: ``inner.weight`` [unit].
 
-    All units are multiplied with one number per token, SHARED by them.
+    All units are multiplied with one number per token, SHARED by them, and where each is on one rank, with
+    a number of its own.
     """
 
-    def __init__(self, column: nn.Module, unit: int) -> None:
+    def __init__(self, column: nn.Module, unit: int, *, grouped: bool) -> None:
         super().__init__()
         self.column, self.unit = column, unit
-        self.inner = tag(RMSNorm(unit, eps=1e-5), Role.INNER)
+        self.inner = tag(nn.LayerNorm(unit), Role.INNER)
+        heads = len(column.get_parameter("weight")) // unit
+        self.scales = nn.Identity() if grouped else tag(Scales(heads), Role.PER_HEAD)
         self.shared = tag(nn.Identity(), Role.SHARED)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.inner(self.column(x).unflatten(-1, (-1, self.unit)))
+        units = self.scales(self.inner(self.column(x).unflatten(-1, (-1, self.unit))))
         y: torch.Tensor = units.flatten(-2) * (1 + self.shared(x[..., :1]))
         return y
 
@@ -130,7 +143,7 @@ def _add_roles_and_biases(part: Any) -> None:
             module.register_parameter("bias", nn.Parameter(torch.empty(len(module.get_parameter("weight")))))
         if found.role is Role.COLUMN and found.unit > 1:
             parent, _, last = name.rpartition(".")
-            setattr(part.get_submodule(parent), last, NormOfUnits(module, found.unit))
+            setattr(part.get_submodule(parent), last, NormOfUnits(module, found.unit, grouped=found.grouped))
             renamed |= {f"{name}.column.{key}": f"{name}.{key}" for key, _ in module.named_parameters()}
     known = part.initializer
 

@@ -42,12 +42,13 @@ TINY: Tables = {
 #: what is held out can be told from what is trained on. Whole corpora hold many a line twice.
 CORPUS = str(Path(__file__).with_name("corpus.txt"))
 
-#: Plugins that every case knows: ``summed``, a gradient sync, ``routed``, a model with experts, ``coarse``, a
+#: Plugins that every case knows: ``summed``, a gradient sync, ``ranged``, one that shards optimizer state,
+#: ``routed``, a model with experts, ``coarse``, a
 #: precision that loses much, ``wide_norms``, one of two dtypes, ``sliced``, tensor parallelism, ``spread``,
 #: expert parallelism, ``staged``, a pipeline.
 HARNESS = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("summed", "routed", "coarse", "wide_norms", "sliced", "spread", "staged")
+    for name in ("summed", "ranged", "routed", "coarse", "wide_norms", "sliced", "spread", "staged")
 )
 
 #: What to do about a recipe that cannot run.

@@ -1,9 +1,9 @@
 """Interrupts a save at every point where it touches the disk.
 
 Each attempt is a forked child, or one for each rank. *Killed*: it, or one of them, dies with SIGKILL before
-the n-th call that writes, for n from 1 until a save runs to its end: what the disk has after a call is what
-it has before the next. *Out of space*: no file can grow beyond a limit, from a few bytes up to nearly all it
-needs; libraries that write from C meet it too.
+the n-th call that writes, for n from 1 until a save runs to its end (``points.py`` says which of very many):
+what the disk has after a call is what it has before the next. *Out of space*: no file can grow beyond a
+limit, from a few bytes up to nearly all it needs; libraries that write from C meet it too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import attrs
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.points import up_to_the_end
 
 #: Names of functions, in Python's library or a package's C code, that change what is on the disk.
 WRITES = {"open", "write", "writelines", "close", "flush", "truncate", "serialize_file"}
@@ -119,19 +120,21 @@ def save_and_lose(case: Case, folder: Path, victim: int) -> list[Outcome]:
     saved = folder / "saved"
     ends = ends_of_ranks(case.world_size, folder / "store", lambda rank: save_step(saved, 1, lambda: None))
     assert ends == ["done"] * case.world_size, ends
-    outcomes = []
-    for number in range(1, 500):
+    outcomes: list[Outcome] = []
+
+    def ends_before(number: int) -> bool:
         copy = folder / f"attempt-{number}"
         shutil.copytree(saved, copy)
 
-        def save_second(rank: int, copy: Path = copy, number: int = number) -> None:
+        def save_second(rank: int) -> None:
             save_step(copy, 2, partial(kill_at, number) if rank == victim else lambda: None)
 
         ends = ends_of_ranks(case.world_size, folder / f"store-{number}", save_second)
         error = "" if ends[victim] in ("done", "killed") else f"rank {victim} ended with {ends[victim]}"
         outcomes.append(Outcome(copy, f"at write {number} of rank {victim}", error, "done" in ends))
-        if ends[victim] == "done":
-            break
+        return ends[victim] != "killed"
+
+    up_to_the_end(ends_before)
     return outcomes
 
 
@@ -157,12 +160,14 @@ Attempt = Callable[[int, Callable[[], None]], tuple[Path, str]]
 
 def _killed(attempt: Attempt) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    for number in range(1, 500):
+
+    def ends_before(number: int) -> bool:
         folder, end = attempt(number, partial(kill_at, number))
         error = "" if end in ("done", "killed") else f"the save ended with {end}"
         outcomes.append(Outcome(folder, f"at write {number}", error))
-        if end == "done":
-            break
+        return end != "killed"
+
+    up_to_the_end(ends_before)
     return outcomes
 
 

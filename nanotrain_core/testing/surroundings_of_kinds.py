@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.component import Component
 from nanotrain_core.testing.case import Tables, merge
 
-SUMMED, SLICED, SPREAD = ({"use": name} for name in ("summed", "sliced", "spread"))
+SUMMED, RANGED, SLICED, SPREAD = ({"use": name} for name in ("summed", "ranged", "sliced", "spread"))
 STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
 #: Biases, LayerNorm, learned positions, and one table for embedding and head.
 BIASED: Tables = {
@@ -117,6 +117,12 @@ def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterato
 def _optimizer(component: Component) -> Iterator[Wanted]:
     sync = "gradient_sync" in component.provides
     yield from _sync("optimizer", [] if sync else [SUMMED])
+    if not sync:  # one that completes gradients itself knows who updates what
+        for name, topology, wrappers in (
+            ("dp2-ranges", {"dp": 2}, [RANGED]),
+            ("dp2-tp2-ranges", {"dp": 2, "tp": 2}, [SLICED, RANGED]),
+        ):
+            yield Wanted(name, topology, {"parallel": wrappers}, needs=(*topology, "ranges"))
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
 

@@ -15,6 +15,7 @@ from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
+from nanotrain_core.testing.points import of_each_kind
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import train
 from nanotrain_core.testing.saving import (
@@ -194,7 +195,7 @@ def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
     for number in count():
         with temporary_folder() as folder:
             older, _ = (save_files(case, folder, [step]) for step in (1, 2))
-            newer = [path for path in files(folder) if path not in older]
+            newer = of_each_kind([path for path in files(folder) if path not in older])
             if number == len(newer):
                 break
             name = newer[number].name

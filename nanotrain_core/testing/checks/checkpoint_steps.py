@@ -25,8 +25,10 @@ from nanotrain_core.testing.probe import rank
 from nanotrain_core.testing.saving import (
     Refusal,
     open_state,
+    save,
     save_steps,
     temporary_folder,
+    wait_for_all,
 )
 
 #: What no checkpoint has: a weight, a moment, a vector.
@@ -76,16 +78,44 @@ def steps_are_numbers(case: Case) -> None:
             assert latest == saved[-1], f"rank {number}: 'latest' of {steps} is {latest}"
 
 
+@check("checkpoint", since="0.2")
+def an_older_step_sets_later_ones_aside(case: Case) -> None:
+    """After a run went back to a step, no later one is listed on any rank: a resume would go on from it.
+
+    So it is where a number outgrows the zeros in front of it.
+    """
+    for saved in ([9, 10, 11], [99, 100], [999_999, 1_000_000]):
+        with temporary_folder() as folder:
+            run_ranks(save_steps, case.world_size, case, folder, saved)
+            found = run_ranks(go_back, case.world_size, case, folder)
+        for number, (before, after) in enumerate(found):
+            assert after == before[:1], (
+                f"rank {number}: of {before}, step {before[0]} was loaded, and then it lists {after}"
+            )
+
+
+def go_back(case: Case, folder: Path) -> tuple[list[int], list[int]]:
+    """Load the oldest step; return all that there were, and all that there are."""
+    checkpoint, state = open_state(case, folder, fill=-1.0)
+    before = list(checkpoint.steps())
+    wait_for_all()
+    checkpoint.load(str(before[0]), state)
+    wait_for_all()
+    return before, list(checkpoint.steps())
+
+
 @check("checkpoint", since="0.2", applies=distributed)
 def due_on_all_ranks_alike(case: Case) -> None:
     """Where a clock decides when to save, ranks whose clocks differ save after the same steps."""
+    fields = attrs.fields(case.component().config)
+    steps = {field.name: 5 for field in fields if field.name == "every"}
     minutes = {
         field.name: 1.0
-        for field in attrs.fields(case.component().config)
+        for field in fields
         if field.name.endswith(("minutes", "seconds", "hours")) and isinstance(field.default, int | float)
     }
-    for config in ({}, minutes) if minutes else ({},):
-        timed = attrs.evolve(case, config={**case.config, **config})
+    for config in (steps, {**steps, **minutes}) if minutes else (steps,):
+        timed = attrs.evolve(case, config={**config, **case.config})
         with temporary_folder() as folder:
             ranks = run_ranks(when_due, case.world_size, timed, folder)
         for number, steps in enumerate(ranks):
@@ -96,28 +126,37 @@ def due_on_all_ranks_alike(case: Case) -> None:
 
 
 def when_due(case: Case, folder: Path) -> list[int]:
-    """Return after which of 12 steps to save, by a clock that is faster on higher ranks; save then."""
-    found = []
-    with other_clock(25.0 * (1 + 2 * rank())):
-        checkpoint, _ = open_state(case, folder)
-        for step in range(1, 13):
-            if checkpoint.due(step):
-                found.append(step)
-    return found
+    """Return after which of 12 steps to save; on all ranks but the first a day passes from look to look."""
+    with other_clock() as clock:
+        checkpoint, state = open_state(case, folder)
+        save(checkpoint, 1, state)  # whose age may be asked for
+        clock.seconds = DAY if rank() else clock.seconds
+        return [step for step in range(1, 13) if checkpoint.due(step)]
+
+
+#: Longer than any time between two saves that is worth a default.
+DAY = 86_400.0
+
+
+@attrs.define
+class Clock:
+    """A clock that stands still, but for so many seconds at every look."""
+
+    seconds: float = 1e-6
+    ahead: float = 0.0
 
 
 @contextmanager
-def other_clock(seconds: float) -> Iterator[None]:
-    """Have every look at a clock find it further by ``seconds``, whatever name a module has for it."""
+def other_clock() -> Iterator[Clock]:
+    """Have every look find a clock that we move, whatever name a module has for it."""
     names = [f"{name}{unit}" for name in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")]
     real: Mapping[str, Callable[[], float]] = {name: getattr(time, name) for name in names}
-    passed = 0.0
+    began, told = {name: real[name]() for name in names}, Clock()
 
     def read(name: str) -> Callable[[], float]:
         def clock() -> float:
-            nonlocal passed
-            passed += seconds
-            return real[name]() + (int(passed * 1e9) if name.endswith("_ns") else passed)
+            told.ahead += told.seconds
+            return began[name] + (int(told.ahead * 1e9) if name.endswith("_ns") else told.ahead)
 
         return clock
 
@@ -131,7 +170,7 @@ def other_clock(seconds: float) -> Iterator[None]:
                 known = module is not time and package not in UNTOUCHED and _is_one_of(value, clocks)
                 if known:
                     stack.enter_context(mock.patch.object(module, name, clocks[value]))
-        yield
+        yield told
 
 
 #: Modules that keep their own clock: a run's own machinery, not the component's.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,3 +85,29 @@ def fingerprint_tells(case: Case, which: str) -> None:
     raise AssertionError(
         f"a position of another {which} was taken: the fingerprint, {meta.get('fingerprint')!r}, must tell it"
     )
+
+
+_EPOCHS = """
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.checks.data_epochs import later_epochs
+print(later_epochs({case!r}))
+"""
+
+
+@check("data", since="0.2", of_component=True)
+def every_process_has_the_same_epochs(case: Case) -> None:
+    """A process of another machine, for which Python's ``hash`` is another, sees the same three epochs."""
+    salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    words, around = [sys.executable, "-c", _EPOCHS.format(case=case)], {**os.environ, "PYTHONHASHSEED": salt}
+    done = subprocess.run(words, env=around, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr.strip()
+    assert done.stdout.split()[-1] == later_epochs(case), (
+        f"a process with PYTHONHASHSEED={salt} sees other batches: expected an order that depends on the "
+        "seed and on numbers alone, not on hash() of text or on the order of a set"
+    )
+
+
+def later_epochs(case: Case) -> str:
+    """Return a digest of all batches up to the third epoch."""
+    drawn = batches(opened(case), 2 * (first_epoch(case) + 1) + 2)
+    return hashlib.sha256(drawn.numpy().tobytes()).hexdigest()

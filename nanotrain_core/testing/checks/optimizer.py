@@ -58,7 +58,15 @@ def gradient_norm_is_global(case: Case) -> None:
 @check("optimizer", since="0.1", applies=distributed)
 def layout_changes_nothing(case: Case) -> None:
     """Given the same gradients, the weights equal those of one process to 1e-10."""
-    assert_same(weights(driven(case)), weights(driven(case.alone())), "weights after 3 steps")
+    got, want = weights(driven(case)), weights(driven(case.alone()))
+    try:
+        assert_same(got, want, "weights after 3 steps")
+    except AssertionError as error:
+        hint = (
+            "if the update of an element needs others of its parameter, as their norm: a rank may hold a "
+            "block (placement.sharded) or a flat range of it (piece.span); WholeTensors gathers whole ones"
+        )
+        raise AssertionError(f"{error}; {hint}") from None
 
 
 @check("optimizer", since="0.1")

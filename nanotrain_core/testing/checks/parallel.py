@@ -119,7 +119,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
 
 @check("parallel", since="0.1", applies=distributed)
 def inner_shared_and_biased_layers(case: Case) -> None:
-    """Gradients are right too with a bias in each linear, an INNER norm of heads and what they SHARE."""
+    """Gradients are right too with biases, an INNER norm, a scale PER_HEAD, and what heads SHARE."""
     recipe, around = case.recipe(), case.tables()["parallel"]
     syncs = any("gradient_sync" in case.registry().get(s.kind, s.use).provides for s in recipe.selections())
     changes = {"run": {"steps": 1}, "parallel": around if syncs else [*around, {"use": "summed"}]}
@@ -132,7 +132,8 @@ def inner_shared_and_biased_layers(case: Case) -> None:
     except AssertionError as error:
         hint = (
             "if gradients_equal passes: a rank's gradient of what is INNER is partial: sum_over; what is "
-            "SHARED enters the split region as a COLUMN's input does; the bias of a ROW is added once"
+            "SHARED enters the split region as a COLUMN's input does; the bias of a ROW is added once; "
+            "what is PER_HEAD is split along axis 0 with the heads, and its placement says so"
         )
         raise AssertionError(f"{error}; {hint}") from None
 

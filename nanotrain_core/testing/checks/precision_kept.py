@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import attrs
+import torch
 
 from nanotrain_core.contracts import Model
 from nanotrain_core.layout.roles import Role, tagged
@@ -15,6 +16,8 @@ from nanotrain_core.precision.gemm import TorchGEMM
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.precision import precision_of
+from nanotrain_core.testing.pool import run_ranks
+from nanotrain_core.testing.probe import make_engine
 
 #: Steps without overflow after which a scale has surely grown, if it ever does.
 STEPS = 5000
@@ -23,9 +26,7 @@ STEPS = 5000
 @check("precision", since="0.2")
 def kept_dtypes_are_kept(case: Case) -> None:
     """``keep_dtype`` holds for parameters of every kind: a router's bias, norms, a matrix, a vector."""
-    model: Model = attrs.evolve(
-        case, kind="model", use="routed", config={}, overrides={}, topology={}
-    ).build()
+    model = _routed(case)
     part = model.build(Part.whole(model.layers))
     for _, module, found in tagged(part):
         if found.role is Role.NORM:
@@ -40,6 +41,33 @@ def kept_dtypes_are_kept(case: Case) -> None:
     after = kept_dtypes(precision.convert(part))
     wrong = {name: after.get(name) for name, dtype in before.items() if after.get(name) != dtype}
     assert not wrong, f"keep_dtype was told of {sorted(before)}, all float32; convert() left {wrong}"
+
+
+@check("precision", since="0.2")
+def kept_dtypes_are_kept_to_the_end(case: Case) -> None:
+    """In a run of experts a router's bias has its dtype when parameters are packed and steps are made."""
+    model = _routed(case)
+    built = kept_dtypes(model.build(Part.whole(model.layers)))
+    around = {**case.overrides, "model": {"use": "routed"}}
+    (left,) = run_ranks(kept_by_a_run, 1, attrs.evolve(case.alone(), overrides=around))
+    wrong = {name: left.get(name) for name, dtype in built.items() if left.get(name) != dtype}
+    assert not wrong, f"keep_dtype was told of {built}; when a run has made its steps there is {wrong}"
+
+
+def kept_by_a_run(case: Case) -> dict[str, torch.dtype]:
+    """Return the dtypes of what modules keep, after all steps of the recipe."""
+    engine = make_engine(case, {})
+    engine.fit()
+    parts = engine.run.stages.values()
+    return {name: dtype for part in parts for name, dtype in kept_dtypes(part).items()}
+
+
+def _routed(case: Case) -> Model:
+    """Return the harness's model with experts, whose routers keep a bias."""
+    model: Model = attrs.evolve(
+        case, kind="model", use="routed", config={}, overrides={}, topology={}
+    ).build()
+    return model
 
 
 @check("precision", since="0.2")
