@@ -181,7 +181,7 @@ SMALL = {
     "cli": 1585,
     "compile": 350,
     "contracts": 620,
-    "data": 770,
+    "data": 780,
     "hf": 860,
     "launch": 1370,
     "layout": 1120,

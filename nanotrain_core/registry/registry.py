@@ -37,6 +37,7 @@ FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
     ("kernels", "cuda"): "nanotrain-cuda",
     ("kernels", "dry"): "nanotrain-plan",
+    ("data", "chat"): "nanotrain-data",
     ("data", "shards"): "nanotrain-data",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "activation_offload"): "nanotrain-activation-offload",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanotrain_core.api import DataError, Problem, Survey
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ChatConfig, ShardsConfig
+from nanotrain_data.conversation_corpus import Conversations, nothing_to_learn
 from nanotrain_data.manifest import read_manifest
-from nanotrain_data.pieces import check_alike, pieces_of
+from nanotrain_data.pieces import check_alike, check_one_tokenizer, pieces_of
 from nanotrain_data.verify import size_problems
 
 
@@ -37,3 +38,28 @@ def survey(config: ShardsConfig, length: int, longest: int = 0) -> Survey:
         train=sum(each.sequences(length, validation=False) for each in pieces),
         validation=sum(each.sequences(length, validation=True) for each in pieces),
     )
+
+
+def survey_chat(config: ChatConfig, length: int, longest: int = 0) -> Survey:
+    """Return the same of conversations: they are packed for it."""
+    found, problems = [], []
+    for number, path in enumerate(config.paths):
+        try:
+            found.append(Conversations(Path(path), config))
+        except DataError as error:
+            problems.append(Problem(f"data.paths.{number}", str(error)))
+    if problems:
+        return Survey(problems=problems)
+    manifests = [each.manifest for each in found]
+    vocab = max(manifest.vocab_size for manifest in manifests)
+    try:
+        check_one_tokenizer(config.paths, manifests)
+    except DataError as error:
+        return Survey(vocab=vocab, problems=(Problem("data.paths", str(error)),))
+    train, held = (
+        [len(each.packs(length, validation=validation)) for each in found] for validation in (False, True)
+    )
+    if not all(train):
+        path = config.paths[train.index(0)]
+        return Survey(vocab=vocab, problems=(Problem("batch.length", nothing_to_learn(path, length)),))
+    return Survey(vocab=vocab, train=sum(train), validation=sum(held))
