@@ -39,6 +39,7 @@ FIRST_PARTY = {
     ("kernels", "dry"): "nanotrain-plan",
     ("data", "chat"): "nanotrain-data",
     ("data", "shards"): "nanotrain-data",
+    ("data", "streaming"): "nanotrain-data",
     ("model", "deepseek"): "nanotrain-deepseek",
     ("parallel", "activation_offload"): "nanotrain-activation-offload",
     ("parallel", "ddp"): "nanotrain-ddp",

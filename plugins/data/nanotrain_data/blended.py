@@ -34,6 +34,8 @@ class BlendedData(SequenceData):
     """
 
     _blend: Blend
+    shuffle_tokens = 0
+    """Tokens of a source in a row that stay together when it is shuffled. 0: all."""
 
     def __init__(self, config: BlendedConfig) -> None:
         self._paths = config.paths
@@ -58,7 +60,10 @@ class BlendedData(SequenceData):
         """Return an order that takes no memory."""
         if validation:
             return HeldOutOrder(self.validation, seed)
-        return BlendedOrder(self._blend, self.sequences_of_sources(self.length, validation=False), seed)
+        window = max(1, self.shuffle_tokens // self.length) if self.shuffle_tokens else 0
+        return BlendedOrder(
+            self._blend, self.sequences_of_sources(self.length, validation=False), seed, window
+        )
 
     def train_batch(self, sequences: int, shard: Shard) -> Batch:
         """Advance by one global batch, of all ranks, and return this shard's rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(missing_path(folder, "data folder"))
     path = folder / NAME
     try:
-        content: Any = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(_not_prepared(folder)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    return parse_manifest(str(path), content)
+
+
+def parse_manifest(path: str, data: bytes) -> Manifest:
+    """Return the manifest that was read from ``path``, which messages name.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        content = json.loads(data)
     except ValueError as error:
         raise DataError(f"{path} is damaged: no JSON ({error}); prepare the folder again") from None
     return _structured(path, content)
@@ -162,7 +174,7 @@ def _not_prepared(folder: Path) -> str:
     return f"{folder} has no {NAME}; expected a folder that 'nanotrain data prepare' wrote"
 
 
-def _structured(path: Path, content: Any) -> Manifest:
+def _structured(path: str, content: Any) -> Manifest:
     known = content if isinstance(content, dict) else {}
     if known.get("format") != FORMAT or known.get("version") != VERSION:
         found = f"format {known.get('format')!r}, version {known.get('version')!r}"
@@ -174,6 +186,14 @@ def _structured(path: Path, content: Any) -> Manifest:
         raise DataError(f"{path} is damaged: {problems}") from None
     if manifest.dtype not in DTYPES:
         raise DataError(f"{path}: dtype '{manifest.dtype}'; expected one of {', '.join(DTYPES)}")
-    if any(Path(shard.name).name != shard.name for shard in manifest.shards):
-        raise DataError(f"{path} names shards outside of its folder")
+    if any(Path(name).name != name for name in _files(manifest)):
+        raise DataError(f"{path} names files outside of its folder")
     return manifest
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    """Yield what becomes names of files, here or in a cache."""
+    yield manifest.tokenizer.file or "none"
+    yield manifest.tokenizer.sha256
+    for shard in manifest.shards:
+        yield from (shard.name, shard.sha256)

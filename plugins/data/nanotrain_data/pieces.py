@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.api import DataError
 from nanotrain_core.api.text import Split, held_out
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ShardsConfig, StreamingConfig
 from nanotrain_data.manifest import Manifest
 
 
@@ -26,7 +26,9 @@ class Pieces:
         return self.length // length * (self.split.held if validation else self.split.train)
 
 
-def pieces_of(config: ShardsConfig, manifests: Sequence[Manifest], longest: int) -> list[Pieces]:
+def pieces_of(
+    config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest], longest: int
+) -> list[Pieces]:
     """Cut each source into pieces of ``longest`` tokens.
 
     Raises:
@@ -44,7 +46,7 @@ def pieces_of(config: ShardsConfig, manifests: Sequence[Manifest], longest: int)
     return found
 
 
-def check_alike(config: ShardsConfig, manifests: Sequence[Manifest]) -> None:
+def check_alike(config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest]) -> None:
     """Check that all sources were made with one tokenizer, and end documents if these are to be told apart.
 
     Raises:

@@ -119,6 +119,12 @@ def example_of_text(text: Path, folder: Path) -> Mapping[str, Any]:
     return {"paths": [str(folder)]}
 
 
+def example_of_streaming(text: Path, folder: Path) -> Mapping[str, Any]:
+    """Return the same as a URL, through a cache that holds a few of its shards."""
+    example_of_text(text, folder / "prepared")
+    return {"urls": [f"file://{folder}/prepared"], "cache": str(folder / "cache"), "cache_gb": 1e-5}
+
+
 # --- the folder -----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from nanotrain_data.blend import Blend, whole_weights
 from nanotrain_data.blended import BlendedData
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ShardsConfig, StreamingConfig
 from nanotrain_data.corpus import Corpus, OpenShards
 from nanotrain_data.pieces import check_alike, pieces_of
 
@@ -25,9 +26,17 @@ class Shards(BlendedData):
     whole, and each is cut into as many whole sequences as it has: as ``text`` does.
     """
 
-    def __init__(self, config: ShardsConfig) -> None:
+    name = "shards"
+
+    def __init__(self, config: ShardsConfig | StreamingConfig) -> None:
         super().__init__(config)
         self.config = config
+        self.shuffle_tokens = config.shuffle_tokens
+
+    def open_corpora(self) -> Sequence[Corpus]:
+        """Return the sources."""
+        opened = OpenShards()
+        return [Corpus(Path(path), opened) for path in self.config.paths]
 
     def open(self, *, length: int, seed: int) -> None:
         """Read manifests, and compare sizes of files with them. No token is read.
@@ -36,8 +45,8 @@ class Shards(BlendedData):
             DataError: a folder is not prepared, a file of it is missing or has another size, sources have
                 different tokenizers, or one has less than one sequence.
         """
-        config, opened = self.config, OpenShards()
-        self.corpora = [Corpus(Path(path), opened) for path in config.paths]
+        config = self.config
+        self.corpora = self.open_corpora()
         manifests = [corpus.manifest for corpus in self.corpora]
         check_alike(config, manifests)
         self._expected = max(self._expected, config.piece_length)  # prepare() has the pieces as long
@@ -50,12 +59,13 @@ class Shards(BlendedData):
         shares = ":".join(map(str, self._blend.weights))
         held = "+".join(str(each.split.held) for each in self.pieces)
         of = "+".join(str(each.split.count) for each in self.pieces)
+        stretches = f", shuffled by {config.shuffle_tokens}" if config.shuffle_tokens else ""
         self.prepare(
             length=length,
             seed=seed,
             **self.counts(length),
             fingerprint=f"shards {hashlib.sha256(sources.encode()).hexdigest()[:16]}, blended {shares}, "
-            f"{held} of {of} sequences held out",
+            f"{held} of {of} sequences held out" + stretches,
         )
 
     def sequences_of_sources(self, length: int, *, validation: bool) -> list[int]:
@@ -69,6 +79,12 @@ class Shards(BlendedData):
             DataError: a shard is damaged there, by its name.
         """
         found = np.empty((len(numbers), self.length + 1), np.int64)
+        for source, rows, begins in self.places(numbers, validation=validation):
+            found[rows] = self.corpora[source].read(begins, self.length + 1)
+        return found
+
+    def places(self, numbers: Integers, *, validation: bool) -> Iterator[tuple[int, Integers, Integers]]:
+        """Yield the sources of sequences of a split, which of them are of it, and where each begins in it."""
         each = self.longest // self.length
         firsts = np.cumsum([0, *self.sequences_of_sources(self.length, validation=validation)])[:-1]
         sources = np.searchsorted(firsts, numbers, side="right") - 1
@@ -76,8 +92,7 @@ class Shards(BlendedData):
             rows = np.flatnonzero(sources == source)
             pieces, within = np.divmod(numbers[rows] - firsts[source], each)
             begins = self.pieces[source].split.pieces(pieces, validation=validation) * self.longest
-            found[rows] = self.corpora[source].read(begins + within * self.length, self.length + 1)
-        return found
+            yield source, rows, begins + within * self.length
 
     def _bytes_per_token(self) -> float | None:
         """Return bytes of text per token of all of each source, by what is held out of it.
@@ -97,6 +112,6 @@ class Shards(BlendedData):
         documents, tokens = (sum(getattr(m, what) for m in manifests) for what in ("documents", "tokens"))
         sources = f"{len(manifests)} sources, " if len(manifests) > 1 else ""
         return (
-            f"shards: {sources}{documents} documents, {tokens} tokens ({manifests[0].tokenizer.name}), "
+            f"{self.name}: {sources}{documents} documents, {tokens} tokens ({manifests[0].tokenizer.name}), "
             f"{self.train} sequences to train on, {self.validation} held out"
         )
