@@ -458,6 +458,8 @@ def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
     assert ours.encode_batch([text, "w4"]) == [plain, [4]]
     assert ours.separator == tokenizer.token_to_id("<|endoftext|>")
     assert ours.separator in tokenizer.encode(text).ids  # what the library does unless it is told
+    assert ours.encode_special(text) == tokenizer.encode(text).ids
+    assert ours.encode(text) == plain
 
 
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):

@@ -304,6 +304,8 @@ CANNOT_RUN = {
     "SmolLM2": "needs downloaded weights; tests/test_convert_llama.py makes some",
     "--weights llama": "needs downloaded weights; tests/test_convert_run.py makes some",
     "nanotrain convert SmolLM2": "needs downloaded weights",
+    "llama/tokenizer.json": "needs downloaded weights; tests/test_own_conversations.py makes some",
+    "--special-tokens": "needs a tokenizer that has some; tests/test_own_conversations.py makes one",
     "nanotrain sample runs/deepseek": "needs that run; tests/test_sample_on_layouts.py makes one",
     "--prompt -": "reads a pipe; tests/test_sample_command.py writes one",
     "nanotrain ckpt replay": "needs older checkpoints; tests/test_cli_ckpt.py makes some",

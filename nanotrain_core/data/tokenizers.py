@@ -141,6 +141,11 @@ class TokenizerFile:
         """Return the tokens of ``text``, no special ones added; what looks like a special token is text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_special(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, in which what is written as a special token is that token."""
+        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, as files say
+        return list(other.encode(text, add_special_tokens=False).ids)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text; all processors tokenise them."""
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
