@@ -181,7 +181,7 @@ SMALL = {
     "cli": 1585,
     "compile": 350,
     "contracts": 645,
-    "data": 770,
+    "data": 780,
     "hf": 860,
     "launch": 1450,
     "layout": 1120,

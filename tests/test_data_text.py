@@ -446,6 +446,22 @@ def test_a_tokenizer_file_that_truncates_and_pads_cuts_no_document(words, tmp_pa
     assert plain.encode_batch(texts) == whole.encode_batch(texts)
 
 
+def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
+    """Else a page about tokenizers would end in its middle, and what it says of chats would begin turns."""
+    tokenizer = Tokenizer.from_file(str(words))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
+    tokenizer.save(str(tmp_path / "special.json"))
+    ours = make_tokenizer(str(tmp_path / "special.json"))
+    text = "w2 <|endoftext|> w3 <|im_start|>"
+    plain = make_tokenizer(str(words)).encode(text)
+    assert ours.encode(text) == plain
+    assert ours.encode_batch([text, "w4"]) == [plain, [4]]
+    assert ours.separator == tokenizer.token_to_id("<|endoftext|>")
+    assert ours.separator in tokenizer.encode(text).ids  # what the library does unless it is told
+    assert ours.encode_special(text) == tokenizer.encode(text).ids
+    assert ours.encode(text) == plain
+
+
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):
     message = refusal(corpus, tokenizer=str(words.with_name("tokeniser.json")))
     assert "tokenizer " in message

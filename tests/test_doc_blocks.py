@@ -164,6 +164,17 @@ def write_files(folder):
     shutil.copytree(ROOT / "docs/examples", folder / "docs/examples")
 
 
+def write_corpora(folder):
+    """Write what docs/data.md prepares."""
+    for name in ("web", "code"):
+        (folder / name).mkdir()
+    texts = (json.dumps({"text": page.read_text(encoding="utf-8")}) for page in PAGES[:9])
+    (folder / "web/pages.jsonl").write_text("\n".join(texts))
+    shutil.copy(Path(__file__), folder / "code/code.py")
+    (chats,) = (block.text for block in blocks("text") if block.text.startswith('{"messages"'))
+    (folder / "chats.jsonl").write_text(chats)
+
+
 def write_plugin(folder):
     """Write the plugin that docs/new_plugin.md has written."""
     with chdir(folder):
@@ -293,6 +304,8 @@ CANNOT_RUN = {
     "SmolLM2": "needs downloaded weights; tests/test_convert_llama.py makes some",
     "--weights llama": "needs downloaded weights; tests/test_convert_run.py makes some",
     "nanotrain convert SmolLM2": "needs downloaded weights",
+    "llama/tokenizer.json": "needs downloaded weights; tests/test_own_conversations.py makes some",
+    "--special-tokens": "needs a tokenizer that has some; tests/test_own_conversations.py makes one",
     "nanotrain sample runs/deepseek": "needs that run; tests/test_sample_on_layouts.py makes one",
     "--prompt -": "reads a pipe; tests/test_sample_command.py writes one",
     "nanotrain ckpt replay": "needs older checkpoints; tests/test_cli_ckpt.py makes some",
@@ -304,6 +317,7 @@ CANNOT_RUN = {
     "--step": "needs that step; tests/test_cli_ckpt.py makes some",
     "--sweep": "plans for minutes; tests/test_plan_sweep.py runs it",
     "--simulate": "plans for minutes; tests/test_simulator.py runs it",
+    "corpus_text_document.idx": "needs Megatron's files; plugins/data/tests/test_megatron.py writes some",
 }
 
 
@@ -327,6 +341,7 @@ def workplace(tmp_path_factory):
     for name in ("my.toml", "mine.toml"):
         (folder / name).write_text('extends = "laptop"\n[run]\nsteps = 2\n')
     shutil.copytree(ROOT / "recipes", folder / "recipes")
+    write_corpora(folder)
     done = nanotrain("run", "laptop", *SHORT, "--set", "run.folder=runs/laptop", cwd=folder)
     assert (done.code, done.err) == (Exit.DONE, "")
     for name in ("mine", "x", "y", "a", "b", "low_lr", "high_lr"):

@@ -203,7 +203,7 @@ def test_data_of_one_length_are_refused_by_name_before_ranks_start(tmp_path):
     recipe = SMALL + '[data]\nuse = "counting"\n' + LONGER
     message = (
         r"phase\.1\.batch\.length: data 'counting' of .*counting.* cannot change the length of its "
-        r"sequences in a run; expected 16, or data 'shards' or 'synthetic' or 'text'"
+        r"sequences in a run; expected 16, or data 'chat' or 'shards' or 'streaming' or 'synthetic' or 'text'"
     )
     with pytest.raises(RecipeError, match=message):
         load_recipe(write(tmp_path, recipe), plugins=PluginArguments(local=[str(tmp_path / "counting.py")]))

@@ -1,4 +1,7 @@
-"""Runs on prepared folders: the losses of one process on every layout, and after a resume on another one."""
+"""Runs on prepared folders: the losses of one process on every layout, and after a resume on another one.
+
+The last goes on from URLs where it began with the folders themselves.
+"""
 
 import json
 
@@ -64,8 +67,12 @@ def test_layouts_and_resumes_train_on_the_same_tokens(tmp_path):
         assert nanotrain(*words, cwd=tmp_path).code == Exit.DONE
     (tmp_path / "recipe.toml").write_text(RECIPE)
 
-    def run(folder, ranks, *words):
-        done = nanotrain("run", "recipe.toml", "--nproc", ranks, "--folder", folder, *words, cwd=tmp_path)
+    urls = f'cache = "cache"\ncache_gb = 1e-4\nurls = ["file://{tmp_path}/one", "file://{tmp_path}/two"]'
+    streaming = RECIPE.replace('use = "shards"', 'use = "streaming"').replace('paths = ["one", "two"]', urls)
+    (tmp_path / "streaming.toml").write_text(streaming)
+
+    def run(folder, ranks, *words, recipe="recipe.toml"):
+        done = nanotrain("run", recipe, "--nproc", ranks, "--folder", folder, *words, cwd=tmp_path)
         assert (done.code, done.err) == (Exit.DONE, "")
 
     run("whole", "1")
@@ -75,7 +82,9 @@ def test_layouts_and_resumes_train_on_the_same_tokens(tmp_path):
     run("pipeline", "4", *pipeline)
     run("resumed", "4", *pipeline, "--set", "run.steps=3")
     run("resumed", "2", "--resume", "--set", "data.read_ahead=0")
-    for folder in ("pipeline", "resumed"):
+    run("streamed", "2", "--set", "run.steps=3")
+    run("streamed", "4", "--resume", *pipeline, recipe="streaming.toml")
+    for folder in ("pipeline", "resumed", "streamed"):
         found = metrics(tmp_path / folder)
         assert [row[:2] for row in found] == [row[:2] for row in expected]
         assert [row[2] for row in found] == pytest.approx([row[2] for row in expected], rel=1e-9)

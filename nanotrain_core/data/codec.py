@@ -23,6 +23,15 @@ class TextCodec(Protocol):
 
 
 @runtime_checkable
+class EncodesSpecial(Protocol):
+    """What a tokenizer may offer beside, if it has special tokens that text can name."""
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, in which what is written as a special token is that token."""
+        ...
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """What a data component may offer beside, if its tokens are text: to write text no data need be there."""
 

@@ -55,7 +55,8 @@ class ShuffledOrder:
 class SequenceData:
     """Batches of sequences of ``length`` + 1 tokens, which overlap by one to make inputs and targets.
 
-    A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`read_sequences`.
+    A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`read_sequences`, or
+    :meth:`read_batch` if not every token is a target.
     See :class:`~nanotrain_core.contracts.Data`. One that provides ``changes_length`` implements
     ``set_length`` with :meth:`prepare_length`: see :class:`~nanotrain_core.contracts.ChangesLength`.
     """
@@ -66,7 +67,8 @@ class SequenceData:
     n-th one of each length has tokens of its own."""
     read_ahead = 0
     """Training batches that a thread reads before they are asked for. Above 0, two threads at a time may call
-    ``read_sequences``, and ``set_length`` calls :meth:`prepare_length` before it changes what that reads."""
+    ``read_sequences`` or ``read_batch``, and ``set_length`` calls :meth:`prepare_length` before it changes
+    what these read."""
     document_end: int | None = None
     """The token that ends a document, if tokens are to attend to those of their own document alone."""
     _expected = 0
@@ -122,6 +124,15 @@ class SequenceData:
         """
         raise NotImplementedError
 
+    def read_batch(self, numbers: Integers, *, validation: bool) -> Batch:
+        """Return those sequences of a split, with what is to be predicted.
+
+        By default every token of :meth:`read_sequences` but the first is a target. ``numbers`` may be none.
+        """
+        if not len(numbers):  # a shard may have none of the last validation batch
+            return _batch(np.zeros((0, self.length + 1), np.int64), self.document_end)
+        return _batch(self.read_sequences(numbers, validation=validation), self.document_end)
+
     def train_batch(self, sequences: int, shard: Shard) -> Batch:
         """Advance by one global batch and return this shard's rows.
 
@@ -147,7 +158,7 @@ class SequenceData:
 
     def _read(self, wanted: Request) -> Batch:
         numbers = self._train_order.at(wanted.position + row for row in wanted.shard.rows(wanted.sequences))
-        return self._batch_of(numbers, validation=False)
+        return self.read_batch(numbers, validation=False)
 
     def skip(self, sequences: int) -> None:
         """Advance without a look at what is there. Who keeps more than the position overrides this too."""
@@ -161,12 +172,7 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(self._batch_of(numbers, validation=True), len(rows))
-
-    def _batch_of(self, numbers: Integers, *, validation: bool) -> Batch:
-        if not len(numbers):  # a shard may have none of the last validation batch
-            return _batch(np.zeros((0, self.length + 1), np.int64), self.document_end)
-        return _batch(self.read_sequences(numbers, validation=validation), self.document_end)
+        return _padded(self.read_batch(numbers, validation=True), len(rows))
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""

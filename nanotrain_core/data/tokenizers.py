@@ -94,13 +94,16 @@ class TokenizerFile:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.name += " whole"
+        # A document that writes of <|endoftext|> does not end there, and a message cannot begin a turn.
+        self._tokenizer.encode_special_tokens = True
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if they are there.
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
         """
-        cache = TokenCache(f"{fingerprint}/{self.name}", self._dtype)
+        # Tokens were once cached in which the text of a special token was that token.
+        cache = TokenCache(f"{fingerprint}/{self.name}/special tokens as text", self._dtype)
         known = cache.read()
         if known is not None:
             return known
@@ -135,8 +138,13 @@ class TokenizerFile:
             yield some
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, no special ones added."""
+        """Return the tokens of ``text``, no special ones added; what looks like a special token is text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, in which what is written as a special token is that token."""
+        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, as files say
+        return list(other.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text; all processors tokenise them."""

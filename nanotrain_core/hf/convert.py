@@ -25,7 +25,14 @@ from nanotrain_core.run.files import flush, write_text_atomically
 from nanotrain_core.run.working import working
 
 #: Files that go along with weights as they are.
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "generation_config.json")
+TOKENIZER = (
+    "tokenizer*",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 #: What can be done with a model that transformers does not know.
 OWN_NAMES = "Under its own names it can be written: --to nanotrain"

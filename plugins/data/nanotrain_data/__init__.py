@@ -4,14 +4,14 @@ This is the plugin's face: every ``nanotrain`` command imports it, so it never i
 """
 
 from nanotrain_core.api import Command, Component, Register, RegisterCommand, hookimpl
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ChatConfig, ShardsConfig, StreamingConfig
 
 __version__ = "0.1.0"
 
 
 @hookimpl
 def nanotrain_register_data(register: Register) -> None:
-    """Announce ``shards``."""
+    """Announce ``shards``, ``streaming`` and ``chat``."""
     register(
         Component(
             name="shards",
@@ -24,6 +24,30 @@ def nanotrain_register_data(register: Register) -> None:
             example_of_text="nanotrain_data.prepare:example_of_text",
         )
     )
+    register(
+        Component(
+            name="streaming",
+            config=StreamingConfig,
+            factory="nanotrain_data.streaming:Streaming",
+            summary="the same from URLs of fsspec (s3://, https://, ...), through a cache of bounded size",
+            provides={"changes_length"},
+            requires_for=lambda config: ["document_masks"] if config.mask_documents else [],
+            survey="nanotrain_data.survey:survey_streaming",
+            example_of_text="nanotrain_data.prepare:example_of_streaming",
+        )
+    )
+    register(
+        Component(
+            name="chat",
+            config=ChatConfig,
+            factory="nanotrain_data.chat:Chat",
+            summary="prepared conversations, of which the assistant's words alone are learned",
+            provides={"changes_length"},
+            requires_for=lambda config: ["document_masks"] if config.packed else [],
+            survey="nanotrain_data.survey:survey_chat",
+            example_of_text="nanotrain_data.chat_example:example_of_conversations",
+        )
+    )
 
 
 @hookimpl
@@ -32,7 +56,7 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
     register(
         Command(
             name="data",
-            summary='prepare, inspect and convert corpora for [data] use = "shards"',
+            summary='prepare, inspect and convert corpora for [data] use = "shards" and "chat"',
             module="nanotrain_data.command",
         )
     )

@@ -43,9 +43,8 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--field",
-        default="text",
         metavar="NAME",
-        help="of a JSON object, or column of a table (default: text)",
+        help="of a JSON object, or column of a table (default: text; of conversations: messages)",
     )
     parser.add_argument(
         "--suffixes",
@@ -75,28 +74,51 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not end documents with the tokenizer's token for it",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help='documents are conversations, for [data] use = "chat": lists of objects with role and content',
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="of Jinja, or a tokenizer_config.json; 'plain': none (default: what lies beside the tokenizer)",
+    )
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from nanotrain_data.prepare import Request, prepare
+    from nanotrain_data.prepare import prepare
+    from nanotrain_data.request import Request
 
+    if args.chat_template and not args.chat:
+        raise NanotrainError("--chat-template is for conversations: expected --chat beside it")
+    if args.chat and args.no_end:
+        raise NanotrainError("--no-end is for text: where a turn of a conversation ends its template says")
     request = Request(
         sources=tuple(args.sources),
         tokenizer=args.tokenizer,
         out=args.out,
-        field=args.field,
+        field=args.field or ("messages" if args.chat else "text"),
         suffixes=_suffixes(args.suffixes),
         unit_bytes=args.shard_mb * 2**20,
         end_documents=not args.no_end,
+        chat=args.chat,
+        chat_template=args.chat_template,
     )
     done = prepare(request, args.workers or len(os.sched_getaffinity(0)))
     manifest = done.manifest
     kept = len(manifest.shards) - done.written
     there = f", {kept} of them there already" if kept > 0 else ""
+    what = "conversations" if manifest.chat else "documents"
     print(
-        f"{args.out}: {manifest.documents:,} documents, {manifest.tokens:,} tokens "
+        f"{args.out}: {manifest.documents:,} {what}, {manifest.tokens:,} tokens "
         f"in {len(manifest.shards)} shards{there}"
     )
+    if manifest.left_out:
+        print(f"conversations left out, since no assistant answers in them: {manifest.left_out:,}")
+    if done.changed:
+        names = ", ".join(done.changed[:5]) + (" and more" if len(done.changed) > 5 else "")
+        print(f"read again what is made of {names}, since it was prepared of other content")
 
 
 def _suffixes(given: list[str]) -> tuple[str, ...]:
@@ -189,7 +211,8 @@ def _train(args: argparse.Namespace) -> None:
     from nanotrain_data.train_tokenizer import train_tokenizer
 
     size = args.mb * 2**20 if args.mb else None
-    print(train_tokenizer(args.sources, _suffixes(args.suffixes), args.field, args.vocab, args.out, size))
+    field = args.field or "text"
+    print(train_tokenizer(args.sources, _suffixes(args.suffixes), field, args.vocab, args.out, size))
 
 
 def _above_zero(text: str) -> int:

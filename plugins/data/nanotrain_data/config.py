@@ -1,6 +1,8 @@
-"""The recipe table of ``shards``. Never imports torch."""
+"""The recipe tables of ``shards``, ``streaming`` and ``chat``. Never imports torch."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import attrs
 
@@ -23,6 +25,9 @@ class ShardsConfig:
     phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
     mask_documents: bool = False
     """Whether tokens attend to those of their own document alone, where documents share a sequence."""
+    shuffle_tokens: int = attrs.field(default=0, validator=Range(0, 2**62))
+    """Sequences are shuffled within stretches of about so many tokens of a source, and these stretches among
+    themselves: few shards are read from at a time. 0: over all of a source."""
     read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
     """Batches that a thread reads before they are asked for."""
 
@@ -32,9 +37,92 @@ class ShardsConfig:
         Raises:
             ValueError: there are none, or not one for each.
         """
-        if not self.paths:
-            raise ValueError("paths names no folder: expected some that 'nanotrain data prepare' wrote")
-        if self.weights and len(self.weights) != len(self.paths):
-            raise ValueError(
-                f"{len(self.weights)} weights for {len(self.paths)} paths: expected one for each"
-            )
+        _check_sources(self.paths, self.weights, "nanotrain data prepare")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class StreamingConfig:
+    """``[data] use = "streaming"``: what ``shards`` reads, fetched from elsewhere as it is needed."""
+
+    urls: tuple[str, ...]
+    """Prepared folders as URLs of fsspec: ``s3://bucket/web``, ``https://...``. Each is a source."""
+    weights: tuple[float, ...] = attrs.field(default=(), validator=Range(0.0, 1e15, above=True))
+    """As of ``shards``."""
+    validation_fraction: float = attrs.field(default=0.01, validator=Range(0.0, 1.0, below=True))
+    """As of ``shards``: spread over all shards, of which an evaluation fetches those that it reads of."""
+    piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
+    """As of ``shards``."""
+    mask_documents: bool = False
+    """As of ``shards``."""
+    shuffle_tokens: int = attrs.field(default=0, validator=Range(0, 2**62))
+    """Sequences are shuffled within stretches of about so many tokens of a source, and these stretches among
+    themselves: few shards are read from at a time. 0: over all of a source."""
+    cache: str | None = path_field(default=None)
+    """Folder of this host that keeps shards, for all its ranks and runs. None: ``nanotrain/shards`` in the
+    user's cache."""
+    cache_gb: float = attrs.field(default=50.0, validator=Range(0.0, 1e9, above=True))
+    """What it may hold, in units of 10^9 bytes: those that were read longest ago are deleted for others."""
+    attempts: int = attrs.field(default=5, validator=Range(1, 100))
+    """How often a file is asked for until the run gives up."""
+    retry_seconds: float = attrs.field(default=1.0, validator=Range(0.0, 3600.0))
+    """Wait before the second attempt; before each later one twice as long."""
+    fetch_ahead: int = attrs.field(default=16, validator=Range(0, 100_000))
+    """Batches of which the shards are fetched before they are asked for, by threads."""
+    downloads: int = attrs.field(default=2, validator=Range(1, 64))
+    """Shards that a rank fetches at a time."""
+    read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
+    """Batches that a thread reads before they are asked for."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What messages call the sources."""
+        return self.urls
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse no URL, what is none, and weights that do not fit.
+
+        Raises:
+            ValueError: there are none, one has no protocol, or there is not a weight for each.
+        """
+        if not self.urls:
+            raise ValueError("urls names no folder: expected some that 'nanotrain data prepare' wrote")
+        for url in self.urls:
+            if "://" not in url:
+                raise ValueError(f"'{url}' is no URL: expected one as s3://bucket/folder or file:///folder")
+        if self.weights and len(self.weights) != len(self.urls):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.urls)} urls: expected one for each")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ChatConfig:
+    """``[data] use = "chat"``: conversations that ``nanotrain data prepare --chat`` wrote."""
+
+    paths: tuple[str, ...] = path_field()
+    """Prepared folders, relative to the recipe or absolute. Each is a source of the blend."""
+    weights: tuple[float, ...] = attrs.field(default=(), validator=Range(0.0, 1e15, above=True))
+    """Share of each source in the sequences trained on, in proportion to their sum. None: by how many
+    sequences it has, so that every source is read as often as the others."""
+    validation_fraction: float = attrs.field(default=0.01, validator=Range(0.0, 1.0, below=True))
+    """Share of each source's conversations held out, spread evenly over it."""
+    packed: bool = True
+    """Whether conversations share sequences, each whole and attending to itself alone, which a model with
+    document masks takes. False: one in each sequence, and padding behind it."""
+    too_long: Literal["cut", "leave_out"] = "cut"
+    """What becomes of a conversation longer than a sequence: its end is cut off, or it is left out."""
+    read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
+    """Batches that a thread reads before they are asked for."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse no folder, and weights that do not fit.
+
+        Raises:
+            ValueError: there are none, or not one for each.
+        """
+        _check_sources(self.paths, self.weights, "nanotrain data prepare --chat")
+
+
+def _check_sources(paths: tuple[str, ...], weights: tuple[float, ...], command: str) -> None:
+    if not paths:
+        raise ValueError(f"paths names no folder: expected some that '{command}' wrote")
+    if weights and len(weights) != len(paths):
+        raise ValueError(f"{len(weights)} weights for {len(paths)} paths: expected one for each")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from nanotrain_core.api import DataError
 from nanotrain_core.api.text import HashedTokens
-from nanotrain_data.manifest import read_manifest
+from nanotrain_data.manifest import Manifest, read_manifest
 from nanotrain_data.verify import size_problems
 from nanotrain_data.writer import map_tokens
 
@@ -68,14 +68,17 @@ class Corpus:
             DataError: it is no prepared folder, or a file is missing or has another size, by its name.
         """
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.index(read_manifest(folder))
         problems = size_problems(folder, self.manifest)
         if problems:
             raise DataError("\n".join(problems))
-        tokens = [shard.tokens for shard in self.manifest.shards]
-        self._ends = np.cumsum(tokens, dtype=np.int64)
         self._opened = opened
         self._compared: dict[int, npt.NDArray[np.bool_]] = {}
+
+    def index(self, manifest: Manifest) -> None:
+        """Note where shards end."""
+        self.manifest = manifest
+        self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -87,17 +90,22 @@ class Corpus:
             DataError: some are not those that were written, or their file is gone.
         """
         found = np.empty((len(begins), count), np.int64)
-        shards = np.searchsorted(self._ends, begins, side="right")
+        shards = self.shards_of(begins)
         for row, (begin, first_shard) in enumerate(zip(begins.tolist(), shards.tolist(), strict=True)):
             done, shard = 0, first_shard
             while done < count:
                 first = begin + done - (int(self._ends[shard - 1]) if shard else 0)
-                some = self._shard(shard)[first : first + count - done]
+                some = self.shard(shard)[first : first + count - done]
                 found[row, done : done + len(some)] = some
                 done, shard = done + len(some), shard + 1
         return found
 
-    def _shard(self, number: int) -> ShardTokens:
+    def shards_of(self, places: Integers) -> Integers:
+        """Return the numbers of the shards that have the tokens at ``places``, [n]."""
+        return np.searchsorted(self._ends, places, side="right")
+
+    def shard(self, number: int) -> HashedTokens:
+        """Return the tokens of a shard, to be read at once."""
         path = self.folder / f"{self.manifest.shards[number].name}.tokens"
         return self._opened.get(path, lambda: self._open(number, path))
 

@@ -38,6 +38,9 @@ def summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "length_mean": round(float(lengths.mean()), 1),
         "length_percentiles": {str(at): int(value) for at, value in zip(PERCENTILES, found, strict=True)},
         "digest": manifest.digest,
+        "chat_template": manifest.chat.template if manifest.chat else None,
+        "answers": sum(shard.answers or 0 for shard in manifest.shards),
+        "left_out": manifest.left_out,
     }
 
 
@@ -47,12 +50,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     name, end = found["tokenizer"]["name"], found["end_of_document"]
     size = found["bytes_of_text"]
     of_text = f", {size:,} bytes of text, {found['bytes_per_token']} a token" if size else ""
+    chat = found["chat_template"]
+    what = "conversations" if chat else "documents"
+    answers = f"{found['answers']:,}; conversations left out, since they have none: {found['left_out']:,}"
+    of_chat = [f"answers    {answers}; template {chat}"] if chat else []
     return [
-        f"{found['folder']}: {found['documents']:,} documents, {found['tokens']:,} tokens{of_text}",
+        f"{found['folder']}: {found['documents']:,} {what}, {found['tokens']:,} tokens{of_text}",
         f"tokenizer  {name} ({found['tokenizer']['kind']}), {found['vocab_size']:,} tokens, "
         f"documents end with {'no token' if end is None else end}",
         f"stored as  {found['dtype']} in {found['shards']:,} shards",
         f"lengths    mean {found['length_mean']:g}  {lengths}",
+        *of_chat,
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,24 @@ class ShardInfo:
     """Of the file of offsets: int64 [documents + 1], where each document begins, and the end."""
     hashes_sha256: str
     """Of the file that holds a hash for each 64 KiB of tokens."""
+    source_sha256: str | None = None
+    """Of what was read for it: see ``Unit.sha256``. None: not of this command."""
+    answers: int | None = None
+    """Of conversations, the stretches of tokens that the assistant wrote: file ``NAME.answers``."""
+    answers_sha256: str | None = None
+    """Of that file: int64 [answers, 2], where each begins in the shard, and its end."""
+    left_out: int = 0
+    """Conversations that were read, but have no token that is learned; they are not among the documents."""
+
+
+@attrs.define(frozen=True, kw_only=True)
+class ChatInfo:
+    """How conversations became tokens."""
+
+    template: str
+    """The name of its file; ``plain``: the form without one."""
+    sha256: str
+    """Of the template and the special tokens that it was given."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -66,6 +85,8 @@ class Manifest:
     """The token that each document ends with; None: they end without one."""
     made_of: str
     """A hash over names and sizes of what was read, and how it was cut into shards."""
+    chat: ChatInfo | None = None
+    """None: documents are text, of which every token is learned."""
     shards: tuple[ShardInfo, ...]
 
     @property
@@ -81,15 +102,30 @@ class Manifest:
         return sum(shard.bytes for shard in self.shards)
 
     @property
+    def left_out(self) -> int:
+        return sum(shard.left_out for shard in self.shards)
+
+    @property
     def digest(self) -> str:
         """A hash over all tokens in their order, and what they mean: the same for equal corpora."""
         form = [self.dtype, self.vocab_size, self.end_of_document, self.tokenizer.sha256]
         known = [*form, *((shard.tokens, shard.sha256) for shard in self.shards)]
+        if self.chat:
+            known += [
+                self.chat.sha256,
+                *((shard.offsets_sha256, shard.answers_sha256) for shard in self.shards),
+            ]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Put it in place: the folder is whole from then on."""
-        write_text_atomically(folder / NAME, json.dumps(attrs.asdict(self), indent=1) + "\n")
+        found = attrs.asdict(self, filter=_is_said)
+        write_text_atomically(folder / NAME, json.dumps(found, indent=1) + "\n")
+
+
+def _is_said(field: attrs.Attribute[Any], value: Any) -> bool:
+    """Leave out what is of conversations where there are none."""
+    return value != field.default or field.name in ("format", "version", "file")
 
 
 def stored_dtype(vocab_size: int) -> str:
@@ -107,11 +143,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(missing_path(folder, "data folder"))
     path = folder / NAME
     try:
-        content: Any = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(_not_prepared(folder)) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    return parse_manifest(str(path), content)
+
+
+def parse_manifest(path: str, data: bytes) -> Manifest:
+    """Return the manifest that was read from ``path``, which messages name.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        content = json.loads(data)
     except ValueError as error:
         raise DataError(f"{path} is damaged: no JSON ({error}); prepare the folder again") from None
     return _structured(path, content)
@@ -127,7 +174,7 @@ def _not_prepared(folder: Path) -> str:
     return f"{folder} has no {NAME}; expected a folder that 'nanotrain data prepare' wrote"
 
 
-def _structured(path: Path, content: Any) -> Manifest:
+def _structured(path: str, content: Any) -> Manifest:
     known = content if isinstance(content, dict) else {}
     if known.get("format") != FORMAT or known.get("version") != VERSION:
         found = f"format {known.get('format')!r}, version {known.get('version')!r}"
@@ -139,6 +186,14 @@ def _structured(path: Path, content: Any) -> Manifest:
         raise DataError(f"{path} is damaged: {problems}") from None
     if manifest.dtype not in DTYPES:
         raise DataError(f"{path}: dtype '{manifest.dtype}'; expected one of {', '.join(DTYPES)}")
-    if any(Path(shard.name).name != shard.name for shard in manifest.shards):
-        raise DataError(f"{path} names shards outside of its folder")
+    if any(Path(name).name != name for name in _files(manifest)):
+        raise DataError(f"{path} names files outside of its folder")
     return manifest
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    """Yield what becomes names of files, here or in a cache."""
+    yield manifest.tokenizer.file or "none"
+    yield manifest.tokenizer.sha256
+    for shard in manifest.shards:
+        yield from (shard.name, shard.sha256)

@@ -198,7 +198,7 @@ def _documents(index: Index, tokens: Tokens, first: int, last: int) -> Iterator[
     for begin, end in pairwise(index.documents[first : last + 1].tolist()):
         some = [tokens[begins[n] : begins[n] + index.lengths[n]] for n in range(begin, end)]
         if any(map(len, some)):
-            yield np.concatenate(some), 0
+            yield Document(np.concatenate(some), 0)
 
 
 def _tokens(path: Path, index: Index) -> Tokens:

@@ -8,21 +8,24 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotrain_data.blend import Blend
-from nanotrain_data.permutation import Permutation
+from nanotrain_data.permutation import Permutation, WindowedPermutation
 
 Integers = npt.NDArray[np.int64]
 
 
 class BlendedOrder:
-    """Source s has ``counts[s]`` sequences, numbered after those of the sources before it."""
+    """Source s has ``counts[s]`` sequences, numbered after those of the sources before it.
+
+    Each is shuffled as a whole, or, with a ``window``, so that this many in a row stay together.
+    """
 
     #: Permutations that are kept: as many as two epochs of some sources need.
     KEPT = 64
 
-    def __init__(self, blend: Blend, counts: Sequence[int], seed: int) -> None:
-        self.blend, self.counts, self.seed = blend, tuple(counts), seed
+    def __init__(self, blend: Blend, counts: Sequence[int], seed: int, window: int = 0) -> None:
+        self.blend, self.counts, self.seed, self.window = blend, tuple(counts), seed, window
         self._firsts = np.cumsum([0, *counts], dtype=np.int64)[:-1]
-        self._known: dict[tuple[int, int], Permutation] = {}
+        self._known: dict[tuple[int, int], Permutation | WindowedPermutation] = {}
 
     def at(self, positions: Iterable[int]) -> Integers:
         """Return the sequence numbers at positions of the endless blend."""
@@ -38,10 +41,12 @@ class BlendedOrder:
                 )
         return numbers
 
-    def _permutation(self, source: int, epoch: int) -> Permutation:
+    def _permutation(self, source: int, epoch: int) -> Permutation | WindowedPermutation:
         known = self._known.get((source, epoch))
         if known is None:
-            known = Permutation(self.counts[source], f"{self.seed}/{source}/{epoch}")
+            count, key = self.counts[source], f"{self.seed}/{source}/{epoch}"
+            windowed = 0 < self.window < count
+            known = WindowedPermutation(count, key, self.window) if windowed else Permutation(count, key)
             self._known = {**dict([*self._known.items()][1 - self.KEPT :]), (source, epoch): known}
         return known
 

@@ -44,6 +44,31 @@ class Permutation:
         return high * self._side + low
 
 
+class WindowedPermutation:
+    """Every number below ``count`` once; those of a window of consecutive ones stay together.
+
+    Windows are in an order of their own, and numbers in one of each window. What does not fill a window
+    comes last.
+    """
+
+    def __init__(self, count: int, key: str, window: int) -> None:
+        self.count, self.window, self._key = count, window, key
+        self._whole = count // window
+        self._windows = Permutation(self._whole, f"{key}/windows")
+
+    def at(self, places: Integers) -> Integers:
+        """Return the numbers that stand at ``places``, [n], each from 0 up to ``count``."""
+        found = np.empty_like(places)
+        windows, within = np.divmod(places, self.window)
+        for place in np.unique(windows).tolist():
+            there = windows == place
+            number = int(self._windows.at(np.array([place]))[0]) if place < self._whole else place
+            size = min(self.window, self.count - number * self.window)
+            shuffled = Permutation(size, f"{self._key}/{number}").at(within[there])
+            found[there] = number * self.window + shuffled
+        return found
+
+
 def _mixed(words: _Words) -> _Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

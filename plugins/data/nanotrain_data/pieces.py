@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.api import DataError
 from nanotrain_core.api.text import Split, held_out
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ShardsConfig, StreamingConfig
 from nanotrain_data.manifest import Manifest
 
 
@@ -26,7 +26,9 @@ class Pieces:
         return self.length // length * (self.split.held if validation else self.split.train)
 
 
-def pieces_of(config: ShardsConfig, manifests: Sequence[Manifest], longest: int) -> list[Pieces]:
+def pieces_of(
+    config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest], longest: int
+) -> list[Pieces]:
     """Cut each source into pieces of ``longest`` tokens.
 
     Raises:
@@ -44,24 +46,34 @@ def pieces_of(config: ShardsConfig, manifests: Sequence[Manifest], longest: int)
     return found
 
 
-def check_alike(config: ShardsConfig, manifests: Sequence[Manifest]) -> None:
+def check_alike(config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest]) -> None:
     """Check that all sources were made with one tokenizer, and end documents if these are to be told apart.
 
     Raises:
         DataError: two were not, or one does not, by their names.
     """
-    first = manifests[0]
+    check_one_tokenizer(config.paths, manifests)
     for path, other in zip(config.paths, manifests, strict=True):
-        if other.tokenizer.sha256 != first.tokenizer.sha256:
-            raise DataError(
-                f"{config.paths[0]} has tokens of {first.tokenizer.name}, and {path} of "
-                f"{other.tokenizer.name} ({other.tokenizer.sha256[:12]}, not {first.tokenizer.sha256[:12]}): "
-                "expected one tokenizer for all sources"
-            )
         if config.mask_documents and other.end_of_document is None:
             raise DataError(
                 f"{path} has documents that end with no token, and mask_documents finds them by it: "
                 "prepare it with a tokenizer that has one, and without --no-end"
+            )
+
+
+def check_one_tokenizer(paths: Sequence[str], manifests: Sequence[Manifest]) -> None:
+    """Check that all sources were made with one tokenizer.
+
+    Raises:
+        DataError: two were not, by their names.
+    """
+    first = manifests[0]
+    for path, other in zip(paths, manifests, strict=True):
+        if other.tokenizer.sha256 != first.tokenizer.sha256:
+            raise DataError(
+                f"{paths[0]} has tokens of {first.tokenizer.name}, and {path} of "
+                f"{other.tokenizer.name} ({other.tokenizer.sha256[:12]}, not {first.tokenizer.sha256[:12]}): "
+                "expected one tokenizer for all sources"
             )
 
 

@@ -10,53 +10,31 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from nanotrain_core.api import (
-    DataError,
-    remove_leftovers,
-    working,
-    write_atomically,
-    write_text_atomically,
+from nanotrain_core.api import DataError, remove_leftovers, working, write_atomically
+from nanotrain_data.codecs import Codec, describe_codec, open_codec
+from nanotrain_data.conversations import open_conversation_codec
+from nanotrain_data.manifest import (
+    NAME,
+    ChatInfo,
+    Manifest,
+    ShardInfo,
+    TokenizerInfo,
+    read_manifest,
+    stored_dtype,
 )
-from nanotrain_data.codecs import describe_codec, open_codec
-from nanotrain_data.manifest import NAME, Manifest, ShardInfo, TokenizerInfo, read_manifest, stored_dtype
-from nanotrain_data.readers import documents
-from nanotrain_data.sources import TEXT_SUFFIXES, Unit, units_of
+from nanotrain_data.request import Request
+from nanotrain_data.sources import units_of
+from nanotrain_data.unit_writer import Task, cannot_write, record, write_all, write_record
 from nanotrain_data.verify import damage
-from nanotrain_data.writer import SUFFIXES, Document, file_sha256, shard_name, write_shard
-
-#: Documents and characters that are tokenised at a time, which bounds memory.
-DOCUMENTS, CHARACTERS = 256, 2**22
-
-
-@attrs.define(frozen=True, kw_only=True)
-class Request:
-    """What is to be prepared."""
-
-    sources: tuple[str, ...]
-    tokenizer: str
-    """``bytes``, or the file of a tokenizer."""
-    out: Path
-    field: str = "text"
-    """Where the text is in a JSON object or a table."""
-    suffixes: tuple[str, ...] = TEXT_SUFFIXES
-    """Files that are a document each."""
-    unit_bytes: int = 2**28
-    """Of text that becomes one shard, about."""
-    end_documents: bool = True
-    """Whether each document ends with the tokenizer's token for it, if it has one."""
+from nanotrain_data.writer import ANSWERS, SUFFIXES, file_sha256
 
 
 @attrs.define(frozen=True)
@@ -66,6 +44,8 @@ class Prepared:
     manifest: Manifest
     written: int
     """Shards that were written, of those in the manifest; the others were there already."""
+    changed: tuple[str, ...] = ()
+    """Sources of shards that were there already, and were written again: they hold something else now."""
 
 
 def prepare(request: Request, workers: int) -> Prepared:
@@ -76,40 +56,61 @@ def prepare(request: Request, workers: int) -> Prepared:
     """
     codec = open_codec(request.tokenizer)
     tokenizer = describe_codec(request.tokenizer)
+    chat = _chat_info(request, codec)
     units = units_of(request.sources, request.suffixes, request.unit_bytes)
-    end = codec.separator if request.end_documents else None
+    end = codec.separator if request.end_documents and not chat else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
+    form += [chat.sha256] if chat else []
     made_of = _digest([form, [[part.identity for part in unit.parts] for unit in units]])
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_write(request.out, error) from None
+        raise cannot_write(request.out, error) from None
+    tasks = [
+        Task(number, unit, _digest([form, [part.identity for part in unit.parts]]))
+        for number, unit in enumerate(units)
+    ]
     with _alone(request.out):
         remove_leftovers(request.out)
+        there = (
+            _of_manifest(request.out, made_of, tasks)
+            if (request.out / NAME).exists()
+            else _of_records(request.out, tasks)
+        )
+        known = _unchanged(there, workers)
+        changed = {part.name for task in there.keys() - known for part in task.unit.parts}
         if (request.out / NAME).exists():
-            return Prepared(_finished(request.out, made_of), 0)
+            if not changed:
+                return Prepared(read_manifest(request.out), 0)
+            _open_again(request.out, known)
         _refuse_strangers(request.out, tokenizer)
         _copy_tokenizer(request, tokenizer)
-        todo = [
-            _Task(n, unit, _digest([form, [attrs.astuple(part) for part in unit.parts]]))
-            for n, unit in enumerate(units)
-        ]
-        known = {task.number: found for task in todo if (found := _kept(request.out, task)) is not None}
-        made = _write_all(request, [task for task in todo if task.number not in known], workers)
-        shards = {**known, **made}
+        made = write_all(request, [task for task in tasks if task not in known], workers)
+        shards = {**{task.number: info for task, info in known.items()}, **made}
         manifest = Manifest(
             tokenizer=tokenizer,
             vocab_size=codec.vocab_size,
             dtype=stored_dtype(codec.vocab_size),
             end_of_document=end,
             made_of=made_of,
+            chat=chat,
             shards=tuple(shards[number] for number in sorted(shards) if shards[number].tokens),
         )
         if not manifest.shards:
-            raise DataError(f"there is no text in {', '.join(request.sources)}")
+            what = "answer of an assistant" if chat else "text"
+            raise DataError(f"there is no {what} in {', '.join(request.sources)}")
         manifest.write(request.out)
         _remove_records(request.out, manifest)
-    return Prepared(manifest, len(made))
+    return Prepared(manifest, len(made), tuple(sorted(changed)))
+
+
+def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
+    if not request.chat:
+        return None
+    template = open_conversation_codec(codec, request.tokenizer, request.chat_template).template
+    if template is None:
+        return ChatInfo(template="plain", sha256=_digest("plain"))
+    return ChatInfo(template=template.name, sha256=template.sha256)
 
 
 def example_of_text(text: Path, folder: Path) -> Mapping[str, Any]:
@@ -118,160 +119,36 @@ def example_of_text(text: Path, folder: Path) -> Mapping[str, Any]:
     return {"paths": [str(folder)]}
 
 
-# --- one unit -------------------------------------------------------------------------------------
-
-
-@attrs.define(frozen=True)
-class _Task:
-    number: int
-    unit: Unit
-    digest: str
-    """Over all that decides the shard's bytes."""
-
-
-class _Writer:
-    """Writes shards, in this process or in one of many."""
-
-    def __init__(self, request: Request, done: Any) -> None:
-        self.request, self.codec, self._done = request, open_codec(request.tokenizer), done
-        self.end = self.codec.separator if request.end_documents else None
-
-    def write(self, task: _Task) -> ShardInfo:
-        out, name = self.request.out, shard_name(task.number)
-        try:
-            info = write_shard(out, name, stored_dtype(self.codec.vocab_size), self._documents(task.unit))
-            record = {"made_of": task.digest, "shard": attrs.asdict(info)}
-            write_text_atomically(_record(out, task.number), json.dumps(record))
-        except OSError as error:
-            raise _cannot_write(out, error) from None
-        return info
-
-    def _documents(self, unit: Unit) -> Iterator[Document]:
-        end = [] if self.end is None else [self.end]
-        for part in unit.parts:
-            told = 0.0
-            for texts, size in _batches(documents(part, self.request.field)):
-                for text, tokens in zip(texts, self.codec.encode_batch(texts), strict=True):
-                    yield tokens + end, len(text.encode())
-                now = min(part.size, told + size)
-                self._advance(now - told)
-                told = now
-            self._advance(part.size - told)
-
-    def _advance(self, size: float) -> None:
-        with self._done.get_lock():
-            self._done.value += size
-
-
-def _batches(texts: Iterator[str]) -> Iterator[tuple[list[str], int]]:
-    some: list[str] = []
-    size = 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if len(some) == DOCUMENTS or size >= CHARACTERS:
-            yield some, size
-            some, size = [], 0
-    if some:
-        yield some, size
-
-
-_writer: _Writer | None = None
-"""Of a worker process."""
-
-
-def _begin(request: Request, done: Any) -> None:
-    global _writer  # noqa: PLW0603 a process pool has no other place for what its workers keep
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each processor already
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C waits for no shard to be whole
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _writer = _Writer(request, done)
-
-
-def _end_with_parent() -> None:
-    """End this process when the command that started it is gone, however that ended."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _write_in_worker(task: _Task) -> ShardInfo:
-    assert _writer is not None
-    return _writer.write(task)
-
-
-def _write_all(request: Request, tasks: Sequence[_Task], workers: int) -> dict[int, ShardInfo]:
-    context = multiprocessing.get_context("spawn")
-    done = context.Value("d", 0.0)
-    total = sum(task.unit.size for task in tasks)
-    workers = min(workers, len(tasks))
-    with working("tokenising", total, "B") as advance:
-        if workers <= 1:
-            writer = _Writer(request, _Told(advance))
-            return {task.number: writer.write(task) for task in tasks}
-        pool = ProcessPoolExecutor(workers, context, _begin, (request, done))
-        try:
-            futures = {pool.submit(_write_in_worker, task): task.number for task in tasks}
-            made: dict[int, ShardInfo] = {}
-            told = 0.0
-            waiting: set[Future[ShardInfo]] = set(futures)
-            while waiting:
-                ended, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-                made |= {futures[future]: future.result() for future in ended}
-                now = done.value
-                advance(now - told)
-                told = now
-            return made
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that tokenises was killed, perhaps for want of memory: run the command again, and "
-                "it goes on; fewer --workers take less"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class _Told:
-    """Stands in for a number shared between processes, where there is one."""
-
-    def __init__(self, advance: Any) -> None:
-        self._advance = advance
-
-    @contextmanager
-    def get_lock(self) -> Iterator[None]:
-        yield
-
-    @property
-    def value(self) -> float:
-        return 0.0
-
-    @value.setter
-    def value(self, more: float) -> None:
-        self._advance(more)
+def example_of_streaming(text: Path, folder: Path) -> Mapping[str, Any]:
+    """Return the same as a URL, through a cache that holds a few of its shards."""
+    example_of_text(text, folder / "prepared")
+    return {"urls": [f"file://{folder}/prepared"], "cache": str(folder / "cache"), "cache_gb": 1e-5}
 
 
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def _record(out: Path, number: int) -> Path:
-    return out / f"{shard_name(number)}.json"
+def _of_records(out: Path, tasks: Sequence[Task]) -> dict[Task, ShardInfo]:
+    """Return shards that an interrupted command wrote for the same tasks, if they are as it left them."""
+    return {task: info for task in tasks if (info := _recorded(out, task)) is not None}
 
 
-def _kept(out: Path, task: _Task) -> ShardInfo | None:
-    """Return a shard that an interrupted command wrote, if its files are those of its record."""
+def _recorded(out: Path, task: Task) -> ShardInfo | None:
     try:
-        record = json.loads(_record(out, task.number).read_bytes())
-        info = ShardInfo(**record["shard"])
-        hashes = (info.sha256, info.offsets_sha256, info.hashes_sha256)
-        found = tuple(file_sha256(out / f"{info.name}{suffix}") for suffix in SUFFIXES)
+        known = json.loads(record(out, task.number).read_bytes())
+        info = ShardInfo(**known["shard"])
+        hashes = [info.sha256, info.offsets_sha256, info.hashes_sha256]
+        suffixes = [*SUFFIXES]
+        if info.answers_sha256 is not None:
+            hashes, suffixes = [*hashes, info.answers_sha256], [*suffixes, ANSWERS]
+        found = [file_sha256(out / f"{info.name}{suffix}") for suffix in suffixes]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return info if record["made_of"] == task.digest and found == hashes else None
+    return info if known["made_of"] == task.digest and found == hashes else None
 
 
-def _finished(out: Path, made_of: str) -> Manifest:
-    """Return the manifest of a folder that was prepared before, of the same.
+def _of_manifest(out: Path, made_of: str, tasks: Sequence[Task]) -> dict[Task, ShardInfo]:
+    """Return the shards of a folder that was prepared before, of the same tasks.
 
     Raises:
         DataError: it is of something else, or its shards are damaged.
@@ -285,12 +162,39 @@ def _finished(out: Path, made_of: str) -> Manifest:
     problems = damage(out, manifest)
     if problems:
         raise DataError("\n".join([*problems, f"delete {out} and prepare it again"]))
-    return manifest
+    named = {shard.name: shard for shard in manifest.shards}
+    return {task: named[task.name] for task in tasks if task.name in named}
+
+
+def _unchanged(there: Mapping[Task, ShardInfo], workers: int) -> dict[Task, ShardInfo]:
+    """Return which of the shards that are there were made of what their sources hold now.
+
+    Sources are read for it: a file may change and keep its size, and an archive or a copy its time too.
+    """
+    found = {}
+    total = sum(task.unit.size for task in there)
+    with working("comparing sources", total, "B") as advance, ThreadPoolExecutor(max(workers, 1)) as pool:
+        for (task, info), now in zip(there.items(), pool.map(_hash_of, there), strict=True):
+            advance(task.unit.size)
+            if info.source_sha256 == now:
+                found[task] = info
+    return found
+
+
+def _hash_of(task: Task) -> str:
+    return task.unit.sha256()
+
+
+def _open_again(out: Path, known: Mapping[Task, ShardInfo]) -> None:
+    """Make a folder unfinished, in which some shards are to be written again: interrupted, it goes on."""
+    for task, info in known.items():
+        write_record(out, task, info)
+    (out / NAME).unlink()
 
 
 def _refuse_strangers(out: Path, tokenizer: TokenizerInfo) -> None:
     """Keep from writing among files that are not of a preparation."""
-    ours = {*SUFFIXES, ".json"}
+    ours = {*SUFFIXES, ANSWERS, ".json"}
     for path in sorted(out.iterdir()):
         if not (path.suffix in ours and path.stem.isdigit()) and path.name not in (LOCK, tokenizer.file):
             raise DataError(f"{out} holds {path.name}, which is of no preparation; expected a new folder")
@@ -306,8 +210,8 @@ def _remove_records(out: Path, manifest: Manifest) -> None:
     """Remove what the manifest does not name: records, and shards of an earlier cut of the corpus."""
     named = {shard.name for shard in manifest.shards}
     for path in out.iterdir():
-        record = path.suffix == ".json" and path.stem.isdigit()
-        if record or (path.suffix in SUFFIXES and path.stem not in named):
+        of_task = path.suffix == ".json" and path.stem.isdigit()
+        if of_task or (path.suffix in (*SUFFIXES, ANSWERS) and path.stem not in named):
             path.unlink()
 
 
@@ -329,10 +233,6 @@ def _alone(out: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
-
-
-def _cannot_write(out: Path, error: OSError) -> DataError:
-    return DataError(f"cannot write to {out}: {error.strerror or error}; given again, the command goes on")
 
 
 def _digest(value: Any) -> str:

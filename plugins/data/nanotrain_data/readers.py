@@ -6,16 +6,39 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from nanotrain_core.api import DataError, did_you_mean
-from nanotrain_data.sources import LARGEST, Part
+from nanotrain_data.chat_template import Message
+from nanotrain_data.conversations import messages_of
+from nanotrain_data.sources import CHUNK, LARGEST, Part
 
-#: Bytes that are read at a time of a compressed file.
-CHUNK = 2**20
+T = TypeVar("T")
+#: Takes what a field or column has, or raises ValueError with what was expected.
+Check = Callable[[Any], T]
+
+
+def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message]]]:
+    """Yield the conversations of a part, each with the place that it stands at: file and line or row.
+
+    Args:
+        part: of a corpus.
+        field: where in a JSON object, or which column of a table, the list of messages is.
+
+    Raises:
+        DataError: as :func:`documents`; or a list is not of messages.
+    """
+    if part.form == "text":
+        raise DataError(f"{part.path} is text; conversations are read of JSON lines, parquet, or datasets")
+    try:
+        for where, messages in _values(part, field, messages_of):
+            yield where(), [{**m, "content": _sound(m["content"])} for m in messages]
+    except OSError as error:
+        raise DataError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
 def documents(part: Part, field: str) -> Iterator[str]:
@@ -32,15 +55,32 @@ def documents(part: Part, field: str) -> Iterator[str]:
     try:
         if part.form == "text":
             texts: Iterator[str] = _of_text(part)
-        elif part.form == "lines":
-            texts = _of_lines(part, field)
         else:
-            from nanotrain_data.tables import texts_of
-
-            texts = texts_of(part, field)
+            texts = (text for _, text in _values(part, field, text_of))
         yield from (_sound(text) for text in texts if text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def text_of(value: Any) -> str:
+    """Return a text that was read.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"is of type {type(value).__name__}; expected a string")
+    return value
+
+
+def _values(part: Part, field: str, check: Check[T]) -> Iterator[tuple[Callable[[], str], T]]:
+    """Yield what is in a field or column, each with a function that says where that is."""
+    if part.form == "lines":
+        yield from _of_lines(part, field, check)
+    else:
+        from nanotrain_data.tables import values_of
+
+        yield from values_of(part, field, check)
 
 
 def _sound(text: str) -> str:
@@ -74,7 +114,7 @@ def _first_line(part: Part, file: BinaryIO) -> int:
     return part.begin - 1 + len(file.readline())
 
 
-def _of_lines(part: Part, field: str) -> Iterator[str]:
+def _of_lines(part: Part, field: str, check: Check[T]) -> Iterator[tuple[Callable[[], str], T]]:
     with _opened(Path(part.path)) as file:
         place = _first_line(part, file)
         lines = 0
@@ -84,26 +124,26 @@ def _of_lines(part: Part, field: str) -> Iterator[str]:
                 return
             lines += 1
             if line.strip():
-                yield _text_of(line, field, part, place, lines)
+                where = partial(_where, part, place, lines)
+                yield where, _value_of(line, field, check, where)
             place += len(line)
 
 
-def _text_of(line: bytes, field: str, part: Part, place: int, lines: int) -> str:
+def _value_of(line: bytes, field: str, check: Check[T], where: Callable[[], str]) -> T:
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{_where(part, place, lines)}: no JSON: {error}") from None
+        raise DataError(f"{where()}: no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise DataError(f"{_where(part, place, lines)}: expected a JSON object, got {line[:40]!r}")
+        raise DataError(f"{where()}: expected a JSON object, got {line[:40]!r}")
     if field not in found:
         near = did_you_mean(field, list(found))
         text = f"no field '{field}'{near}; it has {', '.join(found) or 'none'}; --field names another"
-        raise DataError(f"{_where(part, place, lines)}: {text}")
-    text = found[field]
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise DataError(f"{_where(part, place, lines)}: field '{field}' is of type {kind}; expected a string")
-    return text
+        raise DataError(f"{where()}: {text}")
+    try:
+        return check(found[field])
+    except ValueError as error:
+        raise DataError(f"{where()}: field '{field}' {error}") from None
 
 
 def _where(part: Part, place: int, lines: int) -> str:

@@ -5,7 +5,9 @@ Units depend on names and sizes alone, never on the number of workers.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,8 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED = {".gz": 4, ".zst": 4}
 #: Bytes up to which a file of a form is not cut, whatever is wanted.
 LARGEST_WHOLE = {"text": LARGEST, "lines": 0}
+#: Bytes that are read at a time.
+CHUNK = 2**20
 
 
 @attrs.define(frozen=True)
@@ -43,8 +47,6 @@ class Part:
     """Of text, bytes: the lines that begin there. Of parquet, row groups. 0 and 0: all of it."""
     size: int
     """Bytes to read, about."""
-    changed: int
-    """When the file was changed last, in ns."""
 
     @property
     def whole(self) -> bool:
@@ -66,6 +68,26 @@ class Unit:
     @property
     def size(self) -> int:
         return sum(part.size for part in self.parts)
+
+    def sha256(self) -> str:
+        """Return a hash over what its parts hold now: of a stretch of lines its bytes, else of whole files.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        digest = hashlib.sha256()
+        for part in self.parts:
+            try:
+                with open(part.path, "rb") as file:
+                    stretch = part.form in ("text", "lines") and not part.whole
+                    file.seek(part.begin if stretch else 0)
+                    left = part.end - part.begin if stretch else sys.maxsize
+                    while data := file.read(min(left, CHUNK)):
+                        digest.update(data)
+                        left -= len(data)
+            except OSError as error:
+                raise DataError(f"cannot read {part.path}: {error.strerror}") from None
+        return digest.hexdigest()
 
 
 def units_of(sources: Sequence[str], suffixes: Sequence[str], unit_bytes: int) -> list[Unit]:
@@ -136,14 +158,14 @@ def _cut(path: Path, name: str, form: str, unit_bytes: int) -> Iterator[Part]:
         count = -(-found.st_size // unit_bytes)
         edges = [found.st_size * number // count for number in range(count + 1)]
         for begin, end in pairwise(edges):
-            yield Part(str(path), name, form, begin, end, end - begin, found.st_mtime_ns)
+            yield Part(str(path), name, form, begin, end, end - begin)
     elif form == "parquet":
         from nanotrain_data.tables import row_groups
 
         for begin, end, size in row_groups(path, unit_bytes):
-            yield Part(str(path), name, form, begin, end, size, found.st_mtime_ns)
+            yield Part(str(path), name, form, begin, end, size)
     elif found.st_size:
-        yield Part(str(path), name, form, 0, 0, found.st_size * times, found.st_mtime_ns)
+        yield Part(str(path), name, form, 0, 0, found.st_size * times)
 
 
 def _known(suffixes: Sequence[str]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_data.sources import Part
+
+T = TypeVar("T")
 
 
 def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -29,23 +32,27 @@ def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
         yield begin, len(sizes), sum(sizes[begin:])
 
 
-def texts_of(part: Part, field: str) -> Iterator[str]:
-    """Yield the texts of a column.
+def values_of(part: Part, field: str, check: Callable[[Any], T]) -> Iterator[tuple[Callable[[], str], T]]:
+    """Yield what a column has, each with a function that says where.
 
     Raises:
-        DataError: there is no such column, a row has no string in it, or the file is damaged.
+        DataError: there is no such column, a row has not what ``check`` expects, or the file is damaged.
     """
     path = Path(part.path)
     row = 0
     with _reading(path) as arrow:
         for batch in _batches(arrow, part, field):
-            for text in batch.column(field).to_pylist():
-                if not isinstance(text, str):
-                    kind = type(text).__name__
-                    where = f"{path}, row {row}" + (f" of row group {part.begin} on" if part.begin else "")
-                    raise DataError(f"{where}: column '{field}' is of type {kind}; expected a string")
-                yield text
+            for value in batch.column(field).to_pylist():
+                where = partial(_where, part, row)
+                try:
+                    yield where, check(value)
+                except ValueError as error:
+                    raise DataError(f"{where()}: column '{field}' {error}") from None
                 row += 1
+
+
+def _where(part: Part, row: int) -> str:
+    return f"{part.path}, row {row}" + (f" of row group {part.begin} on" if part.begin else "")
 
 
 def _batches(arrow: Any, part: Part, field: str) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nanotrain_core.api import working
 from nanotrain_core.api.text import HASH, PIECE, HashedTokens
 from nanotrain_data.manifest import Manifest, ShardInfo
-from nanotrain_data.writer import file_sha256, map_tokens
+from nanotrain_data.writer import ANSWERS, file_sha256, map_tokens
 
 
 def size_problems(folder: Path, manifest: Manifest) -> list[str]:
@@ -20,6 +20,8 @@ def _wrong_sizes(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator
     itemsize = int(manifest.dtype.removeprefix("uint")) // 8
     nbytes = shard.tokens * itemsize
     wanted = {".tokens": nbytes, ".offsets": 8 * (shard.documents + 1), ".hashes": -(-nbytes // PIECE) * HASH}
+    if shard.answers is not None:
+        wanted[ANSWERS] = 16 * shard.answers
     for suffix, size in wanted.items():
         path = folder / f"{shard.name}{suffix}"
         try:
@@ -44,10 +46,17 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
+def damaged_tables(folder: Path, shard: ShardInfo) -> Iterator[str]:
+    """Yield which of the files that say where documents and answers are differ from the manifest."""
+    for suffix, expected in ((".offsets", shard.offsets_sha256), (ANSWERS, shard.answers_sha256)):
+        path = folder / f"{shard.name}{suffix}"
+        if expected is not None and file_sha256(path) != expected:
+            yield f"{path} is damaged: its SHA-256 is another"
+
+
 def _damaged_files(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator[str]:
-    paths = {suffix: folder / f"{shard.name}{suffix}" for suffix in (".tokens", ".offsets", ".hashes")}
-    if file_sha256(paths[".offsets"]) != shard.offsets_sha256:
-        yield f"{paths['.offsets']} is damaged: its SHA-256 is another"
+    paths = {suffix: folder / f"{shard.name}{suffix}" for suffix in (".tokens", ".hashes")}
+    yield from damaged_tables(folder, shard)
     if file_sha256(paths[".hashes"]) != shard.hashes_sha256:
         yield f"{paths['.hashes']} is damaged: its SHA-256 is another"
     elif file_sha256(paths[".tokens"]) != shard.sha256:

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -15,10 +16,20 @@ from nanotrain_core.api import write_atomically
 from nanotrain_core.api.text import piece_hashes
 from nanotrain_data.manifest import ShardInfo
 
-#: A document: its tokens, and the bytes of its text.
-Document = tuple[Sequence[int] | npt.NDArray[Any], int]
 #: What a shard's files are called after its name.
 SUFFIXES = (".tokens", ".offsets", ".hashes")
+#: And the file that shards of conversations have beside.
+ANSWERS = ".answers"
+
+
+class Document(NamedTuple):
+    """A document, or a conversation."""
+
+    tokens: Sequence[int] | npt.NDArray[Any]
+    bytes: int
+    """Of its text."""
+    answers: Sequence[tuple[int, int]] = ()
+    """Of a conversation, the stretches of its tokens that are learned."""
 
 
 def shard_name(number: int) -> str:
@@ -26,7 +37,9 @@ def shard_name(number: int) -> str:
     return f"{number:05d}"
 
 
-def write_shard(folder: Path, name: str, dtype: str, documents: Iterable[Document]) -> ShardInfo:
+def write_shard(
+    folder: Path, name: str, dtype: str, documents: Iterable[Document], *, chat: bool = False
+) -> ShardInfo:
     """Write a shard, one document after another: no more than one is in memory.
 
     Args:
@@ -34,22 +47,35 @@ def write_shard(folder: Path, name: str, dtype: str, documents: Iterable[Documen
         name: of the files, without suffix.
         dtype: of the tokens; each fits.
         documents: each with the token that ends it, if they have one.
+        chat: they are conversations. Those that have nothing to learn are left out, and counted.
     """
     paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
     lengths: list[int] = []
-    size = 0
+    answers: list[tuple[int, int]] = []
+    size = left_out = place = 0
 
     def fill(path: Path) -> None:
-        nonlocal size
+        nonlocal size, left_out, place
         with path.open("wb") as file:
-            for tokens, of_text in documents:
+            for tokens, of_text, learned in documents:
+                if chat and not learned:
+                    left_out += 1
+                    continue
                 np.asarray(tokens).astype(_little(dtype), copy=False).tofile(file)
+                answers.extend((place + begin, place + end) for begin, end in learned)
                 lengths.append(len(tokens))
+                place += len(tokens)
                 size += of_text
 
     write_atomically(paths[".tokens"], fill)
     offsets = np.fromiter(itertools.accumulate(lengths, initial=0), "<i8", len(lengths) + 1)
-    return seal_shard(folder, name, dtype, offsets, size)
+    info = seal_shard(folder, name, dtype, offsets, size)
+    if not chat:
+        return info
+    stretches = np.array(answers, "<i8").reshape(-1, 2)
+    write_atomically(folder / f"{name}{ANSWERS}", stretches.tofile)
+    digest = hashlib.sha256(stretches.tobytes()).hexdigest()
+    return attrs.evolve(info, answers=len(stretches), answers_sha256=digest, left_out=left_out)
 
 
 def seal_shard(

@@ -2,8 +2,9 @@
 
 import numpy as np
 from nanotrain_data.manifest import Manifest, TokenizerInfo
-from nanotrain_data.prepare import Request, prepare
-from nanotrain_data.writer import shard_name, write_shard
+from nanotrain_data.prepare import prepare
+from nanotrain_data.request import Request
+from nanotrain_data.writer import Document, shard_name, write_shard
 
 
 def texts(count, seed=0):
@@ -28,7 +29,7 @@ def numbered(folder, tokens, *, first=0, shards=3, vocab=2**17):
     made = []
     for number in range(shards):
         content = np.arange(first + edges[number], first + edges[number + 1])
-        documents = [(some, len(some)) for some in np.array_split(content, 5)]
+        documents = [Document(some, len(some)) for some in np.array_split(content, 5)]
         made.append(write_shard(folder, shard_name(number), "uint32", documents))
     Manifest(
         tokenizer=info,

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from corpora import prepared, texts
-from nanotrain_data import prepare as module
-from nanotrain_data import readers, sources
+from nanotrain_data import prepare, readers, sources
+from nanotrain_data import unit_writer as module
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.sources import units_of
 from nanotrain_data.verify import damage
@@ -149,13 +149,13 @@ def interrupted(monkeypatch, after):
     """Have the writer of shards stop within the shard behind ``after`` whole ones."""
     real, count = module.write_shard, 0
 
-    def write_shard(folder, name, dtype, documents):
+    def write_shard(folder, name, dtype, documents, **options):
         nonlocal count
         count += 1
         if count > after:
             (folder / f".{name}.tokens.77.tmp").write_bytes(b"half a shard")
             raise Interrupted
-        return real(folder, name, dtype, documents)
+        return real(folder, name, dtype, documents, **options)
 
     monkeypatch.setattr(module, "write_shard", write_shard)
 
@@ -189,6 +189,24 @@ def test_a_source_that_changed_meanwhile_is_read_again(tmp_path, monkeypatch):
     (source / "000.txt").write_text(changed, newline="")
     prepared(out, source, unit_bytes=3000)
     assert documents_of(out) == [changed, *TEXTS[1:]]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "txt"])
+def test_a_source_that_changed_and_kept_size_and_time_is_prepared_again(tmp_path, form):
+    """As archives and copies have it. Shards of what did not change are left as they are."""
+    source, out = corpus(tmp_path / "in", form), tmp_path / "out"
+    first = prepared(out, source, unit_bytes=3000).manifest
+    path = source / "000.txt" if form == "txt" else source
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(TEXTS[0][:4].encode(), b"1" + TEXTS[0][1:4].encode(), 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    again = prepared(out, source, unit_bytes=3000)
+    assert path.name in again.changed
+    assert documents_of(out) == [TEXTS[0].replace("0", "1", 1), *TEXTS[1:]]
+    assert again.written == 1
+    assert again.manifest.shards[1:] == first.shards[1:]
+    assert prepared(out, source, unit_bytes=3000) == prepare.Prepared(again.manifest, 0)
 
 
 def test_what_is_whole_is_verified_and_left(tmp_path):
@@ -346,7 +364,7 @@ def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
     assert f"cannot write to {tmp_path / 'out'}: File exists" in refusal(tmp_path, source)
     (tmp_path / "out").unlink()
 
-    def full(*args):
+    def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_shard", full)

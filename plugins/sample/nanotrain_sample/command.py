@@ -16,6 +16,7 @@ from nanotrain_core.api import (
     load_plugins,
     plugin_arguments,
 )
+from nanotrain_core.api.text import EncodesSpecial
 from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TEXT",
         help="what to continue; may be repeated; - reads it from standard input (default: an empty line)",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="what prompts write as a special token, as <|im_start|>, is that token (default: text)",
     )
     parser.add_argument(
         "--tokens", type=above_zero, default=200, metavar="N", help="to write, at most (default: 200)"
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         how = how_of(args, found, codec)
         asked = Asked(
             weights=str(source.path),
-            prompts=tuple(encoded(text, codec, how) for text in texts),
+            prompts=tuple(encoded(text, codec, how, special=args.special_tokens) for text in texts),
             how=how,
             json=args.json,
         )
@@ -139,14 +145,18 @@ def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How
     )
 
 
-def encoded(text: str, codec: TextCodec, how: How) -> tuple[int, ...]:
+def encoded(text: str, codec: TextCodec, how: How, *, special: bool = False) -> tuple[int, ...]:
     """Return the tokens of a prompt.
 
     Raises:
-        NanotrainError: there are none, or more than the model reads.
+        NanotrainError: there are none, or more than the model reads; or special tokens are asked for, and
+            the tokenizer has none that text can name.
     """
+    if special and not isinstance(codec, EncodesSpecial):
+        raise NanotrainError("--special-tokens: expected a tokenizer.json, whose special tokens have names")
     try:
-        tokens = tuple(codec.encode(text))
+        encode = codec.encode_special if special and isinstance(codec, EncodesSpecial) else codec.encode
+        tokens = tuple(encode(text))
     except DataError as problem:
         raise DataError(f"{problem}; --tokenizer FILE names a tokenizer") from None
     if not tokens:

@@ -162,6 +162,10 @@ def test_a_checkpoint_and_converted_weights_write_the_same(trained, tmp_path, ca
     [
         (["--prompt", "x" * 49], "has 49 tokens, but the model reads at most 48"),
         (["--prompt", ""], "the prompt '' has no tokens"),
+        (
+            ["--special-tokens", "--prompt", "a"],
+            "--special-tokens: expected a tokenizer.json, whose special tokens",
+        ),
         (["--prompt", "-", "--prompt", "-"], "standard input can be read once"),
         (["--step", "7"], "does not hold a checkpoint of step 7; steps there: 1"),
         (["--degree", "tp"], "--degree: expected DIM=N such as tp=2"),

@@ -1,0 +1,118 @@
+"""The data component ``chat``: conversations, of which the assistant's words alone are learned."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanotrain_core.api import DataError
+from nanotrain_core.api.torch import IGNORE, Batch
+from nanotrain_data.blend import Blend, whole_weights
+from nanotrain_data.blended import BlendedData
+from nanotrain_data.config import ChatConfig
+from nanotrain_data.conversation_corpus import Conversations, nothing_to_learn
+from nanotrain_data.corpus import Corpus, OpenShards
+from nanotrain_data.packs import Packs
+from nanotrain_data.pieces import check_one_tokenizer
+
+Integers = npt.NDArray[np.int64]
+
+
+class Chat(BlendedData):
+    """Each sequence has one conversation, or several that do not see one another, and padding behind.
+
+    A position predicts the next token of its conversation if the assistant wrote that, and nothing else.
+    Which conversations share a sequence is the same in every epoch; sequences are drawn as ``shards`` does.
+    """
+
+    def __init__(self, config: ChatConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def open(self, *, length: int, seed: int) -> None:
+        """Read manifests and tables, and pack. No token is read.
+
+        Raises:
+            DataError: a folder is not prepared, is of text, or damaged, sources have different tokenizers, or
+                one has no sequence to train on.
+        """
+        config, opened = self.config, OpenShards()
+        self.sources = [Conversations(Path(path), config) for path in config.paths]
+        self.corpora = [Corpus(Path(path), opened) for path in config.paths]
+        manifests = [source.manifest for source in self.sources]
+        check_one_tokenizer(config.paths, manifests)
+        self._packs: dict[tuple[int, bool], list[Packs]] = {}
+        train = self.sequences_of_sources(length, validation=False)
+        for path, count in zip(config.paths, train, strict=True):
+            if not count:
+                raise DataError(nothing_to_learn(path, length))
+        self._blend = Blend(whole_weights(config.weights or train))
+        self.vocab_size = max(manifest.vocab_size for manifest in manifests)
+        self.bytes_per_token = None  # of a template's words too, which are no text
+        self.prepare(length=length, seed=seed, **self.counts(length), fingerprint=self._fingerprint())
+
+    def _fingerprint(self) -> str:
+        digests = " ".join(source.manifest.digest for source in self.sources)
+        shares = ":".join(map(str, self._blend.weights))
+        held = "+".join(str(source.split.held) for source in self.sources)
+        of = "+".join(str(source.split.count) for source in self.sources)
+        how = "packed" if self.config.packed else "padded"
+        return (
+            f"chat {hashlib.sha256(digests.encode()).hexdigest()[:16]}, {how}, too long: "
+            f"{self.config.too_long}, blended {shares}, {held} of {of} conversations held out"
+        )
+
+    def sequences_of_sources(self, length: int, *, validation: bool) -> list[int]:
+        """Return how many sequences of that length a split has of each source, [sources]."""
+        return [len(packs) for packs in self._packs_of(length, validation=validation)]
+
+    def _packs_of(self, length: int, *, validation: bool) -> list[Packs]:
+        key = length, validation
+        if key not in self._packs:
+            self._packs[key] = [source.packs(length, validation=validation) for source in self.sources]
+        return self._packs[key]
+
+    def read_batch(self, numbers: Integers, *, validation: bool) -> Batch:
+        """Return those sequences of a split.
+
+        Raises:
+            DataError: a shard is damaged there, by its name.
+        """
+        length, shape = self.length, (len(numbers), self.length)
+        tokens, begins = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        targets = np.full(shape, IGNORE, np.int64)
+        packs = self._packs_of(length, validation=validation)
+        firsts = np.cumsum([0, *map(len, packs)])
+        for row, number in enumerate(numbers.tolist()):
+            source = int(np.searchsorted(firsts, number, side="right")) - 1
+            at = 0
+            for conversation in packs[source].of(number - int(firsts[source])).tolist():
+                place, learned = self.sources[source].place(conversation, length)
+                read = self.corpora[source].read(np.array([place]), len(learned))[0]
+                end = at + min(len(read), length)
+                tokens[row, at:end] = read[:length]
+                targets[row, at : at + len(read) - 1] = np.where(learned[1:], read[1:], IGNORE)
+                begins[row, at:end] = at
+                at = end
+            begins[row, at:] = at  # padding sees padding alone
+        return Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(targets),
+            begins=torch.from_numpy(begins) if self.config.packed else None,
+        )
+
+    def describe(self) -> str:
+        """Return what was opened, in one line."""
+        manifests = [source.manifest for source in self.sources]
+        sources = f"{len(manifests)} sources, " if len(manifests) > 1 else ""
+        out = sum(source.left_out(self.length) for source in self.sources)
+        left_out = f"{out} of them left out as too long, " if out else ""
+        return (
+            f"chat: {sources}{sum(m.documents for m in manifests)} conversations, {left_out}"
+            f"{sum(m.tokens for m in manifests)} tokens ({manifests[0].tokenizer.name}), "
+            f"{self.train} sequences to train on, {self.validation} held out"
+        )

@@ -1,0 +1,175 @@
+"""The chat template of a tokenizer: where it is found, and what it makes of a conversation.
+
+Rendered by Hugging Face ``transformers``, in whose sandbox a template from the Hub can do no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from nanotrain_core.api import DataError
+from nanotrain_core.api.text import missing_path
+
+#: A message: ``role``, ``content``, and what else a template may read.
+Message = Mapping[str, Any]
+#: Characters of a rendered conversation: begin and end of a stretch that the assistant wrote.
+Span = tuple[int, int]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: Files beside a tokenizer.json that may hold its template, the one that counts first.
+FILES = ("chat_template.jinja", "tokenizer_config.json")
+
+
+@attrs.define(frozen=True)
+class ChatTemplate:
+    """A Jinja template, and the words that it is given beside the messages."""
+
+    name: str
+    """Of its file."""
+    source: str
+    words: Mapping[str, Any]
+    """Special tokens by their names, as ``eos_token``."""
+
+    @property
+    def sha256(self) -> str:
+        """Over all that decides what it renders."""
+        return hashlib.sha256(json.dumps([self.source, dict(self.words)]).encode()).hexdigest()
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it says itself what the assistant writes."""
+        return _GENERATION.search(self.source) is not None
+
+    def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the stretches of it that the assistant wrote.
+
+        These are what the template has between ``{% generation %}`` and ``{% endgeneration %}``. Without
+        such: of each assistant message all that is rendered behind the prompt that asks for it
+        (``add_generation_prompt``), which is where the model will begin.
+
+        Raises:
+            ValueError: the template refuses the messages, or an assistant message does not follow its prompt.
+        """
+        text, spans = self._text(messages)
+        if self.marks_answers:
+            return text, [(begin, end) for begin, end in spans if begin < end]
+        found = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt, _ = self._text(messages[:number], add_generation_prompt=True)
+                turn, _ = self._text(messages[: number + 1])
+                if not (turn.startswith(prompt) and text.startswith(turn)):
+                    raise ValueError(
+                        f"the template {self.name} renders message {number + 1} not as what its prompt is "
+                        "continued with; expected {% generation %} in it around what the assistant writes"
+                    )
+                found.append((len(prompt), len(turn)))
+        return text, found
+
+    def _text(self, messages: Sequence[Message], **options: bool) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template  # which is said to return a string, and returns two lists
+        try:
+            texts, spans = render(
+                [list(messages)],
+                chat_template=self.source,
+                return_assistant_tokens_mask=self.marks_answers,
+                **options,
+                **self.words,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the template {self.name} refuses it: {error}") from None
+        return texts[0], spans[0] if spans else []
+
+
+def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
+    """Return the template that was given, or that lies beside the tokenizer; None: there is none.
+
+    Args:
+        tokenizer: ``bytes``, or the file of one.
+        given: a file of Jinja, or a ``tokenizer_config.json``; ``plain`` for none.
+
+    Raises:
+        DataError: the file is missing or has no template, or the package is that renders it.
+    """
+    if given == "plain":
+        return None
+    beside = Path(tokenizer).parent
+    if given is not None:
+        path = Path(given)
+        if not path.is_file():
+            raise DataError(missing_path(path, "chat template"))
+    elif tokenizer == "bytes" or (path := _with_template(beside)) is None:  # type: ignore[assignment]
+        return None
+    words = _special_words(beside / "tokenizer_config.json") if tokenizer != "bytes" else {}
+    if path.suffix == ".json":
+        words = {**words, **_special_words(path)}
+        source = _of_config(path)
+        if source is None:
+            raise DataError(f"{path} has no chat_template; expected one, or '--chat-template plain'")
+    else:
+        source = _read(path)
+    _check_renderer(path)
+    return ChatTemplate(path.name, source, words)
+
+
+def _with_template(folder: Path) -> Path | None:
+    for name in FILES:
+        path = folder / name
+        if path.is_file() and (path.suffix != ".json" or _of_config(path) is not None):
+            return path
+    return None
+
+
+def _of_config(path: Path) -> str | None:
+    """Return the template of a ``tokenizer_config.json``; of several by name, that called ``default``."""
+    found = _json(path).get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_words(path: Path) -> dict[str, Any]:
+    """Return what a template may call special tokens by, as ``bos_token``."""
+    words = {}
+    for name, value in (_json(path) if path.is_file() else {}).items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            words[name] = content
+    return words
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected a JSON object")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _check_renderer(path: Path) -> None:
+    try:
+        import transformers.utils.chat_template_utils  # noqa: F401 only looked for
+    except ImportError:
+        raise DataError(
+            f"the chat template {path} needs the package transformers: pip install nanotrain-data[chat]"
+        ) from None

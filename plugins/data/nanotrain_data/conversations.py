@@ -1,0 +1,228 @@
+"""Conversations to tokens, and which of these the assistant wrote: those alone are learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from nanotrain_core.api import DataError, did_you_mean
+from nanotrain_data.chat_template import ChatTemplate, Message, Span, find_template
+from nanotrain_data.codecs import Codec, kind_of
+
+#: Of messages, where no template says otherwise.
+ROLES = ("system", "user", "assistant")
+
+
+@attrs.define(frozen=True)
+class Conversation:
+    """A conversation as tokens."""
+
+    tokens: Sequence[int]
+    answers: Sequence[Span]
+    """Stretches of tokens that are learned, begin and end; none begins with the first token, before which
+    there is nothing to predict it from."""
+    bytes: int
+    """Of its messages, as UTF-8."""
+
+
+class ConversationCodec(Protocol):
+    """Who makes tokens of conversations."""
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """None: the plain form."""
+        ...
+
+    def encode(self, messages: Sequence[Message]) -> Conversation:
+        """Return the tokens of a conversation.
+
+        Raises:
+            ValueError: it cannot be rendered.
+        """
+        ...
+
+
+def open_conversation_codec(codec: Codec, tokenizer: str, template: str | None) -> ConversationCodec:
+    """Return who makes tokens of conversations, for a tokenizer that is open.
+
+    Args:
+        codec: the tokenizer.
+        tokenizer: its name: ``bytes``, or a file.
+        template: a file, ``plain``, or None for what lies beside the tokenizer, or else the plain form.
+
+    Raises:
+        DataError: the template cannot be read, is for another kind of tokenizer, or the plain form has no
+            token to end an answer with.
+    """
+    found = find_template(tokenizer, template)
+    if found is None:
+        if codec.separator is None:
+            raise DataError(
+                f"the tokenizer {tokenizer} has no token that ends a text, with which the plain form ends "
+                "answers: name a --chat-template"
+            )
+        return PlainConversations(codec)
+    if kind_of(tokenizer) != "huggingface":
+        raise DataError(
+            f"a chat template names special tokens as text, which tokenizer {tokenizer} does not know: "
+            "expected a tokenizer.json, or '--chat-template plain'"
+        )
+    return TemplatedConversations(found, Path(tokenizer))
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Return messages that were read, checked.
+
+    Raises:
+        ValueError: they are none, with what was expected.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"is of type {type(value).__name__}; expected a list of messages")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"has message {number} of type {type(message).__name__}; expected an object")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                near = did_you_mean(key, list(message)) if key not in message else ""
+                kind = type(message[key]).__name__ if key in message else "missing"
+                raise ValueError(f"has message {number} with {key} {kind}{near}; expected a string")
+    return value
+
+
+class PlainConversations:
+    """The form without a template, of any tokenizer: ``### Role``, a line with the content, an empty line.
+
+    An answer ends with the tokenizer's token that ends a text, which is learned with it.
+    """
+
+    template = None
+
+    def __init__(self, codec: Codec) -> None:
+        assert codec.separator is not None
+        self._codec, self._end = codec, codec.separator
+
+    def encode(self, messages: Sequence[Message]) -> Conversation:
+        """Return the tokens of a conversation. Contents are encoded as text, whatever they look like.
+
+        Raises:
+            ValueError: a role is none of the three.
+        """
+        tokens: list[int] = []
+        answers = []
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role not in ROLES:
+                near = did_you_mean(role, ROLES)
+                raise ValueError(f"has a message of role '{role}'{near}; expected {', '.join(ROLES)}")
+            lead = "\n\n" if tokens else ""
+            tokens += self._codec.encode(f"{lead}### {role.capitalize()}\n")
+            begin = len(tokens)
+            tokens += self._codec.encode(content)
+            if role == "assistant":
+                tokens.append(self._end)
+                answers.append((begin, len(tokens)))
+        return Conversation(tokens, answers, _size(messages))
+
+
+class TemplatedConversations:
+    """A Hugging Face tokenizer and its template, rendered and tokenised as a whole.
+
+    A special token that the template writes is that token. Written in a message it is text: nobody can end a
+    turn, or begin one as the system, by what they say.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.template: ChatTemplate | None = template
+        self._template = template
+        self._whole, self._ordinary = (Tokenizer.from_file(str(tokenizer)) for _ in range(2))
+        for each in (self._whole, self._ordinary):
+            each.no_truncation()
+            each.no_padding()
+        self._ordinary.encode_special_tokens = True
+        added = self._whole.get_added_tokens_decoder()
+        self._special = {each.content: number for number, each in added.items() if each.special}
+        words = sorted(self._special, key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+    def encode(self, messages: Sequence[Message]) -> Conversation:
+        """Return the tokens of a conversation; one belongs to an answer if a character of it does.
+
+        Raises:
+            ValueError: the template cannot render it.
+        """
+        if any(self._special_text.search(message["content"]) for message in messages):
+            tokens, places, spans = self._with_special_text(messages)
+        else:
+            text, spans = self._template.render(messages)
+            encoding = self._whole.encode(text, add_special_tokens=False)
+            tokens, places = encoding.ids, encoding.offsets
+        return Conversation(tokens, stretches(np.array(places, np.int64), spans), _size(messages))
+
+    def _with_special_text(self, messages: Sequence[Message]) -> tuple[list[int], list[Span], list[Span]]:
+        """Return tokens, the characters that each is of, and the characters of answers.
+
+        Special tokens are found in the rendered text as the tokenizer does, before all else; but what
+        messages have of them is hidden then, each behind a character that no message has.
+        """
+        hidden: dict[str, str] = {}
+        unused = _unused_characters(messages)
+
+        def hide(match: re.Match[str]) -> str:
+            if match[0] not in hidden.values():
+                hidden[next(unused)] = match[0]
+            return next(char for char, word in hidden.items() if word == match[0])
+
+        safe = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in messages]
+        text, spans = self._template.render(safe)
+        longer = np.cumsum([0, *(len(hidden.get(char, char)) for char in text)])
+        tokens: list[int] = []
+        places: list[Span] = []
+        end = 0
+        for match in chain(self._special_text.finditer(text), [None]):
+            piece = text[end : match.start() if match else len(text)]
+            shown = "".join(hidden.get(char, char) for char in piece)
+            encoding = self._ordinary.encode(shown, add_special_tokens=False)
+            tokens += encoding.ids
+            first = int(longer[end])
+            places += [(first + a, first + b) for a, b in encoding.offsets]
+            if match:
+                tokens.append(self._special[match[0]])
+                places.append((int(longer[match.start()]), int(longer[match.end()])))
+                end = match.end()
+        return tokens, places, [(int(longer[begin]), int(longer[end])) for begin, end in spans]
+
+
+def stretches(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> list[Span]:
+    """Return the stretches of tokens that have characters of spans, but for the first token.
+
+    Args:
+        places: first character and end of each token, [n, 2].
+        spans: of characters.
+    """
+    learned = np.zeros(len(places), np.bool_)
+    for begin, end in spans:
+        learned |= (places[:, 1] > begin) & (places[:, 0] < end)
+    learned[:1] = False
+    edges = np.flatnonzero(np.diff(learned.astype(np.int8), prepend=0, append=0))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+
+def _unused_characters(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield characters that Unicode keeps free, and no message has."""
+    said = {char for message in messages for char in message["content"]}
+    yield from (
+        char for char in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))) if char not in said
+    )
+
+
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"].encode()) for message in messages)
