@@ -195,7 +195,7 @@ SMALL = {
     "precision": 610,
     "recipe": 1700,
     "registry": 600,
-    "run": 1985,
+    "run": 2030,
     "script": 520,
     "watch": 375,
 }
