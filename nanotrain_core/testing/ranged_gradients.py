@@ -44,7 +44,7 @@ class RangedGradients(SummedGradients):
             if first < end:
                 self._owners.append((placed, owner, slice(first, end)))
                 if owner == self.mesh.rank:
-                    where = placed.placement.shared_out()
+                    where = placed.placement.sharded_over_summed()
                     self._pieces.append(Piece(placed.parameter, where, (first, end)))
 
     def pieces(self) -> Sequence[Piece]:
