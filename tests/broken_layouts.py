@@ -105,6 +105,16 @@ class ForgetsInnerNorms(Sync):
         return attrs.evolve(placed, placement=attrs.evolve(placed.placement, summed=summed))
 
 
+class ForgetsInnerBiases(ForgetsInnerNorms):
+    """Sums the weight of a norm of heads, and not its bias."""
+
+    def to_sum(self):
+        return [
+            self.seen(placed) if placed.placement.name.endswith("inner.bias") else placed
+            for placed in self.placed
+        ]
+
+
 class ForgetsLayerNormBiases(Sync):
     """Sums a bias but for those of norms."""
 
@@ -242,6 +252,21 @@ class AddsBiasesOfFour(Sliced):
         return part
 
 
+class PlacesHeadsWhole(Sliced):
+    """Splits what each head has an entry of, and says that it is whole."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        before = dict(placements)
+        part = super().apply(part, placements, mesh)
+        for name, module, found in tagged(part):
+            for key, _ in module.named_parameters() if found.role is Role.PER_HEAD else ():
+                placements[f"{name}.{key}"] = before[f"{name}.{key}"]
+        return part
+
+
 # --- schedules ----------------------------------------------------------------------------------------
 
 
@@ -345,6 +370,7 @@ def nanotrain_register_parallel(register):
     for cls in (
         ForgetsBiases,
         ForgetsInnerNorms,
+        ForgetsInnerBiases,
         ForgetsLayerNormBiases,
         SumsOverData,
         SumsOverTheWorld,
@@ -358,7 +384,8 @@ def nanotrain_register_parallel(register):
         WantsPairs,
     ):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
-    register(twin(AddsBiasesOfFour, mesh_dims={"tp"}))
+    for cls in (AddsBiasesOfFour, PlacesHeadsWhole):
+        register(twin(cls, mesh_dims={"tp"}))
 
 
 @hookimpl

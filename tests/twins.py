@@ -90,14 +90,15 @@ FAULTS = (
         "broken_layouts",
         "parallel",
         "a bias or an inner norm is not summed, or too often",
-        "forgets_biases forgets_inner_norms forgets_layer_norm_biases adds_biases_of_four",
+        "forgets_biases forgets_inner_norms forgets_inner_biases forgets_layer_norm_biases "
+        "adds_biases_of_four",
         "inner_shared_and_biased_layers gradients_equal",
     ),
     _fault(
         "broken_layouts",
         "parallel",
         "placements are ignored",
-        "sums_over_data sums_over_the_world forgets_stages",
+        "sums_over_data sums_over_the_world forgets_stages places_heads_whole",
         "gradients_equal inner_shared_and_biased_layers",
     ),
     _fault(
