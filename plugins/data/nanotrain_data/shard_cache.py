@@ -76,7 +76,9 @@ class ShardCache:
                 source.fetch(f"{shard.name}{HASHES}", part, shard.hashes_sha256)
                 part.replace(hashes)
                 source.fetch(f"{shard.name}{TOKENS}", part, shard.sha256)
-                part.replace(path)
+                with _locked(self.folder / ".lock"):  # who counts sees one of the two, or the other
+                    part.replace(path)
+                    path.with_suffix(RESERVED).unlink()
             except OSError as error:
                 raise DataError(
                     f"cannot write to the cache {self.folder}: {error.strerror or error}"
