@@ -110,8 +110,14 @@ lr = 0.01
 LAYOUTS = {"ddp": LLAMA + DDP, "zero12 and tp": LLAMA + ZERO_AND_TP, "pp": LLAMA + PP, "ep": DEEPSEEK + EP}
 
 
-def broken(folder, recipe, harmed):
-    """Run undisturbed; then break off before the end of step 6, lose a rank's memory, and go on."""
+def broken(folder, recipe, harmed, hosts):
+    """Run undisturbed; then break off before the end of step 6, lose the memory of some ranks, and go on."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GROUP_RANK", str(dist.get_rank() * hosts // dist.get_world_size()))
+        return broken_here(folder, recipe, harmed)
+
+
+def broken_here(folder, recipe, harmed):
     whole = attempt(folder, "whole", recipe=recipe)
     attempt(folder, "broken", recipe=recipe, dies_at=6)
     dist.barrier()
@@ -125,18 +131,24 @@ def broken(folder, recipe, harmed):
     return ran.first, same(ran, whole), copies
 
 
-def from_memory(tmp_path, layout, harmed):
+def from_memory(tmp_path, layout, harmed, hosts=1):
     """Return of each rank the step that it went back to, whether it ended with the bits of the whole run."""
     recipe = (
         RECIPE.replace("steps = 12", "steps = 9") + 'every = 100\n[[monitor]]\nuse = "memory_snapshots"\n'
     )
-    ran = run_ranks(broken, 4, tmp_path, recipe + LAYOUTS[layout], harmed, timeout=600)
+    ran = run_ranks(broken, 4, tmp_path, recipe + LAYOUTS[layout], harmed, hosts, timeout=600)
     assert ran[0][2] == [len(harmed)]
     return [each[:2] for each in ran]
 
 
 def test_ranks_agree_on_a_step_and_a_rank_gets_back_what_its_neighbour_kept(tmp_path):
     assert from_memory(tmp_path, "zero12 and tp", (2,)) == [(5, True)] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("harmed", [(0, 1), (2, 3)], ids=str)
+def test_all_ranks_of_one_of_two_hosts_may_lose_their_memory(tmp_path, harmed):
+    assert from_memory(tmp_path, "zero12 and tp", harmed, hosts=2) == [(5, True)] * 4
 
 
 @pytest.mark.full
