@@ -1,20 +1,13 @@
 """Any rank of any layout may be killed: a step is lost, and the end is the undisturbed run's, bit by bit."""
 
-import json
 import shutil
-import signal
-import time
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch.distributed as dist
 from broken_runs import attempt, same
-from command import finish, nanotrain, start
 from structlog.testing import capture_logs
-from test_restart import endpoint, listens
 
-from nanotrain_core.errors import Exit
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.chaos.bench import Bench, Settings
 from nanotrain_core.testing.chaos.memory import KillBesideMemory, MemoryGone
@@ -180,80 +173,3 @@ def test_any_rank_may_be_killed(bench, rank, row):
     outcome = One().run(bench, f"{row.__name__}-{rank}", Random(rank))
     assert outcome.problems == []
     assert outcome.steps_lost <= 1
-
-
-HOLDS = """
-import time
-from pathlib import Path
-import attrs
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-
-@attrs.define(frozen=True, kw_only=True)
-class Config:
-    reached: str
-
-def build(config):
-    from nanotrain_core.contracts import Monitor
-
-    class Holds(Monitor):
-        every_step = True
-
-        def on_start(self, run):
-            self.run = run
-
-        def on_step(self, report):
-            reached = Path(config.reached)
-            if report.step == 6 and self.run.rank == 3 and not reached.exists():
-                reached.touch()
-                time.sleep(600)
-
-    return Holds()
-
-@hookimpl
-def nanotrain_register_monitor(register):
-    register(Component(name="holds", config=Config, factory=f"{__name__}:build", summary="holds a run"))
-"""
-
-
-@pytest.mark.full
-def test_a_host_that_is_replaced_gets_the_memory_of_its_neighbour(tmp_path):
-    """Two launchers on one machine: the second is killed, its snapshots go, and another takes its place."""
-    memory, reached = tmp_path / "memory", tmp_path / "reached"
-    memory.mkdir()
-    (tmp_path / "holds.py").write_text(HOLDS)
-    kept = f'[[monitor]]\nuse = "memory_snapshots"\nfolder = "{memory}"\n'
-    held = f'[[monitor]]\nuse = "holds"\nreached = "{reached}"\n'
-    (tmp_path / "small.toml").write_text(RECIPE + LAYOUTS["zero12 and tp"] + kept + held)
-    words = ["run", "small.toml", "--plugin", "holds.py"]
-    at = endpoint()
-    lost = [*words, "--nnodes", "2", "--nproc", "2", "--rdzv-endpoint", at, "--max-restarts", "2"]
-    first = start(*lost, "--folder", "lost", cwd=tmp_path)
-    until = time.monotonic() + 60
-    while not listens(at) and time.monotonic() < until:
-        time.sleep(0.1)
-    second = start(*lost, "--folder", "lost", cwd=tmp_path)
-    until = time.monotonic() + 200
-    while not reached.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    second.send_signal(signal.SIGKILL)
-    second.wait()
-    time.sleep(2)  # its ranks end within a second
-    gone = [folder for rank in (2, 3) for folder in memory.glob(f"*-{rank:05d}")]
-    for folder in gone:
-        shutil.rmtree(folder)
-    replaced = start(*lost, "--folder", "lost", cwd=tmp_path)
-    ends = [finish(host, timeout=300) for host in (replaced, first)]
-    assert [end.code for end in ends] == [Exit.DONE] * 2
-    log = (tmp_path / "lost" / "run.log.jsonl").read_text().splitlines()
-    restored = [row for row in map(json.loads, log) if row["event"] == "restored from memory"]
-    assert [(row["step"], row["steps_lost"], row["from_neighbours"]) for row in restored] == [(5, 1, 2)]
-    assert [*memory.iterdir()] == []
-    nanotrain(*words, "--nproc", "4", "--folder", "whole", cwd=tmp_path)
-    assert end_of(tmp_path / "lost") == end_of(tmp_path / "whole")
-
-
-def end_of(folder: Path) -> dict[str, bytes]:
-    """Return the files of a run's last checkpoint."""
-    last = max((folder / "checkpoints").glob("step-*"))
-    return {path.name: path.read_bytes() for path in last.iterdir() if path.suffix == ".safetensors"}
