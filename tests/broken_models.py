@@ -5,7 +5,7 @@ import torch
 from broken_twins import twin
 
 from nanotrain_core import hookimpl
-from nanotrain_core.builtin import configs
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.contracts import PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.transformer import Transformer
@@ -195,4 +195,4 @@ def nanotrain_register_model(register):
         CutsKeyHeadsAnywhere,
         HalvesValueHeads,
     ):
-        register(twin(cls, configs.TransformerConfig))
+        register(twin(cls, TransformerConfig))

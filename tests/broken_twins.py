@@ -16,6 +16,7 @@ import torch
 from nanotrain_core import hookimpl
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.builtin import configs
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Monitor, Parallel, PartOutput
 from nanotrain_core.data.synthetic import Synthetic
@@ -56,7 +57,7 @@ class RankInTwoGroups(Grid):
 
 
 @attrs.define(frozen=True, kw_only=True)
-class WeightedConfig(configs.TransformerConfig):
+class WeightedConfig(TransformerConfig):
     """A model with a number that phases may change."""
 
     lm_weight: float = attrs.field(default=1.0, metadata={CHANGES: True})
@@ -404,12 +405,12 @@ def nanotrain_register_topology(register):
 
 @hookimpl
 def nanotrain_register_model(register):
-    register(twin(MeanLoss, configs.TransformerConfig))
+    register(twin(MeanLoss, TransformerConfig))
     register(twin(ForgetsToChange, WeightedConfig))
-    register(twin(ReadsAhead, configs.TransformerConfig))
-    register(twin(MixesHeads, configs.TransformerConfig))
-    register(twin(CountsAll, configs.TransformerConfig))
-    register(twin(ForgetsItsPlace, configs.TransformerConfig))
+    register(twin(ReadsAhead, TransformerConfig))
+    register(twin(MixesHeads, TransformerConfig))
+    register(twin(CountsAll, TransformerConfig))
+    register(twin(ForgetsItsPlace, TransformerConfig))
     register(twin(NumbersExperts, RoutedConfig))
     register(twin(CountsTwice, RoutedConfig))
     register(twin(HidesExperts, RoutedConfig))

@@ -77,6 +77,7 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
         "time": time.time(),
         "text": in_one_line(problem),
         "echo": echo,
+        "names_another": isinstance(problem, PeerLostError),
         "trace": None if mine else "".join(traceback.format_exception(problem)),
         "code": problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED,
     }
@@ -118,7 +119,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     if first and first["trace"] is None and not first["echo"]:
         return Cause(first["text"], first["code"], mistake=True)
     if first:
-        if first["trace"] is None:  # it names the rank that is gone
+        if first.get("names_another"):
             return Cause(first["text"], first["code"], echo=True)
         text = f"rank {first['rank']} failed: {first['text']}"
         trace = "" if first["echo"] else first["trace"]  # it would show a collective that is innocent

@@ -57,7 +57,8 @@ class HostsRow(Row):
 
     least_ranks = 2
     delay, loss = 0.0, 0.0
-    more: Sequence[str] = ()
+    #: A lost host is to be told from a hang, which takes a minute.
+    more: Sequence[str] = ("run.hang_timeout=120",)
     words: Sequence[str] = ()
 
     @classmethod
@@ -95,7 +96,7 @@ class HostsRow(Row):
 
 
 class HostLost(HostsRow):
-    number, name, short = "30", "host lost, replaced", True
+    number, name = "30", "host lost, replaced"
     texts = ("rank 1 on host1 (process ", "is gone: no sign of it for ")
 
     def strike(self, launches: Launches, random: Random) -> None:
@@ -129,7 +130,7 @@ class LongPartition(HostsRow):
     """Longer than ``run.timeout``: the ranks give up and are started again once the hosts meet."""
 
     number, name = "33", "partition longer than run.timeout"
-    more = ("run.timeout=6",)
+    more = ("run.timeout=6", "run.hang_timeout=120")
 
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.part([0], [1])
