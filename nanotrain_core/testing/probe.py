@@ -191,7 +191,7 @@ def train(
 
 
 class Failing(Monitor):
-    """Passes every event on, then fails, but for those of a restore, where that ends a run."""
+    """Passes every event on, then fails, but where that ends a run, or at its start the monitor's part."""
 
     def __init__(self, behind: Monitor) -> None:
         self.behind = behind
@@ -200,7 +200,7 @@ class Failing(Monitor):
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):
             return super().__getattribute__(name)
-        if name in ("on_before_restore", "on_recover"):
+        if name in ("on_before_restore", "on_recover", "on_start"):
             return getattr(self.behind, name)
 
         def fail(*arguments: Any) -> None:
