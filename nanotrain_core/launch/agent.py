@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+from nanotrain_core.run import log
 
 #: Rank -> how its process ended: negative for a signal.
 ExitCodes = Mapping[int, int]
@@ -47,7 +48,7 @@ class Agent(LocalElasticAgent):
         self.given_up = given_up
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
         self._remaining_restarts -= restarted
-        self._next_beat = 0.0
+        self._failed = False
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
@@ -102,9 +103,16 @@ class Agent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the ranks again: one failed, which was told, or another host waits to take part."""
+        if not self._failed:
+            log.say("another host has come, new or in the place of one that is gone: all ranks start again")
+        super()._restart_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the ranks; use up all restarts if another one would be in vain."""
         result: RunResult = super()._monitor_workers(worker_group)
+        self._failed = bool(result.is_failed())
         if result.is_failed() and self._remaining_restarts:
             codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
             number = worker_group.spec.max_restarts - self._remaining_restarts + 1

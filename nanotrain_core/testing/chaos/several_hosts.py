@@ -86,10 +86,11 @@ class HostsRow(Row):
             for launch in launches.on.values():
                 yield from expect(launch.result(), Exit.DONE)
         said = "".join(ended.err for ended in trial.ends)
-        yield from (f"stderr does not say {text!r}: {said[-600:]}" for text in self.texts if text not in said)
+        if self.texts and not any(text in said for text in self.texts):
+            yield f"stderr says none of {self.texts}: {said[-600:]}"
 
     texts: Sequence[str] = ()
-    """What must be said on some host."""
+    """One of these must be said on some host."""
 
     def strike(self, launches: Launches, random: Random) -> None:
         """Do it, while a rank sleeps."""
@@ -97,7 +98,7 @@ class HostsRow(Row):
 
 class HostLost(HostsRow):
     number, name = "30", "host lost, replaced"
-    texts = ("rank 1 on host1 (process ", "is gone: no sign of it for ")
+    texts = ("on host1 (process ", "another host has come")  # the replacement may be there sooner
 
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.vanish(1)
