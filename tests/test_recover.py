@@ -97,6 +97,7 @@ def test_a_run_that_died_in_its_last_save_saves_again(tmp_path):
     assert (goes_on.first, goes_on.saved, goes_on.losses) == (3, [3], {})
 
 
+@pytest.mark.full
 def test_state_that_was_kept_of_a_later_step_is_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     restarts = Restarts(tmp_path, 99, lambda: False, lambda cause: cause)
