@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Self
 
 import attrs
 
@@ -29,6 +30,11 @@ class NanotrainError(Exception):
     """A mistake with a remedy. Its text is all the user sees."""
 
     exit_code = Exit.USER
+
+    def with_code(self, code: int) -> Self:
+        """Return this error, with which ``nanotrain`` ends with another exit code than its kind's."""
+        self.exit_code = code
+        return self
 
 
 class PluginError(NanotrainError):

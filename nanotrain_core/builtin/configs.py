@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.recipe.ranges import LARGEST_SIZE, Range
 from nanotrain_core.recipe.tree import FOUR_MONTHS, OptimizerConfig, path_field
-
-if TYPE_CHECKING:
-    pass
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -38,9 +38,7 @@ class Cause:
 
     def error(self) -> NanotrainError:
         """Return it as the error that the rank met."""
-        error = NanotrainError(self.text)
-        error.exit_code = self.code
-        return error
+        return NanotrainError(self.text).with_code(self.code)
 
 
 #: What gloo says when a rank that it waits for is gone, or has not come in time.
@@ -63,6 +61,11 @@ def in_one_line(problem: BaseException) -> str:
     return f"{kind}: {problem}".strip(": ")
 
 
+def exit_code_of(problem: BaseException) -> int:
+    """Return the code that a rank ends with for an error that it met."""
+    return problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
+
+
 def is_echo(text: str) -> bool:
     """Return whether an error only tells that another rank went away."""
     return any(sign in text for sign in ECHOES)
@@ -70,16 +73,17 @@ def is_echo(text: str) -> bool:
 
 def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     """Leave for the launcher why ``rank`` fails; return whether that only tells of another rank."""
-    mine = isinstance(problem, NanotrainError)
-    echo = isinstance(problem, PeerLostError) or is_echo(str(problem))
+    names_another = isinstance(problem, PeerLostError)
+    echo = names_another or is_echo(str(problem))
+    on_purpose = isinstance(problem, NanotrainError)
     failure = {
         "rank": rank,
         "time": time.time(),
         "text": in_one_line(problem),
         "echo": echo,
-        "names_another": isinstance(problem, PeerLostError),
-        "trace": None if mine else "".join(traceback.format_exception(problem)),
-        "code": problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED,
+        "names_another": names_another,
+        "trace": None if on_purpose else "".join(traceback.format_exception(problem)),
+        "code": exit_code_of(problem),
     }
     # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
     with contextlib.suppress(OSError):  # no space: the exit code is all there is

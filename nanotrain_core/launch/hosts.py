@@ -37,6 +37,11 @@ class Nodes:
     run_id: str = "nanotrain"
     max_restarts: int = 0
 
+    @property
+    def local_address(self) -> str | None:
+        """Where the others reach this host's ranks: None has torch find out."""
+        return "127.0.0.1" if self.count == 1 else None
+
     def check(self) -> None:
         """Refuse several hosts that could not find each other.
 
@@ -71,12 +76,11 @@ def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
         run_id=nodes.run_id,
         min_nodes=nodes.least or nodes.count,
         max_nodes=nodes.count,
-        local_addr="127.0.0.1" if single else None,
+        local_addr=nodes.local_address,
         **more,
     )
     try:
         return get_rendezvous_handler(parameters)
     except RendezvousError as problem:
         error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
-        error.exit_code = Exit.FAILED  # nobody's mistake: the first host may be late
-        raise error from None
+        raise error.with_code(Exit.FAILED) from None  # nobody's mistake: the first host may be late

@@ -190,7 +190,7 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
         rdzv_handler=rendezvous(nodes, Path(job.scratch or "")),
         max_restarts=nodes.max_restarts,
         monitor_interval=0.1,
-        local_addr="127.0.0.1" if nodes.count == 1 else None,
+        local_addr=nodes.local_address,
     )
 
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.launch.cause import PeerLostError, in_one_line, is_echo
+from nanotrain_core.launch.cause import PeerLostError, exit_code_of, in_one_line, is_echo
 from nanotrain_core.run import log
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def watching_peers(
         store: where they met.
         rank: this one.
         world_size: how many there are.
-        at_end: called before this rank is ended because another one is gone.
+        at_end: called before this rank is ended because another one is gone; None prints the cause.
 
     Raises:
         PeerLostError: in place of an error that only says that a connection was closed: which rank ended,
@@ -93,12 +93,12 @@ class Peers(threading.Thread):
             silence: seconds without a beat that are too many, or more where beats are rare.
             interval: seconds between beats. None: one, or as many as let the store take 100 beats a second.
             linger: see :data:`LINGER`; at least two beats.
-            at_end: see :func:`watching_peers`. Without it the cause is printed.
+            at_end: see :func:`watching_peers`.
         """
         super().__init__(name="peers", daemon=True)
         from torch.distributed import PrefixStore
 
-        self.rank, self.world_size, self.at_end = rank, world_size, at_end
+        self.rank, self.world_size, self.at_end = rank, world_size, at_end or say
         self.interval = max(1.0, world_size / 100) if interval is None else interval
         self.silence = max(silence, 2 * MISSED * self.interval)
         self.linger = max(linger, 2 * self.interval)
@@ -148,8 +148,8 @@ class Peers(threading.Thread):
                     if (first := self._first()) is not None:
                         return first
                     time.sleep(0.1)
-            code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
-            self._announce(f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}", code)
+            text = f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}"
+            self._announce(text, exit_code_of(problem))
         except RuntimeError:
             return self._without_store() if echo and not self._rank_0_ended else None
         return None
@@ -206,14 +206,15 @@ class Peers(threading.Thread):
             return None
         text, code = json.loads(self.store.get("first"))
         self.store.set(f"heard/{self.rank}", "")
-        return _lost(text, code)
+        return PeerLostError(text).with_code(code)
 
     def _knows(self, other: int) -> bool:
         return any(self.store.check([f"{end}/{other}"]) for end in ("ended", "heard"))
 
     def _without_store(self) -> NanotrainError:
         where = f"where the ranks met{f', on {self._host_0}' if self._host_0 else ''}"
-        return _lost(f"rank 0, or its host, is gone: the store {where} does not answer", Exit.FAILED)
+        text = f"rank 0, or its host, is gone: the store {where} does not answer"
+        return PeerLostError(text).with_code(Exit.FAILED)
 
     def _end(self, first: NanotrainError) -> None:
         """End this rank, which may wait for one that does not come, unless it ends by itself."""
@@ -221,14 +222,10 @@ class Peers(threading.Thread):
         while time.monotonic() < until:
             if self.ending.is_set() or self.done.wait(0.1):
                 return
-        if self.at_end is None:
-            log.say(str(first))
-        else:
-            self.at_end(first)
+        self.at_end(first)
         os._exit(first.exit_code)
 
 
-def _lost(text: str, code: int) -> PeerLostError:
-    error = PeerLostError(text)
-    error.exit_code = code
-    return error
+def say(cause: NanotrainError) -> None:
+    """Print it: what ends a rank that no launcher of ours has started."""
+    log.say(str(cause))

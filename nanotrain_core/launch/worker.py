@@ -22,7 +22,7 @@ from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, let_all_hear
 from nanotrain_core.launch.attempts import Past, meet, remember
-from nanotrain_core.launch.cause import leave_failure
+from nanotrain_core.launch.cause import exit_code_of, leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
@@ -98,10 +98,9 @@ def run_rank(job: Job) -> str:
         Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # gone, but not lost
         return end
     except BaseException as problem:
-        code = problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
         if leave_failure(Path(job.scratch), ranks.rank, problem):
             time.sleep(1)  # let the launcher see the rank that went away first
-        os._exit(code)
+        os._exit(exit_code_of(problem))
 
 
 def _exit_with_launcher(pid: int | None) -> None:
@@ -215,9 +214,7 @@ def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store:
         said: tuple[str | None, str | None, int] = json.loads(store.get(key))
         if said[1] is not None:
             let_all_hear(key, store, ranks.rank, ranks.world_size)
-            refusal = NanotrainError(said[1])
-            refusal.exit_code = said[2]
-            raise refusal
+            raise NanotrainError(said[1]).with_code(said[2])
         return said[0]
     decision, problem = None, None
     try:

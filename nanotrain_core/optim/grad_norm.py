@@ -50,13 +50,10 @@ class GlobalNorm:
 
 def norms(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norm of each block as a scalar, those of 16 bits in float32: float16 would overflow."""
-    narrow = [block.dtype.itemsize < 4 for block in blocks]
-    if not any(narrow):
-        return list(torch._foreach_norm(blocks))
-    return [
-        torch.linalg.vector_norm(block, dtype=torch.float32 if small else None)
-        for block, small in zip(blocks, narrow, strict=True)
-    ]
+    wide = [torch.promote_types(block.dtype, torch.float32) for block in blocks]
+    if all(block.dtype == dtype for block, dtype in zip(blocks, wide, strict=True)):
+        return list(torch._foreach_norm(blocks))  # a few kernels for all of them
+    return [torch.linalg.vector_norm(block, dtype=dtype) for block, dtype in zip(blocks, wide, strict=True)]
 
 
 def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
@@ -91,11 +88,8 @@ def named_norms(
     position = {name: number for number, name in enumerate(names)}
     totals = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
     for gradient, placement in gradients:
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        norms = torch.stack(
-            [torch.linalg.vector_norm(run, dtype=wide) for run in chunks_for_norm([gradient])]
-        )
-        totals[position[placement.name]] += norms.double().square().sum() / placement.replicas(mesh.layout)
+        squares = torch.stack(norms(chunks_for_norm([gradient]))).double().square()
+        totals[position[placement.name]] += squares.sum() / placement.replicas(mesh.layout)
     mesh.all_reduce(totals)
     found: list[float] = totals.sqrt().tolist()
     return found
