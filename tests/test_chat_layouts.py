@@ -13,30 +13,14 @@ from nanotrain_data.chat import Chat
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.prepare import prepare
 from nanotrain_data.request import Request
+from test_document_masks import DEEPSEEK, LLAMA
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 LENGTH = 48
-LLAMA = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 256}
-DEEPSEEK = {
-    "layers": 2,
-    "width": 32,
-    "heads": 4,
-    "vocab": 256,
-    "q_rank": 12,
-    "kv_rank": 8,
-    "nope_size": 6,
-    "rope_size": 4,
-    "value_size": 5,
-    "ffn": 48,
-    "experts": 4,
-    "top_k": 2,
-    "expert_ffn": 16,
-    "dense_layers": 1,
-    "mtp": 1,
-}
+MTP = {**DEEPSEEK, "mtp": 1}
 TP, EP, PP = {"use": "tp", "sequence_parallel": True}, {"use": "ep_deepseek"}, {"schedule": {"use": "1f1b"}}
 
 
@@ -56,12 +40,13 @@ def folder(tmp_path_factory):
     return out
 
 
-def case_of(folder, use, model, topology, wrappers, packed=True, **overrides):
+def case_of(folder, model, topology, wrappers, packed=True, **overrides):
     data = {"use": "chat", "paths": [str(folder)], "packed": packed}
     batch = {"sequences": 8, "microbatch": 1, "length": LENGTH}
     parallel = [*wrappers, *([{"use": "ddp"}] if wrappers or topology else [])]
     overrides = {"parallel": parallel, "data": data, "batch": batch, **overrides}
-    return Case("model", use=use, config=model, topology=topology, overrides=overrides)
+    options = {key: value for key, value in model.items() if key != "use"}
+    return Case("model", use=model["use"], config=options, topology=topology, overrides=overrides)
 
 
 def test_ranks_that_have_different_numbers_of_answers_train_as_one_process(folder):
@@ -69,14 +54,14 @@ def test_ranks_that_have_different_numbers_of_answers_train_as_one_process(folde
     data.open(length=LENGTH, seed=7)
     counts = (data.train_batch(8, Shard()).targets != IGNORE).sum(1)
     assert counts[:4].sum() != counts[4:].sum()
-    assert_trains_as_one_process(case_of(folder, "transformer", LLAMA, {"dp": 2}, [], packed=False))
+    assert_trains_as_one_process(case_of(folder, LLAMA, {"dp": 2}, [], packed=False))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("packed", [True, False])
 def test_pipeline_tensor_and_data_parallel_ranks_train_as_one_process(folder, packed):
     topology = {"pp": 2, "tp": 2, "dp": 2}
-    assert_trains_as_one_process(case_of(folder, "transformer", LLAMA, topology, [TP], packed, **PP))
+    assert_trains_as_one_process(case_of(folder, LLAMA, topology, [TP], packed, **PP))
 
 
 @pytest.mark.full
@@ -84,12 +69,12 @@ def test_pipeline_tensor_and_data_parallel_ranks_train_as_one_process(folder, pa
 def test_experts_and_multi_token_prediction_train_as_one_process(folder, topology):
     more = PP if "pp" in topology else {}
     wrappers = [EP] if "ep" in topology else [TP]
-    assert_trains_as_one_process(case_of(folder, "deepseek", DEEPSEEK, topology, wrappers, **more))
+    assert_trains_as_one_process(case_of(folder, MTP, topology, wrappers, **more))
 
 
 def test_packed_and_padded_conversations_train_as_each_by_itself(folder):
     """The definition: the cross-entropy of the answers' tokens, each conversation read alone."""
-    part = make_run(case_of(folder, "transformer", LLAMA, {}, []).alone(), {}).stages[0]
+    part = make_run(case_of(folder, LLAMA, {}, []).alone(), {}).stages[0]
     gradients, losses = [], []
     for packed in (True, False, None):
         data = Chat(ChatConfig(paths=(str(folder),), packed=bool(packed), validation_fraction=0.0))

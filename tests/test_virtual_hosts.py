@@ -8,7 +8,8 @@ import pytest
 
 from nanotrain_core.testing.virtual_hosts import Network, not_here
 
-pytestmark = pytest.mark.skipif(bool(not_here()), reason=not_here() or "it is here")
+WHY_NOT = not_here()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 LISTEN = """
 import socket

@@ -60,6 +60,8 @@ class HostsRow(Row):
     #: A lost host is to be told from a hang, which takes a minute.
     more: Sequence[str] = ("run.hang_timeout=120",)
     words: Sequence[str] = ()
+    texts: Sequence[str] = ()
+    """One of these must be said on some host."""
 
     @classmethod
     def not_here(cls, bench: Bench) -> str:
@@ -88,9 +90,6 @@ class HostsRow(Row):
         said = "".join(ended.err for ended in trial.ends)
         if self.texts and not any(text in said for text in self.texts):
             yield f"stderr says none of {self.texts}: {said[-600:]}"
-
-    texts: Sequence[str] = ()
-    """One of these must be said on some host."""
 
     def strike(self, launches: Launches, random: Random) -> None:
         """Do it, while a rank sleeps."""

@@ -14,6 +14,14 @@ def texts(count, seed=0):
     return [f"{number} " + " ".join(random.choice(words, random.integers(1, 30))) for number in range(count)]
 
 
+def begun(data, length, seed, lengths):
+    """Return a data component, open, as a run opens it that may change to other ``lengths``."""
+    if lengths:
+        data.expect_lengths(lengths)
+    data.open(length=length, seed=seed)
+    return data
+
+
 def prepared(folder, sources, *, workers=1, tokenizer="bytes", **options):
     """Prepare a folder, and return what was done."""
     sources = (sources,) if not isinstance(sources, (list, tuple)) else sources

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from chats import chats, plain, prepared_chats, write_chats
-from corpora import prepared, texts
+from corpora import begun, prepared, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_data.chat import Chat
@@ -33,11 +33,7 @@ def folder(tmp_path_factory):
 
 
 def opened(*paths, length=LENGTH, seed=3, lengths=(), **options):
-    data = Chat(ChatConfig(paths=tuple(map(str, paths)), **options))
-    if lengths:
-        data.expect_lengths(lengths)
-    data.open(length=length, seed=seed)
-    return data
+    return begun(Chat(ChatConfig(paths=tuple(map(str, paths)), **options)), length, seed, lengths)
 
 
 def expected(messages, length, too_long):

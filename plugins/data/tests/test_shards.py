@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corpora import numbered, prepared, texts
+from corpora import begun, numbered, prepared, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_data.config import ShardsConfig
@@ -24,11 +24,7 @@ WHOLE = Shard()
 
 
 def opened(*paths, length=LENGTH, seed=3, lengths=(), **options):
-    data = Shards(ShardsConfig(paths=tuple(map(str, paths)), **options))
-    if lengths:
-        data.expect_lengths(lengths)
-    data.open(length=length, seed=seed)
-    return data
+    return begun(Shards(ShardsConfig(paths=tuple(map(str, paths)), **options)), length, seed, lengths)
 
 
 @pytest.fixture(scope="module")

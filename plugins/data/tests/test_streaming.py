@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from corpora import numbered, prepared, texts
+from corpora import begun, numbered, prepared, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_data.config import ShardsConfig, StreamingConfig
@@ -68,19 +68,13 @@ class Server:
 
 def opened(urls, cache, *, length=LENGTH, seed=3, lengths=(), **options):
     options = {"cache_gb": 1.0, "retry_seconds": 0.0, **options}
-    data = Streaming(StreamingConfig(urls=tuple(urls), cache=str(cache), **options))
-    if lengths:
-        data.expect_lengths(lengths)
-    data.open(length=length, seed=seed)
-    return data
+    return begun(
+        Streaming(StreamingConfig(urls=tuple(urls), cache=str(cache), **options)), length, seed, lengths
+    )
 
 
 def local(folders, *, length=LENGTH, seed=3, lengths=(), **options):
-    data = Shards(ShardsConfig(paths=tuple(map(str, folders)), **options))
-    if lengths:
-        data.expect_lengths(lengths)
-    data.open(length=length, seed=seed)
-    return data
+    return begun(Shards(ShardsConfig(paths=tuple(map(str, folders)), **options)), length, seed, lengths)
 
 
 def files(folders):

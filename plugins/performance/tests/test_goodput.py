@@ -111,11 +111,11 @@ def test_steps_that_a_restart_makes_anew_are_lost(tmp_path):
     assert values["checkpoint/age"] > 0
 
 
-def test_a_rollback_is_entered(tmp_path):
+def started(folder, told):
+    """Return a monitor in a run that begins in ``folder``; what it publishes is in ``told``."""
     monitor = Goodput(GoodputConfig())
-    told = {}
     run = SimpleNamespace(
-        folder=tmp_path,
+        folder=folder,
         rank=0,
         first_step=0,
         progress=Progress(),
@@ -123,6 +123,12 @@ def test_a_rollback_is_entered(tmp_path):
         metrics=SimpleNamespace(scalar=told.__setitem__),
     )
     monitor.on_start(run)
+    return monitor
+
+
+def test_a_rollback_is_entered(tmp_path):
+    told = {}
+    monitor = started(tmp_path, told)
     monitor.on_rollback(SimpleNamespace(step=7, restored=4))
     assert (read(tmp_path).rollbacks, read(tmp_path).lost_steps, read(tmp_path).step) == (1, 3, 4)
     monitor.on_step(SimpleNamespace(step=5))
@@ -146,16 +152,7 @@ def test_a_kill_loses_no_step_that_takes_longer_than_a_write_may(
 
     monkeypatch.setattr(goodput.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(goodput, "write", slow)
-    monitor = Goodput(GoodputConfig())
-    run = SimpleNamespace(
-        folder=tmp_path,
-        rank=0,
-        first_step=0,
-        progress=Progress(),
-        device=torch.device("cpu"),
-        metrics=SimpleNamespace(scalar=lambda name, value: None),
-    )
-    monitor.on_start(run)
+    monitor = started(tmp_path, {})
     for step in range(1, 5):
         now[0] += seconds
         monitor.on_step(SimpleNamespace(step=step))
