@@ -52,21 +52,24 @@ def test_rows_sums_and_gradients_are_those_of_indexing(sizes):
 
 @SIZES
 @pytest.mark.parametrize("weighed_in", [torch.bfloat16, torch.float32])
-def test_bfloat16_is_added_up_in_float32_and_rounded_once(sizes, weighed_in):
-    """The bound is half a unit of the result in its dtype, and what float32 sums lose of their terms."""
+@pytest.mark.parametrize("ways", [(permute, unpermute), (TORCH.permute, TORCH.unpermute)], ids=["cuda", "torch"])
+def test_bfloat16_is_added_up_in_float32_and_rounded_once(sizes, weighed_in, ways):
+    """By these and by plain PyTorch, so that a run is the same with either.
+
+    The bound is half a unit of the result in its dtype, and what float32 sums lose of their terms."""
     x, outputs, weights, order, back = draw(*sizes, dtype=torch.bfloat16)
     weights = weights.detach().to(weighed_in).requires_grad_()
     narrow = x, outputs, weights
     exact = [each.detach().double().requires_grad_() for each in narrow]
     sizes_of = [each.detach().abs().requires_grad_() for each in exact]
     results = []
-    for operands, ways in (
-        (narrow, (permute, unpermute)),
+    for operands, (there, back_again) in (
+        (narrow, ways),
         (exact, (TORCH.permute, TORCH.unpermute)),
         (sizes_of, (TORCH.permute, TORCH.unpermute)),
     ):
         x_, outputs_, weights_ = operands
-        rows, y = ways[0](x_, order, back, weights.shape[1]), ways[1](outputs_, order, back, weights_)
+        rows, y = there(x_, order, back, weights.shape[1]), back_again(outputs_, order, back, weights_)
         upstream = torch.ones_like(rows), torch.ones_like(y)
         results.append([rows, y, *torch.autograd.grad((rows, y), operands, upstream)])
     for found, expected, magnitude in zip(*results, strict=True):
