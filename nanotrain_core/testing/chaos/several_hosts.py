@@ -13,6 +13,7 @@ from typing import Any
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.testing.chaos.bench import Bench, Ended, Trial
+from nanotrain_core.testing.chaos.memory import MONITOR, MemoryRow
 from nanotrain_core.testing.chaos.row import RESUME, Row, expect, some_rank, some_step
 from nanotrain_core.testing.virtual_hosts import Network, not_here
 
@@ -62,12 +63,15 @@ class HostsRow(Row):
     words: Sequence[str] = ()
     texts: Sequence[str] = ()
     """One of these must be said on some host."""
+    monitors: Sequence[str] = ()
+    """Beside the recipe's."""
 
     @classmethod
     def not_here(cls, bench: Bench) -> str:
         return "an odd number of ranks" if bench.settings.ranks % 2 else not_here()
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        trial.monitors = [*self.monitors]
         with Network(2, delay=self.delay, loss=self.loss, seed=random.randrange(1000)) as network:
             launches = Launches(trial, network, self.more, self.words)
             order = {
@@ -105,6 +109,22 @@ class HostLost(HostsRow):
         launches.replace(1)
 
 
+class InMemory(HostsRow):
+    """Beside memory snapshots, of which the new host has none: a step is lost, and no more."""
+
+    lost, steps = 0, 1
+    monitors: Sequence[str] = (f'{{use="{MONITOR}"}}',)
+
+    @classmethod
+    def not_here(cls, bench: Bench) -> str:
+        return MemoryRow.not_here(bench) or super().not_here(bench)
+
+
+class HostLostInMemory(InMemory, HostLost):
+    number, name = "28", "neighbour memory: host lost, replaced"
+    texts = ("restored from memory",)
+
+
 class RendezvousHostLost(HostsRow):
     number, name = "31", "rendezvous host lost, replaced"
     texts = (f"{ENDPOINT}, where the hosts meet, is gone: waiting for it",)
@@ -113,6 +133,11 @@ class RendezvousHostLost(HostsRow):
         launches.network.vanish(0)
         time.sleep(random.uniform(0, 5))
         launches.replace(0)
+
+
+class RendezvousHostLostInMemory(InMemory, RendezvousHostLost):
+    number, name = "28", "neighbour memory: rendezvous host lost, replaced"
+    texts = ("restored from memory",)
 
 
 class Partition(HostsRow):
