@@ -27,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="a row's number, or a part of its name"
     )
+    parser.add_argument(
+        "--soak", type=positive, metavar="N", help="N random faults in one run, in place of the rows"
+    )
     parser.add_argument("--short", action="store_true", help="the few rows that the tests run")
     parser.add_argument(
         "--hang-timeout", type=float, default=12.0, metavar="S", help="run.hang_timeout; default 12"
@@ -43,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     from nanotrain_core.testing.chaos.bench import Bench, Settings
     from nanotrain_core.testing.chaos.matrix import NOT_RUN, chosen
+    from nanotrain_core.testing.chaos.soak import soak
     from nanotrain_core.testing.chaos.table import markdown, table, try_rows
 
     recipe = resolve(args).recipe
@@ -61,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="nanotrain-chaos-") as scratch:
         root = Path(args.keep).resolve() if args.keep else Path(scratch)
         bench = Bench(settings, root)
+        if args.soak:
+            return soak(bench, args.soak, args.seed)
         tried = try_rows(
             bench, rows, repeat=args.repeat, seed=args.seed, tell=lambda line: print(line, flush=True)
         )

@@ -219,8 +219,15 @@ class Trial:
             text=True,
         )
 
-    def finish(self, process: subprocess.Popen[str], on_fault: Callable[[int], None] | None = None) -> Ended:
-        """Wait for its end, at most :data:`LIMIT` seconds."""
+    def finish(
+        self,
+        process: subprocess.Popen[str],
+        on_fault: Callable[[int], None] | None = None,
+        *,
+        strikes: int = 1,
+        limit: float = LIMIT,
+    ) -> Ended:
+        """Wait for its end, at most ``limit`` seconds; ``on_fault`` is called at fault number ``strikes``."""
         began = time.time()
         lines: list[tuple[float, str]] = []
 
@@ -231,8 +238,8 @@ class Trial:
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
         struck = False
-        while process.poll() is None and time.time() < began + LIMIT:
-            if on_fault is not None and not struck and self.faults():
+        while process.poll() is None and time.time() < began + limit:
+            if on_fault is not None and not struck and self._struck_since(began) >= strikes:
                 struck = True
                 on_fault(process.pid)
             time.sleep(0.05)
@@ -253,6 +260,10 @@ class Trial:
     def faults(self) -> list[Mapping[str, Any]]:
         """Return when and where the fault struck."""
         return self.rows("fault")
+
+    def _struck_since(self, began: float) -> int:
+        """Return in how many attempts faults have struck since then."""
+        return len({(row["launch"], row["attempt"]) for row in self.faults() if row["time"] >= began})
 
     def trained(self) -> list[Mapping[str, Any]]:
         """Return the batches that were trained on: of those read for a step, the last; others are skipped."""

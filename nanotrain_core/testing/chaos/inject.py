@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ VARIABLE = "NANOTRAIN_CHAOS"
 
 @attrs.define(frozen=True, kw_only=True)
 class Order:
-    """What the harness wants: where to keep the ledger, and one fault."""
+    """What the harness wants: where to keep the ledger, and one fault of each attempt."""
 
     ledger: str
     launch: int = 0
@@ -47,6 +47,13 @@ class Order:
     """What is done to this rank's memory snapshots first: ``gone`` or ``flipped``."""
     memory: str = ""
     """The folder that has them."""
+    then: Sequence[Mapping[str, Any]] = ()
+    """What is different in the attempts after the first, in turn: others are not hurt."""
+
+    def of(self, attempt: int) -> Order:
+        """Return what is wanted of an attempt."""
+        changes = [{}, *self.then][attempt] if attempt <= len(self.then) else {"act": ""}
+        return attrs.evolve(self, **changes)
 
     def text(self) -> str:
         return json.dumps(attrs.asdict(self))
@@ -96,7 +103,7 @@ def build(config: ChaosConfig) -> Any:
             self.run, self.step, self.held_out = run, run.first_step, False
             # Hosts that were started again at different times count alike from here on.
             launch, self.attempt = max(run.mesh.gather((self.order.launch, self.attempt)))
-            self.order = attrs.evolve(self.order, launch=launch)
+            self.order = attrs.evolve(self.order.of(self.attempt), launch=launch)
             self.file = open(Path(self.order.ledger, f"rank-{run.rank}.jsonl"), "a")  # noqa: SIM115
             self.write("start", first_step=run.first_step, ranks=run.world_size)
             self.train_batch, self.validation_batch = run.data.train_batch, run.data.validation_batch
@@ -141,8 +148,7 @@ def build(config: ChaosConfig) -> Any:
         def due(self, at: str) -> bool:
             order = self.order
             now = self.step + (at == "data")
-            mine = order.rank in (-1, self.run.rank) and self.attempt == 0
-            return mine and order.step <= now <= max(order.last, order.step)
+            return order.rank in (-1, self.run.rank) and order.step <= now <= max(order.last, order.step)
 
         def maybe(self, at: str) -> None:
             act = getattr(self, f"do_{self.order.act}", None)

@@ -101,7 +101,10 @@ class HostsRow(Row):
 
 class HostLost(HostsRow):
     number, name = "30", "host lost, replaced"
-    texts = ("on host1 (process ", "another host has come")  # the replacement may be there sooner
+    texts: Sequence[str] = (
+        "on host1 (process ",
+        "another host has come",
+    )  # the replacement may be there sooner
 
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.vanish(1)
@@ -127,7 +130,7 @@ class HostLostInMemory(InMemory, HostLost):
 
 class RendezvousHostLost(HostsRow):
     number, name = "31", "rendezvous host lost, replaced"
-    texts = (f"{ENDPOINT}, where the hosts meet, is gone: waiting for it",)
+    texts: Sequence[str] = (f"{ENDPOINT}, where the hosts meet, is gone: waiting for it",)
 
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.vanish(0)

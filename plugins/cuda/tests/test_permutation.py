@@ -52,7 +52,9 @@ def test_rows_sums_and_gradients_are_those_of_indexing(sizes):
 
 @SIZES
 @pytest.mark.parametrize("weighed_in", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("ways", [(permute, unpermute), (TORCH.permute, TORCH.unpermute)], ids=["cuda", "torch"])
+@pytest.mark.parametrize(
+    "ways", [(permute, unpermute), (TORCH.permute, TORCH.unpermute)], ids=["cuda", "torch"]
+)
 def test_bfloat16_is_added_up_in_float32_and_rounded_once(sizes, weighed_in, ways):
     """By these and by plain PyTorch, so that a run is the same with either.
 
