@@ -183,7 +183,7 @@ SMALL = {
     "contracts": 645,
     "data": 780,
     "hf": 860,
-    "launch": 1470,
+    "launch": 1500,
     "layout": 1120,
     "models": 690,
     "moe": 315,

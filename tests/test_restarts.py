@@ -8,6 +8,7 @@ import pytest
 from nanotrain_core.launch import restarts
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+from nanotrain_core.launch.hosts import Nodes, is_here
 from nanotrain_core.launch.restarts import Restarts
 from nanotrain_core.launch.worker import HAS_SAVED
 
@@ -41,6 +42,36 @@ def test_restarts_without_a_checkpoint_pause_longer_and_are_given_up(tmp_path, p
     assert "5 restarts in a row came to no checkpoint: given up" in told
     os.utime(tmp_path / HAS_SAVED, ns=(1, 1))  # another one was saved
     assert again() == (True, 0)
+
+
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_a_host_that_is_the_first_to_fail_twice_leaves_a_run_that_can_continue(tmp_path, paused, may_leave):
+    causes = []
+    deciding = Restarts(tmp_path, 99, lambda: False, lambda own: causes.pop() or own, may_leave=may_leave)
+
+    def again(elsewhere=None):
+        causes.append(elsewhere)
+        (tmp_path / HAS_SAVED).unlink(missing_ok=True)
+        return deciding.again({1: -9}, 1, None)
+
+    another = Cause("rank 3 was killed", 1)
+    assert [again(), again(another), again(another)] == [True] * 3
+    assert deciding.left is None
+    assert again() is not may_leave
+    assert (deciding.left is not None) is may_leave
+
+
+def test_only_a_host_without_the_meeting_place_may_leave_and_only_if_fewer_are_enough():
+    def may_leave(endpoint, least):
+        return Nodes(count=2, least=least, endpoint=endpoint).go_on_without_this_one()
+
+    assert is_here("127.0.0.1")
+    assert not is_here("192.0.2.1")  # TEST-NET-1 of RFC 5737: nobody's
+    assert not is_here("no such host.invalid")
+    assert may_leave("192.0.2.1:29400", 1)
+    assert not may_leave("192.0.2.1:29400", 2)
+    assert not may_leave("192.0.2.1:29400", 0)
+    assert not may_leave("127.0.0.1:29400", 1)
 
 
 class Shared(dict):

@@ -31,6 +31,7 @@ class Agent(LocalElasticAgent):
         start_again: Callable[[ExitCodes, int], bool],
         given_up: Callable[[ExitCodes], None],
         stopped: Callable[[], bool],
+        left: Callable[[], bool] = lambda: False,
         restarted: int = 0,
     ) -> None:
         """Prepare.
@@ -42,10 +43,11 @@ class Agent(LocalElasticAgent):
             start_again: called with exit codes and the number of the restart; says whether to go on.
             given_up: called with exit codes when ranks have failed and are not started again.
             stopped: says whether a signal came, which ends the wait for other hosts.
+            left: says whether this host has left the run to the others.
             restarted: how often an agent of this launch has started ranks again.
         """
         self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
-        self.given_up = given_up
+        self.given_up, self.left = given_up, left
         super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
         self._remaining_restarts -= restarted
         self._failed = False
@@ -62,10 +64,11 @@ class Agent(LocalElasticAgent):
                 result = self.run()
             except DistError as problem:
                 raise RendezvousConnectionError(str(problem)) from problem
-            if result.is_failed():  # reported while the hosts still have their store
+            if result.is_failed() and not self.left():  # reported while the hosts still have their store
                 self.given_up({rank: failure.exitcode for rank, failure in result.failures.items()})
         finally:
-            self._worker_group.spec.rdzv_handler.shutdown()
+            if not self.left():  # it would end the run on all hosts
+                self._worker_group.spec.rdzv_handler.shutdown()
         if result.is_failed():
             raise ChildFailedError("nanotrain", result.failures)
         return dict(result.return_values)

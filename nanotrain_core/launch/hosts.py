@@ -5,6 +5,8 @@ On one host that is a file. Several meet in a store which the host of the endpoi
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,11 @@ class Nodes:
         """Where the others reach this host's ranks: None has torch find out."""
         return "127.0.0.1" if self.count == 1 else None
 
+    def go_on_without_this_one(self) -> bool:
+        """Return whether fewer hosts are enough, and the launchers do not meet on this one."""
+        fewer = 0 < self.least < self.count
+        return fewer and not is_here(self.endpoint.rpartition(":")[0].strip("[]"))
+
     def check(self) -> None:
         """Refuse several hosts that could not find each other.
 
@@ -53,6 +60,16 @@ class Nodes:
         host, _, port = self.endpoint.rpartition(":")
         if self.endpoint and not (host and is_port(port)):
             raise LaunchError(f"--rdzv-endpoint {self.endpoint}: expected HOST:PORT, for example node1:29400")
+
+
+def is_here(host: str) -> bool:
+    """Return whether an address of ``host`` is one of this machine, so that a socket may have it."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as one:
+                one.bind((address, 0))
+                return True
+    return False
 
 
 def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:

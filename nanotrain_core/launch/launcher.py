@@ -38,7 +38,7 @@ from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.hosts import Nodes, rendezvous
-from nanotrain_core.launch.restarts import Restarts
+from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
 from nanotrain_core.launch.worker import Job, run_rank
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
@@ -137,12 +137,15 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
                 given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),
                 stopped=stopped,
+                left=lambda: restarts.left is not None,
                 restarted=restarts.number,
             )
         )
         return agents[-1].results()
 
-    restarts = Restarts(scratch, nodes.max_restarts, stopped, of_all_hosts)
+    restarts = Restarts(
+        scratch, nodes.max_restarts, stopped, of_all_hosts, may_leave=nodes.go_on_without_this_one()
+    )
     with ThreadPoolExecutor(1) as thread:
         while True:
             agent = thread.submit(run)
@@ -150,6 +153,12 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 ends = forwarder.wait(agent, meanwhile=watch.look)
                 return EXIT_OF[next(iter(ends.values()))]
             except ChildFailedError:
+                if restarts.left is not None:
+                    text = (
+                        f"; this host's ranks were the first to fail {HOST_FAILURES} times: it leaves the run"
+                    )
+                    restarts.left.tell(f"{text}, which continues on the others")
+                    return restarts.left.code
                 cause = causes[0]
                 if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
                     return EXIT_OF[SIGNALS[forwarder.received]]

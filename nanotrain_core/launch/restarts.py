@@ -16,6 +16,8 @@ from nanotrain_core.run import log
 MOST_IN_VAIN = 5
 #: Seconds before the second restart in a row without a checkpoint; twice as long before each further one.
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
+#: How often a host's ranks may be the first to fail before it leaves a run that can continue without it.
+HOST_FAILURES = 2
 
 
 class Restarts:
@@ -25,7 +27,13 @@ class Restarts:
     """
 
     def __init__(
-        self, scratch: Path, most: int, stopped: Callable[[], bool], elsewhere: Callable[[Cause], Cause]
+        self,
+        scratch: Path,
+        most: int,
+        stopped: Callable[[], bool],
+        elsewhere: Callable[[Cause], Cause],
+        *,
+        may_leave: bool = False,
     ) -> None:
         """Decide for one launcher.
 
@@ -34,11 +42,15 @@ class Restarts:
             most: restarts in all.
             stopped: says whether a signal came.
             elsewhere: returns the first cause of all hosts for that of this one.
+            may_leave: whether the other hosts can continue without this one.
         """
         self.scratch, self.most, self.stopped, self.elsewhere = scratch, most, stopped, elsewhere
         self.number = 0
         """Of restarts until now, those of ranks on other hosts left out."""
+        self.left: Cause | None = None
+        """Why this host has left the run to the others, if it has."""
         self._saved, self._step, self._in_vain = 0.0, 0, 0
+        self._may_leave, self._first_here = may_leave, 0
 
     def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
         """Print why the ranks ended; return whether to start them once more, for the ``number``-th time.
@@ -51,8 +63,13 @@ class Restarts:
             hang: what was said of ranks that hung.
         """
         seen_at = time.time()
-        cause = self.elsewhere(first_cause(self.scratch, codes, hang))
+        own = first_cause(self.scratch, codes, hang)
+        cause = self.elsewhere(own)
         if cause.mistake or self.stopped():
+            return False
+        self._first_here += cause is own and not own.echo
+        if self._may_leave and self._first_here >= HOST_FAILURES:
+            self.left = cause
             return False
         (self.scratch / FAILED_AT).write_text(str(seen_at))
         mark, kept = self.scratch / HAS_SAVED, self.scratch / RECOVERABLE

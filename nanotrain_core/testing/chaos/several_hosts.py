@@ -180,3 +180,29 @@ class FewerHosts(HostsRow):
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.vanish(1)
         del launches.on[1]
+
+
+class BadHost(HostsRow):
+    """The ranks of a host are the first to die, twice: it leaves, and the run goes on without it."""
+
+    number, name, same_end, lost = "36", "a host that fails twice is left out", False, 2
+    words = ("--min-nnodes", "1")
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        last = trial.bench.settings.ranks - 1
+        every, steps = trial.bench.settings.every, trial.bench.settings.steps
+        with Network(2, seed=random.randrange(1000)) as network:
+            launches = Launches(trial, network, self.more, self.words)
+            again = {"step": random.randrange(2 * every + 1, steps - 1)}
+            order = {
+                "act": "kill",
+                "step": random.randrange(every + 1, 2 * every),
+                "rank": last,
+                "then": [again],
+            }
+            for host in (0, 1):
+                launches.start(host, order)
+                trial.launches = 0  # both are the same one
+            good, bad = (launches.on[host].result() for host in (0, 1))
+        yield from expect(good, Exit.DONE, f"rank {last} was killed by SIGKILL")
+        yield from expect(bad, Exit.FAILED, "the first to fail 2 times: it leaves the run")
