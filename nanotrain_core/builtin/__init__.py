@@ -152,7 +152,8 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers`` and ``replicas``."""
+    """Announce ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers``, ``replicas`` and
+    ``bit_flips``."""
     register(
         Component(
             name="console",
@@ -203,6 +204,14 @@ def nanotrain_register_monitor(register: Register) -> None:
             config=configs.ReplicasConfig,
             factory="nanotrain_core.monitors.replicas:Replicas",
             summary="every bit of the weights that ranks hold alike, and memory of every rank",
+        )
+    )
+    register(
+        Component(
+            name="bit_flips",
+            config=configs.BitFlipsConfig,
+            factory="nanotrain_core.monitors.bit_flips:BitFlips",
+            summary="weights, master weights and optimizer state: no bit changes between two updates",
         )
     )
 

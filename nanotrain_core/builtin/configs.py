@@ -173,6 +173,15 @@ class ReplicasConfig:
 
 
 @attrs.define(frozen=True, kw_only=True)
+class BitFlipsConfig:
+    """``[[monitor]] use = "bit_flips"``: weights, masters and optimizer state compared across a step."""
+
+    every: int = attrs.field(default=100, validator=Range(1))
+    """Steps between comparisons. Each reads this rank's state twice, and finds what flips between the update
+    of its step and the next update: 1 finds every flip."""
+
+
+@attrs.define(frozen=True, kw_only=True)
 class GuardConfig:
     """``[[monitor]] use = "guard"``: notices when training goes wrong, and takes it back."""
 

@@ -140,7 +140,7 @@ class StepEnd:
     """Of the run so far: state after more of them is later, whatever its step."""
     state: Callable[[], TrainState]
     """Returns what a checkpoint would hold now. Tensors are live, and stay as they are until the next
-    ``on_before_update`` returns."""
+    ``on_before_update`` returns. Until then it may be called again."""
 
 
 #: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.

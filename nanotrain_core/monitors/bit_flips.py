@@ -1,0 +1,81 @@
+"""The ``bit_flips`` monitor: does memory that nobody writes to keep its bits?"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from nanotrain_core.builtin.configs import BitFlipsConfig
+from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepEnd, UpdateReport
+from nanotrain_core.errors import Corrupted
+from nanotrain_core.monitors.replicas import hash_bits
+
+
+class BitFlips(Monitor):
+    """Hashes weights, master weights and optimizer state after an update, and again before the next one.
+
+    Nothing writes to them in between, so a difference is a fault of the memory, or a stray write. Unlike
+    ``replicas`` this needs no second copy: it covers what ZeRO shards over ranks, and expert weights that one
+    rank holds alone. Each rank compares its own; one flag is all-reduced.
+    """
+
+    reads_weights = False
+
+    def __init__(self, config: BitFlipsConfig) -> None:
+        self.config = config
+        self.end: StepEnd | None = None
+        """The step whose state was hashed and is to be compared."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Remember the run."""
+        self.run = run
+
+    def on_step_end(self, end: StepEnd) -> None:
+        """Hash what the step left, if it is its turn."""
+        self.end = None
+        if end.step % self.config.every == 0:
+            self.end, self.hashes = end, self._hashes(end)
+
+    def on_before_update(self, update: UpdateReport) -> None:
+        """Compare before anything changes."""
+        self._compare()
+
+    def on_before_save(self, step: int) -> None:
+        """Compare what the last checkpoint of a run would keep."""
+        self._compare()
+
+    def on_end(self, report: EndReport) -> None:
+        """Compare what nobody saves."""
+        if report.reason != "failed":
+            self._compare()
+
+    @staticmethod
+    def _hashes(end: StepEnd) -> torch.Tensor:
+        blocks = end.state().blocks
+        hashes = [hash_bits(block.tensor) for block in blocks]
+        return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
+
+    def _compare(self) -> None:
+        """Compare once.
+
+        Raises:
+            Corrupted: on every rank, naming the step, the rank and the first tensor that changed.
+        """
+        if self.end is None:
+            return
+        end, self.end = self.end, None
+        self.run.together()
+        differs = (self._hashes(end) != self.hashes).cpu()
+        flag = differs.any().long().view(1).to(self.run.device)
+        self.run.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if not flag.item():
+            return
+        blocks = end.state().blocks
+        changed = [block.name for block, wrong in zip(blocks, differs.tolist(), strict=True) if wrong]
+        everyone: list[list[str]] = self.run.mesh.gather(changed)
+        rank, names = next((rank, names) for rank, names in enumerate(everyone) if names)
+        more = sum(map(len, everyone)) - 1
+        raise Corrupted(
+            f"{names[0]} has other bits on rank {rank} than the update of step {end.step} left, and nothing "
+            f"writes to it until the next one{f' (and {more} more tensors)' if more else ''}"
+        )
