@@ -90,7 +90,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="memory_snapshots",
             config=MemorySnapshotsConfig,
             factory="nanotrain_memory_snapshots.monitor:MemorySnapshots",
-            summary="keeps every step's state in the memory of two hosts, for ranks that are started again",
+            summary="keeps every step's state in the memory of two hosts, for restarted ranks",
             metrics=METRICS,
             check=check_snapshots,
         )

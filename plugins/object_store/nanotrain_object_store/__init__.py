@@ -104,7 +104,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="object_store",
             config=ObjectStoreConfig,
             factory="nanotrain_object_store.monitor:ObjectStore",
-            summary="copies checkpoints to S3 and the like beside training, and fetches them to resume from",
+            summary="uploads checkpoints to S3 and other stores, and fetches them for a resume",
             metrics=METRICS,
             check=check_store,
             example={"url": "memory://example/{folder}"},
