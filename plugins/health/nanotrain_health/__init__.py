@@ -23,8 +23,7 @@ SAID = Metric(
     group="health",
     kind="text",
     level="minimal",
-    summary="what begins to be wrong, and what is no longer, one sentence each; reported with the next "
-    "logged step",
+    summary="problems that begin or end, one sentence each; reported with the next logged step",
 )
 
 
