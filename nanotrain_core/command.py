@@ -13,15 +13,15 @@ from nanotrain_core.errors import PluginError, describe
 #: Commands of the core and their lines in the help; module ``nanotrain_core.cli.<name>``, hyphens as
 #: underscores, is a CommandModule.
 CORE_COMMANDS = {
-    "run": "train what a recipe describes",
+    "run": "train the run that a recipe describes",
     "check": "say whether a recipe can run, and where each of its values comes from",
     "schedule": "draw a pipeline schedule, with its idle time and live activations",
     "recipes": "list the shipped recipes, or copy one",
     "plugins": "list installed plugins and their components",
-    "new-plugin": "write a plugin that works, to be changed into yours",
-    "metrics": "list what runs measure, with units and which values are good",
+    "new-plugin": "write a working plugin as a starting point",
+    "metrics": "list the metrics of a run, with units and healthy values",
     "conformance": "run every check of a component",
-    "chaos": "hurt a run in every way, and see what it cost",
+    "chaos": "inject every kind of fault into a run, and report the cost",
     "ckpt": "list, show, verify, convert and replay checkpoints",
     "convert": "write weights for Hugging Face transformers, or read theirs",
     "schema": "print a JSON Schema of recipes, for editors",

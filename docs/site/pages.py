@@ -58,11 +58,11 @@ def generated() -> dict[str, str]:
     pages["recipe/index.md"] = _index(
         "Recipe keys",
         "Every key of every table that the core and the plugins of this repository have. `nanotrain schema` "
-        "says the same of the plugins that you have installed; [recipes](../recipes.md) says how tables are "
+        "prints the same for the installed plugins; [recipes](../recipes.md) describes how tables are "
         "merged and checked.",
         pages,
     )
-    pages["commands/index.md"] = _index("Commands", "`nanotrain COMMAND --help` says the same.", pages)
+    pages["commands/index.md"] = _index("Commands", "`nanotrain COMMAND --help` prints the same.", pages)
     return pages
 
 
@@ -303,7 +303,7 @@ def checks_of_kind(kind: str) -> str:
     lines = [
         "## Its conformance checks",
         "",
-        "Generated from the harness: these, and those of every kind.",
+        "Generated from the harness: these, and the checks for every kind.",
         "",
     ]
     lines += ["| check | invariant |", "|---|---|"]

@@ -8,10 +8,10 @@ from nanotrain_core.metrics.declared import Metric, of_ranks
 PHASES = ("data", "compute", "monitors", "link")
 
 _WHAT = {
-    "data": "seconds a step in which a rank loads data",
-    "compute": "seconds a step of a rank's own work in forward, backward and the optimizer, waits for others "
-    "left out, over its pipeline stage's share of the FLOPs",
-    "monitors": "seconds a step of a rank's own work in monitors",
+    "data": "seconds per step in which a rank loads data",
+    "compute": "seconds per step of a rank's own work in forward, backward and the optimizer, without waits "
+    "for others, over its pipeline stage's fraction of the FLOPs",
+    "monitors": "seconds per step of a rank's own work in monitors",
     "link": "seconds that a message of 256 KiB takes from the rank before",
 }
 
@@ -29,6 +29,6 @@ METRICS: tuple[Metric, ...] = (
         unit="",
         group="health",
         kind="text",
-        summary="which rank or link is slow, and in what; reported with the next logged step",
+        summary="the slow rank or link, and its phase; reported with the next logged step",
     ),
 )

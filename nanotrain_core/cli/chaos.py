@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=positive, default=1, metavar="N", help="times to try each row; default 1"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of steps, ranks and bits to hurt")
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="seed for the choice of steps, ranks and bits"
+    )
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="a row's number, or a part of its name"
     )

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help="also tell the memory that the recipe takes there: h100, cpu, ... (needs nanotrain-plan)",
+        help="also report the memory that the recipe needs there: h100, cpu, ... (needs nanotrain-plan)",
     )
     parser.add_argument(
         "--explain",

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--step", type=int, metavar="N", help=f"which one; default: {default}")
         add_plugin_options(action)
         if name == "show":
-            action.add_argument("--json", action="store_true", help="all that it says of itself")
+            action.add_argument("--json", action="store_true", help="its complete description as JSON")
             action.add_argument("--recipe", action="store_true", help="the resolved recipe of the run")
         if name == "convert":
             action.add_argument("out", metavar="OUT", type=Path, help="a new folder")
@@ -141,8 +141,8 @@ def size(number: float) -> str:
 
 ACTIONS = {
     "ls": (ls, "list the checkpoints of a run"),
-    "show": (show, "print what a checkpoint says of itself"),
-    "verify": (verify, "read checkpoints from end to end and say what is wrong; all of them without --step"),
+    "show": (show, "print the description of a checkpoint"),
+    "verify": (verify, "read checkpoints completely and report errors; all of them without --step"),
     "convert": (convert, "write a checkpoint as another kind; for weights alone see `nanotrain convert`"),
-    "replay": (replay, "train from a checkpoint to the newest one again, elsewhere, and compare every byte"),
+    "replay": (replay, "train again from a checkpoint to the newest one, elsewhere, and compare every byte"),
 }

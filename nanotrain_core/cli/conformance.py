@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="a key of the recipe around it, for example batch.length=32",
+        help="a key of the surrounding recipe, for example batch.length=32",
     )
     parser.add_argument(
         "--degree", action="append", default=[], metavar="DIM=N", help="the layout, for example dp=2"
     )
     parser.add_argument(
-        "--nproc", type=positive, metavar="N", help="ranks, if not the fewest that have the degrees"
+        "--nproc", type=positive, metavar="N", help="ranks, if not the smallest number with these degrees"
     )
     parser.add_argument(
         "--plugin",
@@ -62,25 +62,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also load this file or folder as a plugin",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="only the component as it is, not every layout and model"
+        "--quick", action="store_true", help="only the component as it is, without every layout and model"
     )
-    parser.add_argument("--list", action="store_true", help="show what would be checked, and check nothing")
-    parser.add_argument("--json", action="store_true", help="print results as JSON, when all is done")
+    parser.add_argument("--list", action="store_true", help="list the checks without running them")
+    parser.add_argument("--json", action="store_true", help="print results as JSON at the end")
     parser.add_argument(
-        "-k", dest="keyword", default="", metavar="PATTERN", help="run checks whose id has this in it"
+        "-k", dest="keyword", default="", metavar="PATTERN", help="run checks whose id contains this"
     )
     parser.add_argument("-x", dest="exitfirst", action="store_true", help="stop at the first failure")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="checks at a time (one for each core)")
-    parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one check (180)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="checks to run in parallel (one per core)")
+    parser.add_argument(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="time limit for one check (180)"
+    )
     parser.add_argument(
         "--expect-failure",
         action="append",
         default=[],
         metavar="CHECK",
-        help="a check that is to fail, as weights_equal[adamw]: if it passes everywhere, that is a failure",
+        help="a check expected to fail, such as weights_equal[adamw]: passing everywhere is then a failure",
     )
-    parser.add_argument("--setup", metavar="COMMAND", help="run this in a shell first, to start a service")
-    parser.add_argument("--teardown", metavar="COMMAND", help="and this at the end, whatever came of it")
+    parser.add_argument(
+        "--setup", metavar="COMMAND", help="run this in a shell first, for example to start a service"
+    )
+    parser.add_argument("--teardown", metavar="COMMAND", help="run this in a shell at the end, in any case")
 
 
 def run(args: argparse.Namespace) -> int:

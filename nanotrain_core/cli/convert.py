@@ -17,17 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a Hugging Face folder, a checkpoint, a run folder, or what this command wrote",
+        help="a Hugging Face folder, a checkpoint, a run folder, or the output of this command",
     )
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument(
         "--to",
         choices=["huggingface", "nanotrain"],
-        help="whose names and config to write; default: from Hugging Face's to nanotrain's, and back",
+        help="names and config to write; default: nanotrain's for a Hugging Face source, else Hugging Face's",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all weights; default: as they are")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all weights; default: unchanged")
     parser.add_argument(
-        "--shard-gb", type=_size, default=5.0, metavar="GB", help="largest size of one file (default: 5)"
+        "--shard-gb", type=_size, default=5.0, metavar="GB", help="maximum size of one file (default: 5)"
     )
     add_plugin_options(parser)
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pattern",
         nargs="?",
         metavar="PATTERN",
-        help="only these: a name or pattern as 'loss*', or a group as 'gradients'",
+        help="only these: a name or pattern such as 'loss*', or a group such as 'gradients'",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table")

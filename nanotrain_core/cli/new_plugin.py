@@ -18,12 +18,12 @@ from nanotrain_core.registry.registry import Registry, load_plugins
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("name", metavar="NAME", help="what recipes will call it, for example my_optimizer")
+    parser.add_argument("name", metavar="NAME", help="its name in recipes, for example my_optimizer")
     parser.add_argument("--kind", required=True, metavar="KIND", help=f"one of {', '.join(OFFERS)}")
     parser.add_argument(
-        "--package", action="store_true", help="a package that can be installed, with tests; else one file"
+        "--package", action="store_true", help="an installable package with tests; otherwise one file"
     )
-    parser.add_argument("--folder", default=".", metavar="DIR", help="where to write it (here)")
+    parser.add_argument("--folder", default=".", metavar="DIR", help="where to write it (current folder)")
 
 
 def run(args: argparse.Namespace) -> int:

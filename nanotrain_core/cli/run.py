@@ -25,20 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-nnodes",
         type=positive,
         metavar="N",
-        help="machines that are enough to begin, and to go on with after others were lost; default: --nnodes",
+        help="smallest number of machines to start with, or continue with after a loss; default: --nnodes",
     )
     parser.add_argument(
         "--rdzv-endpoint",
         default="",
         metavar="HOST:PORT",
-        help="where several machines meet; with it this is the launcher of one, also under srun",
+        help="rendezvous of several machines; then this launches one machine's ranks, also under srun",
     )
-    parser.add_argument("--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at that place")
+    parser.add_argument(
+        "--rdzv-id", default="nanotrain", metavar="ID", help="name of the run at the rendezvous"
+    )
     parser.add_argument(
         "--max-restarts",
         type=count,
         metavar="N",
-        help="start all ranks again after a failure, at most N times; default: run.max_restarts",
+        help="restart all ranks after a failure, at most N times; default: run.max_restarts",
     )
     parser.add_argument(
         "--folder", metavar="PATH", help="run folder; default: runs/<name>, numbered if taken"
@@ -48,20 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="latest",
         metavar="WHICH",
-        help="go on from a checkpoint: the latest (default), a step or a path; 'auto' is the latest, or the "
-        "beginning if there is none yet; after RECIPE, which it would else take for WHICH",
+        help="resume from a checkpoint: the latest (default), a step or a path; 'auto' is the latest, or the "
+        "beginning if there is none yet; write it after RECIPE, which would otherwise be read as WHICH",
     )
     parser.add_argument(
         "--weights",
         metavar="PATH",
-        help="start from these: a Hugging Face folder, one that `nanotrain convert` wrote, a checkpoint",
+        help="weights to start from: a Hugging Face folder, one written by `nanotrain convert`, a checkpoint",
     )
     parser.add_argument(
         "--show",
         action="append",
         default=[],
         choices=["placements"],
-        help="print, before training, which rank holds which block of every parameter",
+        help="print the placement of every parameter before training",
     )
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("subject", metavar="NAME|RECIPE", help="a schedule such as 1f1b, or a recipe")
     parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks (4)")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="in one step (8)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step (8)")
     parser.add_argument("--v", type=positive, metavar="V", help="virtual stages on each rank: --set v=V")
     parser.add_argument("--layers", type=positive, metavar="L", help="also show how L layers are split")
     parser.add_argument(

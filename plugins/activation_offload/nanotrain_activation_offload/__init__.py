@@ -28,6 +28,6 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="activation_offload",
             config=OffloadConfig,
             factory="nanotrain_activation_offload.offload:ActivationOffload",
-            summary="what layers save for backward waits in pinned host memory",
+            summary="activation offload to pinned host memory between forward and backward",
         )
     )

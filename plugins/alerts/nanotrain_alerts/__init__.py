@@ -122,7 +122,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="alerts",
             config=AlertsConfig,
             factory="nanotrain_alerts.alerts:Alerts",
-            summary="commands, webhooks and files that learn when a run goes wrong",
+            summary="alerts to commands, webhooks and files when something goes wrong in a run",
             check=check_rules,
             reads_metrics=asked_metrics,
         )

@@ -39,7 +39,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             name="cpu",
             config=CPUKernelsConfig,
             factory="nanotrain_cpu.kernels:CPUKernels",
-            summary="attention, norms, experts and exchanges that are faster on a CPU",
+            summary="faster attention, norms, experts and communication on a CPU",
             provides={"kernels:cpu"},
             stays_eager=stays_eager,
         )

@@ -25,7 +25,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             name="cuda",
             config=CUDAKernelsConfig,
             factory="nanotrain_cuda.kernels:CUDAKernels",
-            summary="permutation and weighted sum of experts' rows as one Triton kernel each way",
+            summary="permute and unpermute of experts' rows as one Triton kernel each",
             provides={"kernels:cuda"},
         )
     )

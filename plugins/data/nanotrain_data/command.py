@@ -17,10 +17,10 @@ TOKENIZER = "bytes, a tokenizer.json of Hugging Face, a .tiktoken file, or a .mo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of each of its own commands."""
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    _add_prepare(commands.add_parser("prepare", help="tokenise text into shards that a run reads"))
-    _add_inspect(commands.add_parser("inspect", help="show what a prepared folder holds"))
-    _add_convert(commands.add_parser("convert", help="from and to Megatron-LM's .bin and .idx"))
-    _add_train(commands.add_parser("train-tokenizer", help="make a tokenizer.json from text"))
+    _add_prepare(commands.add_parser("prepare", help="tokenize text into shards that a run reads"))
+    _add_inspect(commands.add_parser("inspect", help="show the contents of a prepared folder"))
+    _add_convert(commands.add_parser("convert", help="convert from and to Megatron-LM's .bin and .idx"))
+    _add_train(commands.add_parser("train-tokenizer", help="train a tokenizer.json from text"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,26 +39,26 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="file or folder: text, JSON lines (either also .gz or .zst), parquet, what datasets saved",
+        help="file or folder: text, JSON lines (both also .gz or .zst), parquet, output of datasets",
     )
     parser.add_argument(
         "--field",
         metavar="NAME",
-        help="of a JSON object, or column of a table (default: text; of conversations: messages)",
+        help="field of a JSON object, or column of a table (default: text; for conversations: messages)",
     )
     parser.add_argument(
         "--suffixes",
         nargs="+",
         default=list(TEXT_SUFFIXES),
         metavar=".X",
-        help=f"of files that are a document each (default: {' '.join(TEXT_SUFFIXES)})",
+        help=f"suffixes of files that are one document each (default: {' '.join(TEXT_SUFFIXES)})",
     )
 
 
 def _add_prepare(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
     parser.add_argument("--tokenizer", required=True, metavar="T", help=TOKENIZER)
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where shards are written")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder for shards")
     parser.add_argument(
         "--workers", type=_above_zero, metavar="N", help="processes (default: one for each processor)"
     )
@@ -67,12 +67,12 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         default=256,
         metavar="N",
-        help="of text that becomes one shard, about, in units of 2^20 bytes (default: 256)",
+        help="approximate size of text per shard, in units of 2^20 bytes (default: 256)",
     )
     parser.add_argument(
         "--no-end",
         action="store_true",
-        help="do not end documents with the tokenizer's token for it",
+        help="do not end documents with the tokenizer's end-of-text token",
     )
     parser.add_argument(
         "--chat",
@@ -82,7 +82,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="of Jinja, or a tokenizer_config.json; 'plain': none (default: what lies beside the tokenizer)",
+        help="Jinja file, or a tokenizer_config.json; 'plain': none (default: the one next to the tokenizer)",
     )
 
 
@@ -141,10 +141,10 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=3,
         metavar="N",
-        help="documents whose beginning is shown (default: 3)",
+        help="number of documents whose beginning is shown (default: 3)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of which they are (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text, without samples")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for their choice (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text, without samples")
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -177,7 +177,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="T",
-        help=f"that Megatron's tokens were made with: {TOKENIZER} (default: not known)",
+        help=f"with which Megatron's tokens were made: {TOKENIZER} (default: not known)",
     )
 
 
@@ -197,13 +197,15 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
-    parser.add_argument("--vocab", required=True, type=_above_zero, metavar="N", help="tokens, at most")
+    parser.add_argument(
+        "--vocab", required=True, type=_above_zero, metavar="N", help="maximum vocabulary size"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a tokenizer.json to write")
     parser.add_argument(
         "--mb",
         type=_above_zero,
         metavar="N",
-        help="read so many 2^20 bytes of text, evenly from all (default: all)",
+        help="read this many 2^20 bytes of text, evenly from all of it (default: all)",
     )
 
 

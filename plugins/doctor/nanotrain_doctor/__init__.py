@@ -14,7 +14,7 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
     register(
         Command(
             name="doctor",
-            summary="examine this machine: software, limits, devices, ranks, disk, clock and network",
+            summary="check this machine: software, limits, devices, ranks, disk, clock and network",
             module="nanotrain_doctor.command",
         )
     )

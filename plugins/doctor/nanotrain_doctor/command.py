@@ -37,19 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=_positive,
         metavar="N",
-        help="ranks of this host that measure together (its GPUs, or 2)",
+        help="ranks of this host for measurements (its GPUs, or 2)",
     )
     parser.add_argument("--quick", action="store_true", help="measure no rates and start no ranks")
     parser.add_argument("--json", action="store_true", help="print JSON for a bug report, without secrets")
     parser.add_argument("--folder", default="runs", metavar="PATH", help="where runs write (runs)")
     parser.add_argument(
-        "--hardware", metavar="NAME|FILE", help="what the device should do: of nanotrain-plan, or a TOML file"
+        "--hardware",
+        metavar="NAME|FILE",
+        help="expected rates of the device: a name of nanotrain-plan, or a TOML file",
     )
     parser.add_argument(
         "--rdzv-endpoint",
         type=_endpoint,
         metavar="HOST:PORT",
-        help="where several hosts will meet: look there too",
+        help="rendezvous of several hosts: check it too",
     )
     add_plugin_options(parser)
 

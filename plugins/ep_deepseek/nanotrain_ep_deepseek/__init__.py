@@ -58,7 +58,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="ep_deepseek",
             config=ExpertParallelConfig,
             factory="nanotrain_ep_deepseek.expert_parallel:ExpertParallel",
-            summary="experts spread over ranks, tokens sent to them by all-to-all, none dropped",
+            summary="experts sharded over ranks, tokens dispatched by all-to-all, none dropped",
             mesh_dims={"ep", "etp"},
             check=check,
             stays_eager=stays_eager,

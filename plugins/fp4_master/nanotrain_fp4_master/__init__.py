@@ -107,7 +107,7 @@ def nanotrain_register_precision(register: Register) -> None:
             name="fp4_master",
             config=FP4MasterConfig,
             factory="nanotrain_fp4_master.precision:FP4Master",
-            summary="weights in NVFP4, NF4 or bfloat16, with 16, 8 or no bits of a master beside them",
+            summary="weights in NVFP4, NF4 or bfloat16, with 16, 8 or no additional master bits",
             check=check,
             stays_eager=stays_eager,
             # Losses of weights in four bits are a few percent from float32's, with any master.

@@ -136,7 +136,7 @@ def nanotrain_register_precision(register: Register) -> None:
             name="fp8_deepseek_v3",
             config=FP8DeepSeekV3Config,
             factory=f"{__name__}.precision:FP8DeepSeekV3",
-            summary="bf16 with all products of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
+            summary="bf16 with all GEMMs of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
             provides={"fp8_products"},
             stays_eager=stays_eager,
         )
@@ -146,7 +146,7 @@ def nanotrain_register_precision(register: Register) -> None:
             name="fp8_hybrid",
             config=FP8HybridConfig,
             factory=f"{__name__}.precision:FP8Hybrid",
-            summary="bf16 with products in E4M3 and gradients in E5M2, one scale for each tensor",
+            summary="bf16 with GEMMs in E4M3 and gradients in E5M2, one scale per tensor",
             provides={"fp8_products"},
             stays_eager=stays_eager,
         )
@@ -161,7 +161,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="fp8",
             config=FP8MonitorConfig,
             factory=f"{__name__}.monitor:FP8Monitor",
-            summary="sizes of FP8 operands, and how many are lost to zero, module by module",
+            summary="magnitudes of FP8 operands and their underflow, by module",
             requires={"fp8_products"},
             metrics=METRICS,
         )

@@ -23,8 +23,7 @@ SAID = Metric(
     group="health",
     kind="text",
     level="minimal",
-    summary="what begins to be wrong, and what is no longer, one sentence each; reported with the next "
-    "logged step",
+    summary="problems that begin or end, one sentence each; reported with the next logged step",
 )
 
 
@@ -79,7 +78,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="health",
             config=HealthConfig,
             factory=f"{__name__}.monitor:Health",
-            summary="what a run should show at all times, and what is wrong with it in plain sentences",
+            summary="essential metrics of a run, and its problems in plain sentences",
             metrics=(*LOSS, *DATA, *GRADIENTS, *UPDATES, *WEIGHTS, *OPTIMIZER, *ATTENTION, *RESIDUAL, SAID),
         )
     )
@@ -88,7 +87,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="moe",
             config=MoEConfig,
             factory=f"{__name__}.moe:MoE",
-            summary="how tokens are spread over experts, layer by layer",
+            summary="distribution of tokens over experts, by layer",
             metrics=EXPERTS,
         )
     )
@@ -97,7 +96,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="probes",
             config=ProbesConfig,
             factory=f"{__name__}.probes:Probes",
-            summary="loss, entropy and drift on one fixed batch, and whether the model sees the future",
+            summary="loss, entropy and drift on one fixed batch, and leaks of future tokens",
             metrics=PROBES,
         )
     )

@@ -109,7 +109,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="profiler",
             config=ProfilerConfig,
             factory="nanotrain_inspect.profiler:Profiler",
-            summary="torch's profiler over chosen steps: a Perfetto trace of each rank, and one of all",
+            summary="torch's profiler for chosen steps: a Perfetto trace of each rank, and a merged one",
             check=check_profiler,
             example={"steps": "1:2"},
         )
@@ -134,7 +134,7 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
     register(
         Command(
             name="inspect",
-            summary="show what saved weights are, or how two of them differ",
+            summary="summarize saved weights, or compare two sets of them",
             module="nanotrain_inspect.command",
         )
     )

@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="parameters, 'layers.0.*'; may be repeated",
     )
-    parser.add_argument(
-        "--all", action="store_true", help="a line for each parameter, in place of each layer"
-    )
+    parser.add_argument("--all", action="store_true", help="one line per parameter instead of per layer")
     parser.add_argument("--top", type=_count, default=5, metavar="N", help="outliers to list (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_plugin_options(parser)

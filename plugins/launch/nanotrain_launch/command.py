@@ -34,7 +34,7 @@ TARGETS: dict[str, ModuleType] = {"slurm": slurm, "k8s": kubernetes, "torchrun":
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("target", choices=list(TARGETS), help="what starts processes there")
+    parser.add_argument("target", choices=list(TARGETS), help="the tool that starts processes there")
     add_recipe_options(parser)
     parser.add_argument("--nodes", dest="nnodes", type=int, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
@@ -42,21 +42,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the target, may be repeated: "
+        help="an option of the target, may be repeated: "
         + "; ".join(f"{name}: {', '.join(target.OPTIONS)}" for name, target in TARGETS.items()),
     )
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable that ranks get"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable for the ranks",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the script there in place of printing it")
+    parser.add_argument("--out", metavar="FILE", help="write the script there instead of printing it")
     parser.add_argument("--folder", metavar="PATH", help="run folder (run.folder, or runs/<name>)")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="as of `nanotrain run`")
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="as in `nanotrain run`")
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
-        help="what `nanotrain plan` plans for (h100, or cpu with run.device)",
+        help="hardware for `nanotrain plan` (h100, or cpu with run.device)",
     )
-    parser.add_argument("--no-plan", action="store_true", help="do not ask `nanotrain plan` whether it fits")
+    parser.add_argument(
+        "--no-plan", action="store_true", help="do not check with `nanotrain plan` whether it fits"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

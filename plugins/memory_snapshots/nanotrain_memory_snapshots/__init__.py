@@ -46,21 +46,21 @@ METRICS = (
         unit="s",
         group="reliability",
         reduce="max",
-        summary="of the last memory snapshot: until it was sealed here and at the neighbour, slowest rank",
+        summary="time until the last memory snapshot was sealed here and at the neighbour, slowest rank",
     ),
     Metric(
         name="snapshots/blocked",
         unit="s",
         group="reliability",
         reduce="max",
-        summary="in which the last step's update waited for its memory snapshot, slowest rank",
+        summary="time for which the last step's update waited for its memory snapshot, slowest rank",
     ),
     Metric(
         name="recovery/steps_lost",
         unit="1",
         group="reliability",
         reduce="max",
-        summary="steps trained again after the last restart that went on from memory snapshots",
+        summary="steps repeated after the last restart that resumed from memory snapshots",
     ),
     Metric(
         name="recovery/from_neighbours",
@@ -90,7 +90,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="memory_snapshots",
             config=MemorySnapshotsConfig,
             factory="nanotrain_memory_snapshots.monitor:MemorySnapshots",
-            summary="keeps every step's state in the memory of two hosts, for ranks that are started again",
+            summary="keeps every step's state in the memory of two hosts, for restarted ranks",
             metrics=METRICS,
             check=check_snapshots,
         )

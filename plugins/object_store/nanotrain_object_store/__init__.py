@@ -49,21 +49,21 @@ METRICS = (
         unit="s",
         group="reliability",
         reduce="last",
-        summary="of the last checkpoint uploaded: from when it was in place until it was in the store",
+        summary="time from when the last uploaded checkpoint was in place until it was in the store",
     ),
     Metric(
         name="checkpoint/upload_age",
         unit="s",
         group="reliability",
         reduce="last",
-        summary="since the newest checkpoint in the store was in place, or the run began: lost with the host",
+        summary="time since the newest checkpoint in the store was in place, or since the run began",
     ),
     Metric(
         name="checkpoint/uploads_left_out",
         unit="1",
         group="reliability",
         reduce="last",
-        summary="checkpoints so far that were not uploaded, since a newer one was there before their turn",
+        summary="checkpoints so far that were skipped in favour of a newer one",
     ),
 )
 
@@ -104,7 +104,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="object_store",
             config=ObjectStoreConfig,
             factory="nanotrain_object_store.monitor:ObjectStore",
-            summary="copies checkpoints to S3 and the like beside training, and fetches them to resume from",
+            summary="uploads checkpoints to S3 and other stores, and fetches them for a resume",
             metrics=METRICS,
             check=check_store,
             example={"url": "memory://example/{folder}"},

@@ -17,11 +17,11 @@ from nanotrain_object_store.stored import Stored, find_local
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("what", choices=("ls", "verify", "fetch"), help="what to do")
-    parser.add_argument("url", help="the prefix of a run, as s3://bucket/runs/mine")
+    parser.add_argument("what", choices=("ls", "verify", "fetch"), help="the action")
+    parser.add_argument("url", help="the prefix of a run, such as s3://bucket/runs/mine")
     parser.add_argument("to", nargs="?", type=Path, help="fetch: the folder to put the checkpoint in")
     parser.add_argument(
-        "--step", type=int, help="of one checkpoint; the newest for fetch, all for the others"
+        "--step", type=int, help="step of one checkpoint; default: the newest for fetch, all for the others"
     )
 
 

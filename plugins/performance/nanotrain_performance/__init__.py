@@ -56,7 +56,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="throughput",
             config=ThroughputConfig,
             factory=f"{__name__}.throughput:Throughput",
-            summary="tokens/s, MFU, and what the seconds of a step go into",
+            summary="tokens/s, MFU, and the breakdown of a step's time",
             metrics=declared.THROUGHPUT,
         )
     )
@@ -65,7 +65,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="memory",
             config=MemoryConfig,
             factory=f"{__name__}.memory:Memory",
-            summary="memory of device and host, what it holds, and whether it grows",
+            summary="memory of device and host, by category, and its growth",
             metrics=declared.MEMORY,
         )
     )
@@ -74,7 +74,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="pipeline",
             config=PipelineConfig,
             factory=f"{__name__}.pipeline:Pipeline",
-            summary="the bubble of each pipeline rank, measured and ideal, and how unevenly ranks work",
+            summary="the bubble of each pipeline rank, measured and ideal, and the imbalance of ranks",
             metrics=declared.PIPELINE,
         )
     )
@@ -83,7 +83,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="device",
             config=DeviceConfig,
             factory=f"{__name__}.device:Device",
-            summary="utilisation, memory, power, temperature and clocks of GPUs, from NVML",
+            summary="utilization, memory, power, temperature and clocks of GPUs, from NVML",
             metrics=declared.DEVICE,
         )
     )
@@ -92,7 +92,7 @@ def nanotrain_register_monitor(register: Register) -> None:
             name="goodput",
             config=GoodputConfig,
             factory=f"{__name__}.goodput:Goodput",
-            summary="the share of a run's hours that trained, restarts included, and its checkpoints",
+            summary="the fraction of time spent training, including restarts, and checkpoints",
             metrics=declared.GOODPUT,
         )
     )

@@ -10,8 +10,10 @@ _time = partial(Metric, unit="s", group="time")
 _speed = partial(Metric, group="speed")
 
 THROUGHPUT: tuple[Metric, ...] = (
-    _time(name="time/step/p50", summary="of one step, median of the window; evaluations and saves left out"),
-    _time(name="time/step/p95", summary="of one step, 95th percentile of the window"),
+    _time(
+        name="time/step/p50", summary="time of one step, median of the window; without evaluations and saves"
+    ),
+    _time(name="time/step/p95", summary="time of one step, 95th percentile of the window"),
     _time(
         name="time/step/over_median",
         unit="1",
@@ -22,12 +24,12 @@ THROUGHPUT: tuple[Metric, ...] = (
             "and time/forward_backward has grown, and whether another program uses the machine",
         ),
     ),
-    _time(name="time/data", summary="a step in which a rank waits for data"),
+    _time(name="time/data", summary="time per step in which a rank waits for data"),
     _time(
         name="time/data_fraction",
         unit="1",
         reduce="max",
-        summary="share of a step in which the rank that waits longest waits for data",
+        summary="fraction of a step for which the rank that waits longest waits for data",
         rule=Rule(
             warn_above=0.3,
             bad_above=0.5,
@@ -35,21 +37,26 @@ THROUGHPUT: tuple[Metric, ...] = (
             "make batches smaller",
         ),
     ),
-    _time(name="time/forward_backward", summary="a step in forward and backward, waits for ranks left out"),
-    _time(name="time/optimizer", summary="a step in the optimizer, waits for other ranks left out"),
+    _time(
+        name="time/forward_backward", summary="time per step in forward and backward, without waits for ranks"
+    ),
+    _time(name="time/optimizer", summary="time per step in the optimizer, without waits for other ranks"),
     _time(
         name="time/exposed_communication",
-        summary="a step in which a rank does nothing but wait for collectives, or carry them out",
+        summary="time per step in which a rank only waits for collectives or executes them",
     ),
-    _time(name="time/exposed_fraction", unit="1", summary="share of a step that is exposed communication"),
-    _time(name="time/pipeline_wait", summary="a step in which a rank waits for messages of other stages"),
-    _time(name="time/monitors", summary="a step in monitors and in telling them, waits included"),
+    _time(name="time/exposed_fraction", unit="1", summary="fraction of a step that is exposed communication"),
+    _time(
+        name="time/pipeline_wait",
+        summary="time per step in which a rank waits for send/recv from other stages",
+    ),
+    _time(name="time/monitors", summary="time per step in monitors and their reports, including waits"),
     _time(
         name="time/checkpoint",
         reduce="max",
-        summary="that training stood still for checkpoints, since the last logged step",
+        summary="time for which training stopped for checkpoints, since the last logged step",
     ),
-    _time(name="time/evaluation", reduce="max", summary="in evaluations, since the last logged step"),
+    _time(name="time/evaluation", reduce="max", summary="time in evaluations, since the last logged step"),
     _speed(
         name="speed/tokens_per_second_per_device",
         unit="tokens/s",
@@ -58,18 +65,22 @@ THROUGHPUT: tuple[Metric, ...] = (
     _speed(
         name="speed/effective_tokens_per_second",
         unit="tokens/s",
-        summary="tokens that the loss predicts, ignored ones left out, over all ranks",
+        summary="tokens per second that the loss does not ignore, over all ranks",
     ),
-    _speed(name="speed/samples_per_second", unit="sequences/s", summary="sequences, over all ranks"),
-    _speed(name="speed/steps_per_second", unit="steps/s", summary="since the last logged step"),
+    _speed(
+        name="speed/samples_per_second", unit="sequences/s", summary="sequences per second, over all ranks"
+    ),
+    _speed(
+        name="speed/steps_per_second", unit="steps/s", summary="steps per second since the last logged step"
+    ),
     _speed(
         name="speed/tflops",
         unit="TFLOP/s",
-        summary="of the model's FLOPs, achieved by one device: what is recomputed counts once",
+        summary="rate of model FLOPs achieved by one device: recomputed FLOPs count once",
     ),
     _speed(name="speed/mfu", unit="1", summary="model FLOPs utilization: speed/tflops over a device's peak"),
     _speed(
-        name="speed/eta", unit="s", summary="until the last step, at the pace since the first logged step"
+        name="speed/eta", unit="s", summary="time to the last step, at the pace since the first logged step"
     ),
 )
 
@@ -90,21 +101,21 @@ MEMORY: tuple[Metric, ...] = (
         group="memory",
         kind="histogram",
         every=RANKS_EVERY,
-        summary="most memory that each rank held so far, of its device or else of the host: bin n is rank n",
+        summary="peak memory of each rank so far, on its device or else on the host: bin n is rank n",
     ),
-    *_memory("memory/allocated", "tensors on the device now"),
-    *_memory("memory/allocated_peak", "most that tensors took on the device so far"),
-    *_memory("memory/reserved", "what torch's allocator holds of the device"),
-    *_memory("memory/reserved_peak", "most that torch's allocator held of the device so far"),
+    *_memory("memory/allocated", "memory of tensors on the device"),
+    *_memory("memory/allocated_peak", "peak memory of tensors on the device so far"),
+    *_memory("memory/reserved", "device memory reserved by torch's allocator"),
+    *_memory("memory/reserved_peak", "peak device memory reserved by torch's allocator so far"),
     *_memory(
         "memory/allocated_fraction",
-        "most that tensors took so far, as a share of the device",
+        "peak memory of tensors so far, as a fraction of the device",
         unit="1",
         rule=FULL(high=f"the device is almost full of tensors and the run may go out of memory: {LESS}"),
     ),
     *_memory(
         "memory/reserved_fraction",
-        "most that torch's allocator held so far, as a share of the device",
+        "peak memory reserved by torch's allocator so far, as a fraction of the device",
         unit="1",
         rule=FULL(
             high="torch's allocator holds almost all of the device; if memory/allocated_fraction is less, "
@@ -117,24 +128,24 @@ MEMORY: tuple[Metric, ...] = (
         unit="1",
         group="memory",
         reduce="sum",
-        summary="times since the last logged step that torch's allocator had to empty its cache, all ranks",
+        summary="times that torch's allocator emptied its cache since the last logged step, all ranks",
         rule=Rule(warn_above=0.0, high=f"the device is full: each retry waits for it to become idle; {LESS}"),
     ),
-    *_memory("memory/weights", "of the model's parts on a rank, buffers included"),
-    *_memory("memory/gradients", "that holds gradients before the update, buckets included"),
-    *_memory("memory/optimizer", "optimizer state and master weights on the device"),
+    *_memory("memory/weights", "memory of the model's parts on a rank, including buffers"),
+    *_memory("memory/gradients", "memory of gradients before the update, including buckets"),
+    *_memory("memory/optimizer", "memory of optimizer state and master weights on the device"),
     *_memory(
         "memory/activations",
-        "the peak but weights, gradients and optimizer: activations, and all buffers of a moment",
+        "the peak minus weights, gradients and optimizer: activations, and temporary buffers",
     ),
-    *_memory("memory/host", "resident in the host's memory (RSS)"),
-    *_memory("memory/host_peak", "most that was resident in the host's memory so far"),
+    *_memory("memory/host", "resident set size of the rank's process (RSS)"),
+    *_memory("memory/host_peak", "peak resident set size of the rank's process so far"),
     Metric(
         name="memory/host_fraction",
         unit="1",
         group="memory",
         reduce="max",
-        summary="share of the host's memory, or of what the cgroup may have, in use by all programs",
+        summary="fraction of the host's memory, or of the cgroup's limit, in use by all programs",
         rule=FULL(
             high="the host is almost out of memory and may kill a rank: use fewer workers, less offload, "
             "or a smaller batch"
@@ -142,7 +153,7 @@ MEMORY: tuple[Metric, ...] = (
     ),
     *_memory(
         "memory/host_growth",
-        "by how much the host's memory of a rank grows a step, robust to single jumps",
+        "growth of a rank's host memory per step, robust to single jumps",
         unit="MiB/step",
         rule=Rule(
             warn_above=GROWS,
@@ -153,7 +164,7 @@ MEMORY: tuple[Metric, ...] = (
     ),
     *_memory(
         "memory/device_growth",
-        "by how much tensors on the device grow a step, at the same point of each",
+        "growth of tensor memory on the device per step, at the same point of each step",
         unit="MiB/step",
         rule=Rule(
             warn_above=GROWS,
@@ -168,11 +179,11 @@ _pipeline = partial(Metric, unit="1", group="pipeline")
 PIPELINE: tuple[Metric, ...] = (
     _pipeline(
         name="pipeline/bubble/measured/{stage}",
-        summary="share of forward and backward in which a pipeline rank waits for others' messages",
+        summary="fraction of forward and backward in which a pipeline rank waits for send/recv",
     ),
     _pipeline(
         name="pipeline/bubble/ideal/{stage}",
-        summary="pipeline/bubble/measured on paper: forward takes 1, backward 2, messages nothing",
+        summary="simulated pipeline/bubble/measured: forward takes 1, backward 2, send/recv 0",
     ),
     *of_ranks(
         "pipeline/work",
@@ -184,7 +195,7 @@ PIPELINE: tuple[Metric, ...] = (
     _pipeline(
         name="pipeline/skew",
         reduce="last",
-        summary="pipeline/work/max over its median, of the logged step before; pipeline/work/rank says who",
+        summary="pipeline/work/max over its median, previous logged step; pipeline/work/rank is the rank",
         rule=Rule(
             warn_above=2.0,
             high="one rank computes for over twice as long as the others, which wait for it: see "
@@ -195,12 +206,12 @@ PIPELINE: tuple[Metric, ...] = (
 
 _device = partial(of_ranks, group="device")
 DEVICE: tuple[Metric, ...] = (
-    *_device("device/utilisation", "share of the time in which a kernel ran", unit="1"),
-    *_device("device/memory", "used of the GPU, by all programs", unit="MiB"),
-    *_device("device/power", "drawn", unit="W"),
+    *_device("device/utilisation", "fraction of the time in which a kernel ran", unit="1"),
+    *_device("device/memory", "GPU memory in use, by all programs", unit="MiB"),
+    *_device("device/power", "power draw", unit="W"),
     *_device(
         "device/temperature",
-        "of the GPU",
+        "temperature of the GPU",
         unit="C",
         rule=Rule(
             warn_above=87.0,
@@ -208,34 +219,34 @@ DEVICE: tuple[Metric, ...] = (
             high="a GPU is hot and will lower its clocks: look at its fans, and at the room's cooling",
         ),
     ),
-    *_device("device/clock", "of the streaming multiprocessors", unit="MHz"),
+    *_device("device/clock", "clock of the streaming multiprocessors", unit="MHz"),
 )
 
 _reliable = partial(Metric, group="reliability", reduce="last")
 LOST = {
-    "start": "starting: from the process's first moment to the first step, of all attempts",
+    "start": "startup, from the start of the process to the first step, of all attempts",
     "data": "waiting for data",
     "evaluation": "evaluations",
-    "checkpoint": "training standing still for checkpoints",
-    "redone": "steps that a restart or a rollback made anew",
-    "down": "between an attempt's last sign of life and the start of the next",
+    "checkpoint": "training stopped for checkpoints",
+    "redone": "steps that a restart or a rollback repeated",
+    "down": "downtime between an attempt's last record and the start of the next",
 }
 GOODPUT: tuple[Metric, ...] = (
     _reliable(
         name="goodput",
         unit="1",
-        summary="share of the time since the run's first start in which it trained on what it keeps",
+        summary="fraction of the time since the run's first start spent on training steps that were kept",
     ),
     *(
         _reliable(
-            name=f"lost/{to}", unit="1", summary=f"share of the time since the run's first start: {what}"
+            name=f"lost/{to}", unit="1", summary=f"fraction of the time since the run's first start: {what}"
         )
         for to, what in LOST.items()
     ),
-    _reliable(name="reliability/restarts", unit="1", summary="how often the run was started again"),
-    _reliable(name="reliability/rollbacks", unit="1", summary="how often it went back to a checkpoint"),
+    _reliable(name="reliability/restarts", unit="1", summary="number of restarts of the run"),
+    _reliable(name="reliability/rollbacks", unit="1", summary="number of rollbacks to a checkpoint"),
     _reliable(
-        name="reliability/lost_steps", unit="steps", summary="steps that restarts and rollbacks made anew"
+        name="reliability/lost_steps", unit="steps", summary="steps that restarts and rollbacks repeated"
     ),
     _reliable(
         name="checkpoint/ok",
@@ -247,6 +258,6 @@ GOODPUT: tuple[Metric, ...] = (
             "before would be lost",
         ),
     ),
-    _reliable(name="checkpoint/size", unit="MiB", summary="of the newest checkpoint, on disk"),
-    _reliable(name="checkpoint/age", unit="s", summary="since the newest checkpoint was complete"),
+    _reliable(name="checkpoint/size", unit="MiB", summary="size of the newest checkpoint, on disk"),
+    _reliable(name="checkpoint/age", unit="s", summary="time since the newest checkpoint was complete"),
 )

@@ -36,14 +36,14 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
     register(
         Command(
             name="explain",
-            summary="tell one step of a recipe in words, pictures and numbers",
+            summary="explain one step of a recipe in text, diagrams and numbers",
             module="nanotrain_plan.explain.command",
         )
     )
     register(
         Command(
             name="inspect",
-            summary="show what the model of a recipe is, without a run",
+            summary="report on the model of a recipe, without a run",
             module="nanotrain_plan.model_report.command",
             extends=True,
         )
@@ -58,7 +58,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             name="dry",
             config=DryKernelsConfig,
             factory="nanotrain_plan.dry.kernels:DryKernels",
-            summary="shapes without numbers, for nanotrain plan",
+            summary="shapes without data, for nanotrain plan",
             provides={"kernels:meta"},
         )
     )

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or a TOML file of your own (default: h100)",
+        help=f"{', '.join(shipped())}, or your own TOML file (default: h100)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: docs/planning.md lists the keys")
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page with the pipeline's timeline")
@@ -55,43 +55,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=0.01,
         metavar="SHARE",
-        help="of ranks that are slow in a step (default: 0.01)",
+        help="probability that a rank is slow in a step (default: 0.01)",
     )
     many.add_argument(
         "--slow-factor",
         type=_factor,
         default=1.5,
         metavar="X",
-        help="by which they take longer (default: 1.5)",
+        help="factor by which slow ranks take longer (default: 1.5)",
     )
     many.add_argument(
         "--failure-hours",
         type=_positive,
         metavar="H",
-        help="between failures of the run (default: 50,700 over its number of ranks, as Llama 3's)",
+        help="hours between failures of the run (default: 50,700 over its number of ranks, as in Llama 3)",
     )
     many.add_argument(
         "--checkpoint-minutes",
         type=_positive,
         metavar="M",
-        help="between checkpoints (default: the recipe's)",
+        help="minutes between checkpoints (default: the recipe's)",
     )
     many.add_argument(
         "--restart-minutes",
         type=_positive,
         default=5.0,
         metavar="M",
-        help="from a failure until the run trains again (default: 5)",
+        help="minutes from a failure until the run trains again (default: 5)",
     )
     many.add_argument(
-        "--times", metavar="FILE", help="JSON of measured seconds of actions: docs/planning.md has its keys"
+        "--times", metavar="FILE", help="JSON of measured seconds of actions: docs/planning.md lists its keys"
     )
     many.add_argument(
         "--draws", type=_count, default=1000, metavar="N", help="simulated steps (default: 1000)"
     )
-    many.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
+    many.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)"
+    )
     parser.add_argument(
-        "--no-advice", action="store_true", help="do not look for changes that make a recipe fit"
+        "--no-advice", action="store_true", help="do not search for changes that make a recipe fit"
     )
 
 

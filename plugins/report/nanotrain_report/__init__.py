@@ -21,7 +21,7 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
     register(
         Command(
             name="top",
-            summary="show in the terminal where a run is",
+            summary="show the progress of a run in the terminal",
             module="nanotrain_report.top",
         )
     )

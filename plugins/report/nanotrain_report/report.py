@@ -16,16 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         type=Path,
-        help="a run folder; of several, curves lie over each other",
+        help="a run folder; for several, curves are overlaid",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write; default: RUN/report.html")
-    parser.add_argument("--verify", action="store_true", help="read every checkpoint from end to end")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file; default: RUN/report.html")
+    parser.add_argument("--verify", action="store_true", help="read every checkpoint completely")
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="follow the run in a browser, on this machine alone, until Ctrl-C",
+        help="follow the run in a browser, on this machine only, until Ctrl-C",
     )
-    parser.add_argument("--port", type=port, default=0, metavar="N", help="of --serve; default: a free one")
+    parser.add_argument(
+        "--port", type=port, default=0, metavar="N", help="port for --serve; default: a free one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,9 +14,11 @@ from nanotrain_core.api import Exit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--once", action="store_true", help="print once and end; also what a pipe gets")
     parser.add_argument(
-        "--every", type=seconds, default=2.0, metavar="S", help="seconds between two looks; default: 2"
+        "--once", action="store_true", help="print once and exit; the default if the output is a pipe"
+    )
+    parser.add_argument(
+        "--every", type=seconds, default=2.0, metavar="S", help="seconds between updates; default: 2"
     )
 
 

@@ -36,35 +36,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="what to continue; may be repeated; - reads it from standard input (default: an empty line)",
+        help="text to continue; may be repeated; - reads it from standard input (default: an empty line)",
     )
     parser.add_argument(
         "--special-tokens",
         action="store_true",
-        help="what prompts write as a special token, as <|im_start|>, is that token (default: text)",
+        help="encode special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
     )
     parser.add_argument(
-        "--tokens", type=above_zero, default=200, metavar="N", help="to write, at most (default: 200)"
+        "--tokens",
+        type=above_zero,
+        default=200,
+        metavar="N",
+        help="maximum number of tokens to generate (default: 200)",
     )
     parser.add_argument(
         "--temperature",
         type=_temperature,
         default=0.8,
         metavar="T",
-        help="0 always takes the likeliest token (default: 0.8)",
+        help="0 always takes the most probable token (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=count, default=0, metavar="K", help="draw from the K likeliest; 0: all"
+        "--top-k", type=count, default=0, metavar="K", help="sample from the K most probable tokens; 0: all"
     )
     parser.add_argument(
         "--top-p",
         type=_probability,
         default=1.0,
         metavar="P",
-        help="draw from the likeliest that together have this probability; 1: all",
+        help="sample from the most probable tokens that together have this probability; 1: all",
     )
     parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="of what is drawn (default: 1234)"
+        "--seed", type=int, default=1234, metavar="N", help="seed of sampling (default: 1234)"
     )
     add_layout_options(parser, example="precision.use=fp32", otherwise="text")
 

@@ -24,11 +24,11 @@ def add_layout_options(parser: argparse.ArgumentParser, *, example: str, otherwi
     parser.add_argument("--step", type=count, metavar="N", help="the checkpoint of this step")
     about = "a tokenizer.json, or bytes; default: that of the run's data"
     parser.add_argument("--tokenizer", metavar="FILE", help=about)
-    about = "spread the model over ranks, for example tp=2; may be repeated"
+    about = "split the model over ranks, for example tp=2; may be repeated"
     parser.add_argument("--degree", action="append", default=[], metavar="DIM=N", help=about)
     about = f"change one value of the recipe, for example {example} or run.device=cpu"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    parser.add_argument("--json", action="store_true", help=f"print JSON in place of {otherwise}")
+    parser.add_argument("--json", action="store_true", help=f"print JSON instead of {otherwise}")
     add_plugin_options(parser)
 
 

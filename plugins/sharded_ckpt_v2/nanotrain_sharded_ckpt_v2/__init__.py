@@ -37,7 +37,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             name="sharded_v2",
             config=ShardedConfig,
             factory="nanotrain_sharded_ckpt_v2.checkpoint:ShardedCheckpoint",
-            summary="a share from every rank, hashed, written while training goes on, read on any layout",
+            summary="sharded, hashed, written asynchronously, readable on any layout",
             weights="nanotrain_sharded_ckpt_v2.weights:open_weights",
             listing="nanotrain_sharded_ckpt_v2.listing:list_checkpoints",
         )

@@ -91,7 +91,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="tp",
             config=TensorParallelConfig,
             factory="nanotrain_tp.tensor_parallel:TensorParallel",
-            summary="splits layers by their roles, and the sequence between them",
+            summary="splits layers by role, and sequences between them",
             mesh_dims={"tp"},
             check=check,
         )

@@ -52,7 +52,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="zero12",
             config=ShardConfig,
             factory="nanotrain_zero12.parallel_component:Sharded",
-            summary="any optimizer with state (stage 1) and gradients (stage 2) sharded over data ranks",
+            summary="any optimizer, its state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
         )

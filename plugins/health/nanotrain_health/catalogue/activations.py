@@ -8,7 +8,7 @@ ATTENTION = (
         name="attention/max_logit/{block}",
         group="attention",
         reduce="max",
-        summary="largest logit before softmax, over some queries of all heads and sequences",
+        summary="largest logit before softmax, over a sample of queries of all heads and sequences",
         rule=Rule(
             warn_above=200,
             bad_above=1000,
@@ -25,7 +25,7 @@ ATTENTION = (
     at_layers(
         name="attention/entropy_ratio/{block}",
         group="attention",
-        summary="attention/entropy over the entropy of attending to all of these tokens alike: from 0 to 1",
+        summary="attention/entropy over the entropy of uniform attention to all of these tokens: from 0 to 1",
         rule=Rule(
             warn_below=0.1,
             bad_below=0.02,
@@ -54,7 +54,7 @@ RESIDUAL = (
     at_layers(
         name="residual/outliers/{block}",
         group="residual stream",
-        summary="share of elements of a layer's output beyond 10 times the root mean square of their token",
+        summary="fraction of a layer's output elements beyond 10 times the root mean square of their token",
         rule=Rule(
             warn_above=1e-3,
             bad_above=1e-2,
@@ -65,7 +65,7 @@ RESIDUAL = (
     at_layers(
         name="norms/rms/{norm}",
         group="residual stream",
-        summary="root mean square of what a norm returns",
+        summary="root mean square of a norm's output",
         rule=Rule(
             warn_below=0.5,
             bad_below=0.25,
@@ -79,7 +79,7 @@ RESIDUAL = (
     at_layers(
         name="norms/max_abs/{norm}",
         group="residual stream",
-        summary="largest magnitude of what a norm returns",
+        summary="largest magnitude of a norm's output",
         rule=Rule(
             warn_above=20,
             bad_above=50,

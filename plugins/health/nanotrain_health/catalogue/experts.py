@@ -11,7 +11,7 @@ EXPERTS = (
         group="moe",
         reduce="max",
         cost="device",
-        summary="tokens of a layer's busiest expert over the mean",
+        summary="tokens of a layer's busiest expert over the mean of its experts",
         rule=Rule(
             warn_above=10,
             bad_above=30,
@@ -31,7 +31,7 @@ EXPERTS = (
         group="moe",
         reduce="max",
         cost="device",
-        summary="entropy of the load over that of an even one: from 0 to 1",
+        summary="entropy of the load over that of a balanced load: from 0 to 1",
     ),
     Metric(
         name="moe/starved/{router}",
@@ -39,7 +39,7 @@ EXPERTS = (
         group="moe",
         reduce="max",
         cost="device",
-        summary="experts with less than 2% of the mean share of tokens, over the last logged steps, once "
+        summary="experts with less than 2% of the mean number of tokens, over the last logged steps, once "
         "10 are known",
         rule=Rule(
             warn_above=0,
@@ -52,7 +52,7 @@ EXPERTS = (
         group="moe",
         reduce="max",
         cost="device",
-        summary="entropy of the load of the last logged steps over that of an even one: from 0 to 1",
+        summary="entropy of the load of the last logged steps over that of a balanced load: from 0 to 1",
         rule=Rule(
             warn_below=0.3,
             bad_below=0.15,
@@ -66,7 +66,7 @@ EXPERTS = (
         group="moe",
         reduce="max",
         cost="device",
-        summary="experts that got no token in the step",
+        summary="experts that received no token in the step",
     ),
     ratio(
         name="moe/bias_norm/{router}",

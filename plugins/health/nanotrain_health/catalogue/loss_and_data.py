@@ -10,7 +10,7 @@ LOSS = (
         group="loss",
         level="minimal",
         reduce="last",
-        summary="exponential moving average of the training loss over steps, without values that are not "
+        summary="exponential moving average of the training loss over steps, excluding values that are not "
         "finite",
     ),
     ratio(
@@ -18,7 +18,7 @@ LOSS = (
         group="loss",
         level="minimal",
         reduce="last",
-        summary="the training loss over the average before it",
+        summary="the training loss over its average before this step",
         rule=Rule(
             warn_above=3,
             bad_above=10,
@@ -31,7 +31,7 @@ LOSS = (
         group="loss",
         level="minimal",
         reduce="max",
-        summary="1 if the training loss is not a finite number",
+        summary="1 if the training loss is NaN or infinite",
         rule=Rule(
             bad_above=0,
             high="the loss is not a number: gradients or weights overflowed, so nothing is learned; go back "
@@ -42,13 +42,13 @@ LOSS = (
         name="loss/perplexity",
         group="loss",
         reduce="last",
-        summary="exp of the next-token loss: so many equally likely tokens",
+        summary="exp of the next-token loss: the equivalent number of equally likely tokens",
     ),
     ratio(
         name="validation/perplexity",
         group="loss",
         reduce="last",
-        summary="exp of the validation loss: so many equally likely tokens",
+        summary="exp of the validation loss: the equivalent number of equally likely tokens",
     ),
     Metric(
         name="validation/gap",
@@ -77,14 +77,14 @@ DATA = (
         level="minimal",
         reduce="last",
         cost="device",
-        summary="seen since the run's beginning and not ignored by the loss",
+        summary="tokens since the run's beginning that the loss does not ignore",
     ),
     Metric(
         name="data/tokens_per_update",
         unit="tokens",
         group="data",
         reduce="last",
-        summary="of one optimizer step, over all ranks",
+        summary="tokens of one optimizer step, over all ranks",
     ),
     Metric(
         name="data/effective_tokens_per_update",
@@ -97,7 +97,7 @@ DATA = (
     ratio(
         name="data/drift",
         group="data",
-        summary="share by which effective tokens of an update differ from their average in the run",
+        summary="relative difference of an update's effective tokens from their average in the run",
         rule=Rule(
             warn_above=0.1,
             high="an update has {percent} more or fewer tokens than usual: steps weigh them differently; "
@@ -109,7 +109,7 @@ DATA = (
         group="data",
         reduce="last",
         cost="device",
-        summary="share of the training targets that the loss ignores",
+        summary="fraction of the training targets that the loss ignores",
         rule=Rule(
             warn_above=0.2,
             bad_above=0.3,
@@ -120,7 +120,7 @@ DATA = (
         name="validation/ignored",
         group="data",
         reduce="last",
-        summary="share of the validation targets that the loss ignores",
+        summary="fraction of the validation targets that the loss ignores",
         rule=Rule(
             warn_above=0.2,
             bad_above=0.3,
@@ -132,12 +132,12 @@ DATA = (
         unit="epochs",
         group="data",
         reduce="last",
-        summary="how often the training data were passed through: the position in them",
+        summary="passes through the training data so far: the position in them",
     ),
     ratio(
         name="data/mixture/{source}",
         group="data",
         reduce="last",
-        summary="share of the tokens so far that came from a source, of data that mix several",
+        summary="fraction of the tokens so far from one source, for data that mix several",
     ),
 )

@@ -9,7 +9,7 @@ PROBES = (
         unit="",
         group="probes",
         kind="text",
-        summary="hash of the fixed batch: only runs with the same one compare",
+        summary="hash of the fixed batch: only runs with the same hash are comparable",
     ),
     Metric(
         name="probes/loss",
@@ -25,14 +25,14 @@ PROBES = (
         group="probes",
         reduce="last",
         cost="weights",
-        summary="mean entropy of what the model predicts",
+        summary="mean entropy of the model's predictions",
     ),
     ratio(
         name="probes/top_mass",
         group="probes",
         reduce="last",
         cost="weights",
-        summary="mean probability of the likeliest tokens together",
+        summary="mean total probability of the most probable tokens",
     ),
     Metric(
         name="probes/kl",
@@ -40,15 +40,15 @@ PROBES = (
         group="probes",
         reduce="last",
         cost="weights",
-        summary="mean KL divergence of what it predicts from what it predicted at the last probe",
+        summary="mean KL divergence of predictions from those at the last probe",
     ),
     ratio(
         name="probes/leak",
         group="probes",
         reduce="last",
         cost="weights",
-        summary="by how much logits of a sequence's first half change with the tokens of its second half, "
-        "over their size: 0 of a causal model",
+        summary="change of a sequence's first-half logits with the tokens of its second half, "
+        "over their size: 0 for a causal model",
         rule=Rule(
             warn_above=0.002,
             bad_above=0.01,
@@ -60,7 +60,7 @@ PROBES = (
         name="probes/shifted",
         group="probes",
         reduce="last",
-        summary="share of the targets that are the token after their input",
+        summary="fraction of the targets that are the token after their input",
         rule=Rule(
             bad_below=0.9,
             low="only {percent} of the targets are the next token: inputs and targets are not shifted by "

@@ -16,7 +16,7 @@ GRADIENTS = (
         name="gradients/clip_coefficient",
         group="gradients",
         level="minimal",
-        summary="what the gradient is multiplied by to have at most the norm clip_norm",
+        summary="factor that limits the norm of the gradient to clip_norm",
         rule=Rule(
             warn_below=0.1,
             bad_below=0.01,
@@ -28,19 +28,23 @@ GRADIENTS = (
         name="gradients/clipped",
         group="gradients",
         level="minimal",
-        summary="1 where the gradient was clipped",
+        summary="1 if the gradient was clipped",
     ),
     ratio(
         name="gradients/clip_rate",
         group="gradients",
-        summary="share of the last logged steps whose gradient was clipped, once 100 of them are known",
+        summary="fraction of the last logged steps with a clipped gradient, once 100 of them are known",
         rule=Rule(
             warn_above=0.05,
             high="{percent} of the steps are clipped: a larger clip_norm or a lower lr would let gradients "
             "have their own size",
         ),
     ),
-    over_weights(name="gradients/norm/{block}", group="gradients", summary="of a layer, before clipping"),
+    over_weights(
+        name="gradients/norm/{block}",
+        group="gradients",
+        summary="norm of a layer's gradient, before clipping",
+    ),
     from_tensors(
         name="gradients/first_last",
         group="gradients",
@@ -95,7 +99,7 @@ UPDATES = (
         name="updates/ratio",
         group="updates",
         cost="weights",
-        summary="true update: norm of the change that the optimizer made (of its float32 masters where it "
+        summary="true update: norm of the optimizer's change (of its float32 masters if it "
         "has them on the device) over the norm of the weights, in the monitored layers",
         rule=Rule(warn_above=0.3, bad_above=1.0, high=TOO_LARGE),
     ),
@@ -103,7 +107,7 @@ UPDATES = (
         name="updates/ratio_at_full_lr",
         group="updates",
         cost="weights",
-        summary="updates/ratio as it would be with the highest learning rate of the schedule",
+        summary="updates/ratio scaled to the highest learning rate of the schedule",
         rule=Rule(warn_below=1e-4, bad_below=1e-6, low=TOO_SMALL),
     ),
     from_tensors(
@@ -115,7 +119,7 @@ UPDATES = (
     over_weights(
         name="updates/norm/{block}",
         group="updates",
-        summary="norm of the change that the optimizer made to a layer, in float32 masters where it has them",
+        summary="norm of the optimizer's change of a layer, in float32 masters if it has them",
     ),
     from_tensors(
         name="updates/proxy",
@@ -214,7 +218,7 @@ OPTIMIZER = (
     ratio(
         name="optimizer/skip_rate",
         group="optimizer",
-        summary="share of the last 20 logged steps that were skipped, once 10 are known",
+        summary="fraction of the last 20 logged steps that were skipped, once 10 are known",
         rule=Rule(
             warn_above=0.35,
             bad_above=0.6,

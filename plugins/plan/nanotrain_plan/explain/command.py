@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
         choices=("cpu", "gpu"),
-        help="what ranks compute on: CPUs, with gloo, or GPUs, with NCCL (gpu; of --trace cpu)",
+        help="device of the ranks: CPUs, with gloo, or GPUs, with NCCL (gpu; for --trace cpu)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: docs/explain.md lists the keys")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with diagrams")
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="also train here, with gloo, and compare what is really exchanged; exit code 2 if it differs",
+        help="also train here, with gloo, and compare the actual collectives; exit code 2 if they differ",
     )
 
 

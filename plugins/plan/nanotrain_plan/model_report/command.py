@@ -27,12 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help=f"whose roofline: {', '.join(shipped())}, or a TOML file of your own (h100)",
+        help=f"hardware of the roofline: {', '.join(shipped())}, or your own TOML file (h100)",
     )
-    group.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences that are decoded at once (1)"
-    )
-    group.add_argument("--html", metavar="FILE", help="also write a page")
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences decoded in one batch (1)")
+    group.add_argument("--html", metavar="FILE", help="also write an HTML page")
 
 
 def takes(args: argparse.Namespace) -> bool:

@@ -18,17 +18,17 @@ from nanotrain_sample.options import above_zero, add_layout_options, add_weights
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_weights(parser)
-    about = "score a UTF-8 file in place of the run's validation split; may be repeated"
+    about = "score a UTF-8 file instead of the run's validation split; may be repeated"
     parser.add_argument("--text", action="append", default=[], metavar="FILE", help=about)
     about = "a task or group of lm_eval, or a task's YAML file; may be repeated"
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help=about)
-    parser.add_argument("--tasks-from", metavar="FOLDER", help="with further tasks of lm_eval")
-    about = "examples before each question (default: as the task says)"
+    parser.add_argument("--tasks-from", metavar="FOLDER", help="folder with further tasks of lm_eval")
+    about = "examples before each question (default: the task's)"
     parser.add_argument("--few-shot", type=count, metavar="N", help=about)
-    parser.add_argument("--limit", type=above_zero, metavar="N", help="questions of each task, at most")
-    about = "tokens that the model reads at once (default: as it was trained)"
+    parser.add_argument("--limit", type=above_zero, metavar="N", help="maximum number of questions per task")
+    about = "tokens that the model reads at once (default: the training length)"
     parser.add_argument("--length", type=above_zero, metavar="N", help=about)
-    about = "tokens of a file that a window of --length scores; the others are context (default: all)"
+    about = "tokens of a file scored per window of --length; the others are context (default: all)"
     parser.add_argument("--stride", type=above_zero, metavar="N", help=about)
     add_layout_options(parser, example="evaluation.sequences=512", otherwise="tables")
 
