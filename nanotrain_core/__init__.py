@@ -1,14 +1,14 @@
 """nanotrain: compose language-model training from plugins.
 
-Importing this package is cheap and never imports torch, so that every command that only reads
-recipes answers at once. ``RuntimeEngine`` is loaded on first use.
+Importing this package is cheap and never imports torch, so that commands that only read
+recipes respond immediately. ``RuntimeEngine`` is loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-#: The core's version, which plugins name a range of.
+#: The core's version, on which plugins declare a version range.
 __version__ = "0.1.0"
 
 #: Marks a function of a plugin as an implementation of a hook of :mod:`nanotrain_core.hookspecs`.

@@ -1,4 +1,4 @@
-"""The data a step trains on, and the share of it that one rank sees."""
+"""The data a step trains on, and the shard of it that one rank sees."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch.nn.functional as F
 from nanotrain_core.layout.ranges import share_of
 from nanotrain_core.models.cache import Cache, LayerCache
 
-#: A target with this value is not predicted and not counted.
+#: A target with this value is neither predicted nor counted.
 IGNORE = -100
 
 
 @attrs.define(frozen=True, eq=False)
 class Batch:
-    """Token sequences and what to predict at each position, both int64 [B, S]."""
+    """Token sequences and the target of each position, both int64 [B, S]."""
 
     tokens: torch.Tensor
     targets: torch.Tensor | None = None
     """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
     cache: Cache | None = None
-    """What the model's layers kept of the tokens before these, while text is generated: these tokens follow
-    :attr:`start` others. None: no others come before."""
+    """What the model's layers kept of the preceding tokens, during text generation: these tokens follow
+    :attr:`start` others. None: there are no preceding tokens."""
     whole: Batch | None = None
-    """The whole sequences, where ranks share each of them (context parallelism) and these tokens are this
-    rank's part. None: they are whole."""
+    """The whole sequences, where ranks split each of them (context parallelism) and these tokens are this
+    rank's part. None: these tokens are whole sequences."""
     first: int = 0
-    """Position in :attr:`whole` of the first token."""
+    """Position of the first token in :attr:`whole`."""
     begins: torch.Tensor | None = None
-    """Of each token of the whole sequences the position at which its document begins, int64 [B, length]: a
-    token attends to those of its own document alone. None: to all before it."""
+    """For each token of the whole sequences, the position at which its document begins, int64 [B, length]: a
+    token attends only to tokens of its own document. None: to all before it."""
 
     @property
     def start(self) -> int:
@@ -45,12 +45,12 @@ class Batch:
         return self.tokens.shape[1] if self.whole is None else self.whole.tokens.shape[1]
 
     def cache_of(self, layer: str) -> LayerCache | None:
-        """Return what that layer kept of the tokens before; None where there is no cache, as in training."""
+        """Return what that layer kept of the preceding tokens; None without a cache, as in training."""
         return None if self.cache is None else self.cache.layer(layer)
 
     @property
     def places(self) -> torch.Tensor | None:
-        """Of these tokens the places in their documents, int64 [B, S]; None: documents are not told apart."""
+        """Return these tokens' positions within their documents, int64 [B, S]; None without documents."""
         if self.begins is None:
             return None
         first, size = self.first, self.tokens.shape[1]
@@ -62,7 +62,7 @@ class Batch:
         return self.tokens.shape[0]
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return the batch of changed tokens and targets, those of :attr:`whole` among them."""
+        """Return the batch with ``change`` applied to tokens and targets, also to those of :attr:`whole`."""
         return Batch(
             change(self.tokens),
             None if self.targets is None else change(self.targets),
@@ -75,13 +75,13 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return it in memory that a GPU copies from while the host goes on."""
+        """Return it in pinned memory, from which a GPU copies asynchronously."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def part(self, index: int, count: int) -> Batch:
         """Return the ``index``-th of ``count`` consecutive parts of each sequence.
 
-        Parts are as long as one another, or one token longer. Of one part: the batch itself.
+        The lengths of the parts differ by at most one token. With one part: the batch itself.
         """
         if count == 1:
             return self
@@ -91,11 +91,11 @@ class Batch:
         return Batch(part, targets, whole=self, first=begin, begins=self.begins)
 
     def later(self, depth: int) -> Batch:
-        """Return tokens and targets that lie ``depth`` positions after these, of the same shape.
+        """Return the tokens and targets ``depth`` positions after these, of the same shape.
 
-        Behind the end of a sequence token 0, and :data:`IGNORE`. Of a part, those that follow it in its
-        sequence, which other ranks have too: a model must not shift a batch by itself. Where documents do not
-        see one another, :data:`IGNORE` also where the later token is of another document.
+        Past the end of a sequence: token 0 and :data:`IGNORE`. For a part, those that follow it in its
+        sequence, even if they are on other ranks: a model must not shift a batch by itself. Where documents
+        are masked from one another, also :data:`IGNORE` where the later token belongs to another document.
         """
         known = self if self.whole is None else self.whole
         begin, size = self.first + depth, self.tokens.shape[1]
@@ -113,7 +113,7 @@ class Batch:
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
         """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.
 
-        ``count``: exactly so many, no more than sequences, so that the last ones may be smaller.
+        ``count``: exactly this many, at most the number of sequences; the last ones may then be smaller.
         """
         count, end = -(-self.sequences // size) if count is None else count, 0
         for to_come in reversed(range(count)):
@@ -130,11 +130,11 @@ class Batch:
 
 @attrs.define(frozen=True)
 class Shard:
-    """Which consecutive rows of every global batch belong to this rank: the ``index``-th of ``count``."""
+    """The consecutive rows of every global batch that belong to this rank: shard ``index`` of ``count``."""
 
     index: int = 0
     count: int = 1
 
     def rows(self, sequences: int) -> range:
-        """Return this shard's rows of a global batch of ``sequences``: as many as another's, or one more."""
+        """Return this shard's rows of a global batch of ``sequences``: shard sizes differ by at most one."""
         return range(sequences * self.index // self.count, sequences * (self.index + 1) // self.count)

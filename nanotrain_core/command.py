@@ -1,4 +1,4 @@
-"""A command: the description by which a plugin adds a word that ``nanotrain`` understands."""
+"""A command: the description with which a plugin adds a subcommand to ``nanotrain``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import attrs
 
 from nanotrain_core.errors import PluginError, describe
 
-#: Commands of the core and their lines in the help; module ``nanotrain_core.cli.<name>``, hyphens as
-#: underscores, is a CommandModule.
+#: Commands of the core and their lines in the help; each is the CommandModule
+#: ``nanotrain_core.cli.<name>``, with underscores for hyphens.
 CORE_COMMANDS = {
     "run": "train the run that a recipe describes",
     "check": "say whether a recipe can run, and where each of its values comes from",
@@ -29,19 +29,19 @@ CORE_COMMANDS = {
 
 
 class CommandModule(Protocol):
-    """What the module of a command has. It is imported only when the command is called."""
+    """The interface of a command's module. It is imported only when the command is called."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's options."""
 
     def takes(self, args: argparse.Namespace) -> bool:
-        """Return whether to run in place of the command that this extends. Of others it is not asked."""
+        """Return whether to run instead of the command that this extends. Not called for other commands."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it and return an exit code of :class:`~nanotrain_core.errors.Exit`.
+        """Run the command and return an exit code of :class:`~nanotrain_core.errors.Exit`.
 
         Raises:
-            NanotrainError: a mistake of the user, printed without a traceback; ``exit_code`` is the code.
+            NanotrainError: a user error, printed without a traceback; ``exit_code`` is the code.
         """
 
 
@@ -50,17 +50,17 @@ class Command:
     """A subcommand of ``nanotrain``."""
 
     name: str
-    """Lower-case letters, digits and hyphens, as ``report``; not one of the core's."""
+    """Lower-case letters, digits and hyphens, such as ``report``; not one of the core's names."""
     summary: str
-    """Its line in ``nanotrain --help``: begins with a verb in lower case, and has no full stop."""
+    """Its line in ``nanotrain --help``: begins with a lower-case verb and has no full stop."""
     module: str
-    """A :class:`CommandModule`, as ``nanotrain_report.report``. Only calling the command imports it."""
+    """A :class:`CommandModule`, such as ``nanotrain_report.report``. Only calling the command imports it."""
     tells_memory: bool = False
     """Whether ``COMMAND RECIPE --hardware NAME --json --no-advice`` prints a JSON object with ``memory``:
-    ``fits``, and the bytes ``peak`` and ``usable``. ``nanotrain check --hardware NAME`` asks it."""
+    ``fits``, and the bytes ``peak`` and ``usable``. ``nanotrain check --hardware NAME`` calls it."""
     extends: bool = False
-    """Another plugin has the command, and this adds to it: the module's ``takes(args) -> bool`` says which
-    calls it runs in that one's place."""
+    """Another plugin has the command, and this one extends it: the module's ``takes(args) -> bool`` decides
+    which calls it runs instead of that one."""
 
     def load(self) -> CommandModule:
         """Import the module.

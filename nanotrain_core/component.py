@@ -1,4 +1,4 @@
-"""A component: the description by which a plugin announces one thing a recipe can ``use``."""
+"""A component: the description with which a plugin registers one thing a recipe can ``use``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = (
     "monitor",
 )
 
-#: Kinds of which a recipe lists any number, in an order that matters.
+#: Kinds of which a recipe lists any number; their order matters.
 LISTED_KINDS = frozenset({"parallel", "monitor"})
 
 #: Kinds that commands without torch build too: their factories do not import it.
@@ -47,7 +47,7 @@ EXCLUSIVE_CAPABILITIES = {
 
 
 class Support(Enum):
-    """How a component stands to an optional ability."""
+    """How a component relates to an optional ability."""
 
     FULL = "full"
     PARTIAL = "partial"
@@ -61,22 +61,22 @@ CrossCheck = Callable[["Recipe", Any, "Layout"], Iterable["Problem"]]
 
 @attrs.define(frozen=True)
 class StaysEager:
-    """What ``torch.compile`` is kept away from, because a component's code there cannot be traced."""
+    """What ``torch.compile`` must not compile, because a component's code there cannot be traced."""
 
     role: Role = attrs.field(validator=attrs.validators.instance_of(Role))
-    """Modules of this role. Of a BLOCK that holds some, the modules without any are compiled one by one;
+    """Modules of this role. Of a BLOCK that contains some, the modules without any are compiled one by one;
     ``Role.BLOCK`` itself leaves no layer to compile. ``Role.HEAD``: the loss of a chunk of logits."""
     why: str
-    """What cannot be in a graph, as half a sentence: ``the host must learn how many rows travel``."""
+    """What cannot be in a graph, as a clause: ``the host must learn how many rows travel``."""
 
 
-#: Says what of a run a component keeps eager: none where it has nothing to say.
+#: Returns what a component keeps eager in a run: none if it has no restriction.
 EagerRule = Callable[["Recipe", Any, "Layout"], Iterable[StaysEager]]
 
 
-#: Yields a key of a config and the metric that it names.
+#: Yields config keys, each with the metric that it names.
 MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
-#: The same of modules.
+#: Likewise for modules.
 ModulePatterns = Callable[[Any], Iterable[tuple[str, str]]]
 
 
@@ -98,7 +98,7 @@ def _metrics(value: Iterable[Metric]) -> tuple[Metric, ...]:
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
 class Component:
-    """What a plugin tells the registry about one component. Nothing here imports torch."""
+    """A plugin's description of one component for the registry. Nothing here imports torch."""
 
     name: str
     """The word a recipe writes after ``use =``."""
@@ -113,46 +113,46 @@ class Component:
     requires: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities that some other component of the run must provide."""
     requires_for: Callable[[Any], Iterable[str]] | None = None
-    """Says what else it requires with a config: none where it has nothing to say. Must not import torch."""
+    """Returns further requirements for a given config: none if there are none. Must not import torch."""
     conflicts: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
     """Capabilities or component names (``"kind:name"``) it cannot share a run with."""
     mesh_dims: frozenset[str] = attrs.field(default=frozenset(), converter=_words)
-    """Mesh dimensions this component knows how to use. A recipe whose topology gives a dimension
-    a degree above 1 that no component of the run handles is refused."""
+    """Mesh dimensions this component can use. A recipe whose topology gives a dimension
+    a degree above 1 that no component of the run handles is rejected."""
     supports: dict[str, Support] = attrs.field(factory=dict)
-    """Optional abilities by name, which ``nanotrain plugins --json`` tells."""
+    """Optional abilities by name, which ``nanotrain plugins --json`` reports."""
     example: Mapping[str, Any] = attrs.field(factory=dict)
-    """Keys of ``config`` with values that make a small component, which is built and run within a second:
-    ``nanotrain conformance`` tests that where its user names none, or leaves out keys that are required."""
+    """Keys of ``config`` with values for a small component that is built and run within a second:
+    ``nanotrain conformance`` tests it when the user names none, or omits required keys."""
     example_of_text: str | None = None
     """``"module:attribute"`` of a callable for data that is prepared before a run: it takes a text file and
     an empty folder, writes there what a run reads of that text, with its bytes as tokens, and returns the
-    keys of ``config`` that name it. For the harness. Must not import torch."""
+    keys of ``config`` that point to it. For the harness. Must not import torch."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
     stays_eager: EagerRule | None = None
-    """Says what of a run must not be compiled on this component's account, which has the arguments of
-    ``check``. Must not import torch: ``nanotrain check --explain`` tells it."""
+    """Returns what must not be compiled because of this component; takes the arguments of ``check``. Must
+    not import torch: ``nanotrain check --explain`` shows it."""
 
     metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
-    """What a monitor publishes: ``nanotrain metrics`` lists it, and sinks get unit, group and rule."""
+    """The metrics a monitor publishes: ``nanotrain metrics`` lists them; sinks get unit, group and rule."""
 
     reads_metrics: MetricPatterns | None = None
     """Yields the metrics that a monitor's config names, each as its key in the table, ``rules.0.metric``,
-    and a name or a pattern as of a shell. One that nothing in the recipe publishes is refused, with the
-    nearest."""
+    and a name or a shell-style pattern. One that nothing in the recipe publishes is rejected, with the
+    nearest name suggested."""
 
     reads_modules: ModulePatterns | None = None
     """Yields the modules that a monitor's config names, likewise: ``modules.0``, ``layers.*.attn``. One that
-    fits no module or parameter of the recipe's model is refused before ranks start, with the nearest."""
+    matches no module or parameter of the recipe's model is rejected before ranks start, likewise."""
 
     hf: str | None = None
-    """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: what its parameters
-    are called in Hugging Face checkpoints. Must not import torch."""
+    """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: the names of its
+    parameters in Hugging Face checkpoints. Must not import torch."""
     weights: str | None = None
-    """``"module:attribute"`` of a callable that opens a checkpoint of this component for its weights alone:
-    it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path is
-    of another format. For ``--weights`` and ``nanotrain convert``."""
+    """``"module:attribute"`` of a callable that opens a checkpoint of this component to read only its
+    weights: it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path
+    has another format. For ``--weights`` and ``nanotrain convert``."""
     listing: str | None = None
     """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
     folder, the folder of its checkpoints, or one of them), oldest first, each as a
@@ -160,16 +160,16 @@ class Component:
     For ``nanotrain ckpt``. Must not import torch."""
 
     survey: str | None = None
-    """``"module:attribute"`` of a callable that says of a data component what a run will find: it takes the
-    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. One of a
-    component that provides ``changes_length`` also takes ``longest``, tokens of the run's longest sequence.
-    For ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
+    """``"module:attribute"`` of a callable that reports what data a run will find: it takes the component's
+    config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. If the
+    component provides ``changes_length``, it also takes ``longest``, the tokens of the run's longest
+    sequence. For ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
 
     def load(self) -> Callable[[Any], Any]:
-        """Import the factory: the only place a component's code loads.
+        """Import the factory: the only place where a component's code is loaded.
 
         Raises:
-            PluginError: its module cannot be imported or lacks the attribute; the nearest is suggested.
+            PluginError: its module cannot be imported or lacks the attribute; the nearest name is suggested.
         """
         found = _imported("factory", self.factory)
         if not callable(found):
@@ -186,20 +186,20 @@ class Component:
         return None if reference is None else _imported(field, reference)
 
     def has_module(self) -> bool:
-        """Return whether the factory's module is there, without importing it."""
+        """Return whether the factory's module exists, without importing it."""
         package, _, name = self.factory.partition(":")[0].rpartition(".")
         top = package.partition(".")[0] or name
         if package not in sys.modules:
-            return find_spec(top) is not None  # to look deeper would import the package
+            return find_spec(top) is not None  # a deeper search would import the package
         return find_spec(f"{package}.{name}") is not None
 
     def build(self, config: Any) -> Any:
-        """Import the factory and call it with ``config``; :meth:`Registry.build` tells mistakes better."""
+        """Import the factory and call it with ``config``; :meth:`Registry.build` gives better errors."""
         return self.load()(config)
 
 
 def _imported(field: str, reference: str) -> Any:
-    """Return what ``"module:attribute"`` names."""
+    """Return the object that ``"module:attribute"`` names."""
     name, _, attribute = reference.partition(":")
     try:
         found: Any = import_module(name)

@@ -1,4 +1,4 @@
-"""Builds the objects of one rank's run from a resolved recipe, in the order they need one another."""
+"""Builds the objects of one rank's run from a resolved recipe, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from nanotrain_core.run.wrapping import shard_and_draw, wrap
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
 class Run:
-    """Everything the step loop works with, whichever door it came through."""
+    """The objects that the step loop works with, from a recipe or from a script."""
 
     name: str
     recipe: Any
@@ -83,12 +83,12 @@ class Run:
     owners: Sequence[int] = (0,)
     """The pipeline rank of every stage of the model."""
     has_routers: bool = False
-    """Whether any stage of the model has a router that tells how many tokens each expert got."""
+    """Whether any stage of the model has a router that counts the tokens of each expert."""
     placed: Sequence[PlacedParameter]
     placements: Placements = attrs.field(factory=dict)
-    """Of parameters and buffers by name. Empty: it is a script's."""
+    """Placements of parameters and buffers by name. Empty in a script."""
     model: Selection | None = None
-    """What the recipe says of the model: a checkpoint of another one is refused. None: it is a script's."""
+    """The recipe's model: a checkpoint of another one is rejected. None in a script."""
     loss_weights: Mapping[str, float]
     flops_per_token: float
     gradients: GradientSync
@@ -96,23 +96,23 @@ class Run:
     optimizer_config: OptimizerConfig
     loss_scale: LossScale
     actions: Sequence[Action]
-    """This rank's part of the schedule."""
+    """This rank's actions of the schedule."""
     schedule: Sequence[Sequence[Action]] = ()
-    """That of every pipeline rank."""
+    """The actions of every pipeline rank."""
     pipeline_share: float = 1.0
     """FLOPs of this rank's stages over the mean of pipeline ranks."""
     passes: Passes = attrs.field(factory=Passes)
-    """What layers may ask of the pass that they are in."""
+    """What layers may query about the current pass."""
     feed: Feed
     phases: RunPhases | None = None
-    """What the recipe changes in the course of the run; None: it is a script's."""
+    """What the recipe changes during the run; None in a script."""
     evaluation: EvaluationConfig
     checkpoint: Checkpoint | None = None
     monitors: Sequence[Monitor] = ()
     strict_monitors: bool = False
     log_every: int = 1
     described: Sequence[str] = ()
-    """How the model is cut into stages, and what the precision says of its GEMMs, for people to read."""
+    """How the model is split into stages, and the precision of its GEMMs, in human-readable lines."""
 
 
 def compose(
@@ -130,11 +130,11 @@ def compose(
     Args:
         recipe: resolved.
         registry: the plugins.
-        rank: this process's.
-        device: where it computes; on ``meta`` tensors have shapes and no numbers, for a dry run.
-        weights: what to start from in place of random weights.
-        make_mesh: called in place of :class:`Mesh`: a dry run has no other ranks to ask.
-        trains: false leaves out gradients and the optimizer's state, where only forward passes are wanted.
+        rank: the rank of this process.
+        device: where it computes; on ``meta`` tensors have shapes but no values, for a dry run.
+        weights: initial weights instead of random ones.
+        make_mesh: called instead of :class:`Mesh`: a dry run has no other ranks to communicate with.
+        trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
     """
     build, device = registry.build, torch.device(device)
     topology: Topology = build(recipe.topology)
@@ -164,7 +164,7 @@ def compose(
     check_meta(data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
-    costs = model.flops(Timeline(recipe).largest().batch.length)  # stages are cut once
+    costs = model.flops(Timeline(recipe).largest().batch.length)  # the stages are fixed for the whole run
     check_costs(costs, model, recipe)
     parts = schedule.parts(costs, pp)
     stages = build_stages(
@@ -246,21 +246,21 @@ def compose(
 
 
 def _open(data: Data, model: Model, recipe: Recipe) -> None:
-    """Open the data, for sequences of all lengths that the run takes."""
+    """Open the data for sequences of all lengths that the run uses."""
     expect_lengths(data, recipe)
     data.open(length=recipe.batch.length, seed=recipe.run.seed)
     check_vocabulary(data, model, recipe)
 
 
 def _monitor(selection: Selection, registry: Registry) -> Monitor:
-    """Build a monitor, which knows what its component declares."""
+    """Build a monitor and give it the metrics that its component declares."""
     monitor: Monitor = registry.build(selection)
     monitor.declared = registry.get("monitor", selection.use).metrics or monitor.declared
     return monitor
 
 
 def pipeline(mesh: Mesh) -> tuple[int, int]:
-    """Return the number of pipeline ranks and this rank's place among them; (1, 0) without a pipeline."""
+    """Return the number of pipeline ranks and this rank's index among them; (1, 0) without a pipeline."""
     if "pp" not in mesh.layout.dims:
         return 1, 0
     return mesh.size("pp"), mesh.coordinate("pp")
@@ -269,7 +269,7 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
 def _compile(
     parts: Collection[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh, passes: Passes
 ) -> Sequence[str]:
-    """Compile layers and losses of ``parts`` if the recipe has that; return what it says of them.
+    """Compile layers and losses of ``parts`` if the recipe requests it; return a description of them.
 
     Raises:
         RecipeError: ``run.compile = true``, and nothing would be compiled.
@@ -290,9 +290,10 @@ def _compile(
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
-    """Have linear layers that compute by themselves make dgrad and wgrad apart, experts for W passes alone.
+    """Make standalone linear layers compute dgrad and wgrad separately, experts for W passes only.
 
-    Wrappers place the wgrads of linear layers; experts keep the one kernel that a GPU has for all of them.
+    Wrappers schedule the wgrads of linear layers; experts keep the single kernel that a GPU has for all of
+    them.
     """
     for _, module, found in tagged(part):
         names = gemm_parameters(module)
@@ -309,7 +310,7 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
 
 
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
-    """Apply the kernels; refuse those that take a precision's GEMM backend, such as FP8's, out of a layer."""
+    """Apply the kernels; reject those that remove a precision's GEMM backend, such as FP8's, from a layer."""
     backends = {name: gemms_of(module) for name, module, _ in tagged(part)}
     kernels.apply(part, passes)
     for name, module, _ in tagged(part):
@@ -322,7 +323,7 @@ def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
 
 
 def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
-    """Note which parameters several pipeline ranks hold, as a tied embedding. Collective along pp."""
+    """Record which parameters several pipeline ranks hold, such as a tied embedding. Collective along pp."""
     held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
     for name, placement in placements.items():
         holders = tuple(rank for rank, names in enumerate(held) if name in names)
@@ -338,9 +339,9 @@ def _gradient_sync(
     optimizer: Optimizer,
     placed: Sequence[PlacedParameter],
 ) -> tuple[GradientSync, Optimizer]:
-    """Return the one component that provides gradient sync, else the core's plain one, and the optimizer.
+    """Return the component that provides gradient sync, or the core's default, and the optimizer.
 
-    One that shards gathers weights after each step of an optimizer that knows nothing of it.
+    A gradient sync that shards gathers weights after each step of an optimizer that is unaware of sharding.
     """
     built: Sequence[tuple[Selection, Any]] = [*wrappers, (recipe.optimizer, optimizer)]
     for selection, component in built:

@@ -1,7 +1,7 @@
-"""What plugins may still use and should not: each use warns, later fails, and at last is gone.
+"""Deprecated names for plugins: each use first warns, later fails, and finally the name is removed.
 
-The policy is in docs/compatibility.md: what goes away warns for at least one minor version, and is an error,
-which says what to use, for one more.
+The policy is in docs/compatibility.md: a deprecated name warns for at least one minor version, and raises an
+error, which names the replacement, for one more.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from packaging.version import Version
 from nanotrain_core import __version__
 from nanotrain_core.errors import PluginError
 
-#: What becomes of a use: in this order, from version to version.
+#: The stages of a deprecation, in this order, from version to version.
 Stage = Literal["fine", "warns", "fails", "gone"]
 
 
 class NanotrainDeprecationWarning(DeprecationWarning):
-    """A plugin uses what will be gone. pytest shows it, and so does ``python -W default``."""
+    """A plugin uses a name that will be removed. Shown by pytest and by ``python -W default``."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Deprecation:
-    """One thing that goes away."""
+    """One deprecated name."""
 
     instead: str
-    """What to use, as half a sentence: ``use nanotrain_core.api.read_sequences``."""
+    """The replacement, as a clause: ``use nanotrain_core.api.read_sequences``."""
     warns: str
     """The version of the core from which its use warns."""
     fails: str
-    """The version from which its use is an error, a minor one later at least."""
+    """The version from which its use is an error, at least one minor version later."""
     gone: str
-    """The version that knows nothing of it any more: its entry must be gone, too."""
+    """The version that removes it: its entry must be removed, too."""
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what skips a stage.
+        """Reject versions that skip a stage.
 
         Raises:
-            ValueError: two of the versions are of one minor version, or out of order.
+            ValueError: two of the versions have the same minor version, or they are out of order.
         """
         minors = [Version(text).release[:2] for text in (self.warns, self.fails, self.gone)]
         if not minors[0] < minors[1] < minors[2]:
@@ -50,7 +50,7 @@ class Deprecation:
             )
 
     def stage(self, version: str) -> Stage:
-        """Return what becomes of a use in a version of the core."""
+        """Return the stage of the deprecation in a version of the core."""
         now = Version(version)
         if now >= Version(self.gone):
             return "gone"
@@ -59,7 +59,7 @@ class Deprecation:
         return "warns" if now >= Version(self.warns) else "fine"
 
     def used(self, what: str, version: str, *, stacklevel: int = 2) -> None:
-        """Tell of a use of ``what``, or refuse it.
+        """Warn of a use of ``what``, or reject it.
 
         Raises:
             PluginError: from the version :attr:`fails` on.
@@ -73,12 +73,13 @@ class Deprecation:
             raise PluginError(f"{text}, and an error now: {self.instead}")
 
 
-#: Names of ``nanotrain_core.api`` and its neighbours that go away: door -> name -> (deprecation, its value).
+#: Deprecated names of ``nanotrain_core.api`` and its neighbours: module -> name -> (deprecation, its value).
 NAMES: Mapping[str, Mapping[str, tuple[Deprecation, Callable[[], Any]]]] = {}
 
 
 def attribute_of(door: str, version: str = __version__) -> Callable[[str], Any]:
-    """Return ``__getattr__`` of a door: it finds the names of :data:`NAMES`, and tells of their use."""
+    """Return ``__getattr__`` of a public module: it finds the names of :data:`NAMES` and reports their
+    use."""
 
     def find(name: str) -> Any:
         known = NAMES.get(door, {}).get(name)

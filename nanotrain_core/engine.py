@@ -1,4 +1,4 @@
-"""The one path every run takes: restore, then step, report, evaluate and save until done."""
+"""The step loop of every run: restore, then step, report, evaluate and save until done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class RuntimeEngine:
-    """Trains: built from a recipe, or in a script from a model and an optimizer of your own::
+    """Trains a model, built from a recipe, or in a script from your own model and optimizer::
 
     config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
     engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)
@@ -90,11 +90,12 @@ class RuntimeEngine:
             recipe: resolved, or the path or name of a recipe file.
             registry: the plugins; all installed ones by default.
             rank: this process's; above 0 only in an initialised process group.
-            device: where this rank computes.
+            device: the device on which this rank computes.
             folder: the run folder; without one nothing is saved.
             resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,
                 or the beginning if there is none.
-            callbacks: monitors beside the recipe's, called after them, on this rank: give all ranks the same.
+            callbacks: monitors in addition to the recipe's, called after them, on this rank: give all ranks
+                the same.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry.registry import load_plugins
@@ -113,18 +114,18 @@ class RuntimeEngine:
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.restart = Restart()
-        """What a launcher knows of ranks that it has started again."""
+        """What a launcher knows about restarted ranks."""
         self.step = 0
         """Optimizer steps done, those before a resume included."""
         self.owes_evaluation = False
-        """Whether a stop request cut the evaluation of this step short: who resumes the run makes it."""
+        """Whether a stop request interrupted this step's evaluation: a resumed run repeats it."""
         self.evaluated: int | None = None
         """The last step whose validation loss was finite."""
         log.ensure(run.mesh.rank)
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.stop = StopRequest()
         self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
-        """Waits for weights that the optimizer's last step left on their way."""
+        """Waits for weights that the optimizer's last step left in flight."""
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
@@ -139,12 +140,12 @@ class RuntimeEngine:
         *,
         steps: int | None = None,
     ) -> EndReport:
-        """Train until ``steps`` optimizer steps are done or somebody asks to stop.
+        """Train until ``steps`` optimizer steps are done or a stop is requested.
 
         Args:
             train_loader: a script's batches, iterated again when they run out. Recipes name their data.
             val_loader: a script's validation batches.
-            steps: in all; a script must give it, a recipe has it.
+            steps: total number; a script must give it, a recipe has it.
         """
         with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step):
             return self._fit(train_loader, val_loader, steps)
@@ -155,7 +156,7 @@ class RuntimeEngine:
         self.stop.clear()
         self.run.gradients.zero()
         for router in counting_routers(self.run.stages.values()).values():
-            router.take_load()  # of a step that was broken off: the next one would count it too
+            router.take_load()  # of an interrupted step: the next one would count it too
         self._saved, self._owes_save = -1, False
         self.readback = StepReadback(late=self.run.mesh.device_is_async)
         self._trained: list[str] = []
@@ -210,10 +211,10 @@ class RuntimeEngine:
             due = self.saves.due(self.step) or self._owes_save
             if last:
                 self.events.metrics(*self.watching.board.rest())
-            if last or due:  # a state that somebody wants to leave is not worth saving
+            if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
-            # Skipped steps change no weight: saves of them would only rotate older ones out.
+            # Skipped steps change no weight: saving them would only rotate older checkpoints out.
             self._owes_save = due and self.skipped.in_a_row > 0
             if self.stop.rollback_agreed:
                 roll_back(self)
@@ -223,7 +224,7 @@ class RuntimeEngine:
             self.saves.advance(wait=False)
             self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
         self.events.metrics(*self.watching.board.last(self.step))
-        if self._saved != self.step and self.stop.reason != "lost":  # there is no place to save in
+        if self._saved != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
@@ -238,13 +239,13 @@ class RuntimeEngine:
         """Take one optimizer step. Every gradient is a plain sum: losses are divided by global counts first.
 
         ``run.gradients`` is the gradient sync of ``ddp`` or ``zero12``, or the core's ``AllReduceGradients``;
-        ``run.actions`` is this rank's list from the schedule; both are made in ``compose.py``. The loss scale
-        is 1 but for fp16. The learning rate was set by the scheduler of :meth:`_loop`, in the optimizer's
-        parameter groups.
+        ``run.actions`` is this rank's list from the schedule; both are built in ``compose.py``. The loss
+        scale is 1 except in fp16. The learning rate was set by the scheduler of :meth:`_loop`, in the
+        optimizer's parameter groups.
 
         Returns:
-            Of each loss term this rank's sum over its microbatches, not scaled; the global counts that these
-            sums are divided by, float64 scalars of at least 1; and what the optimizer says of the step.
+            For each loss term, this rank's sum over its microbatches, not scaled; the global counts by which
+            these sums are divided, float64 scalars of at least 1; and the optimizer's report of the step.
         """
         run = self.run
         self.note("data")
@@ -277,16 +278,16 @@ class RuntimeEngine:
         return losses, counts, stats
 
     def _handle_flags(self, flags: StepFlags | None) -> None:
-        """Act on the flags of a step: of this one, or of the one before it where numbers are read late."""
+        """Act on the flags of a step: of this one, or of the previous one where values are read late."""
         if flags is None:
             return
         self.stop.agree(flags.requests)
         self.skipped.learn(flags)
 
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
-        """Sum what each loss term is averaged over, over all microbatches of all data ranks.
+        """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.
 
-        All ranks' stop requests travel with it, so that they stop after the same step.
+        All ranks' stop requests are sent with them, so that ranks stop after the same step.
 
         Returns:
             The counts, float64 scalars of at least 1, and the sums over ranks of :meth:`StopRequest.flags`.
@@ -305,7 +306,7 @@ class RuntimeEngine:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Mean next-token loss over the validation batches, equal on every layout."""
+        """Return the mean next-token loss over the validation batches, equal on every layout."""
         mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
             self.note("evaluation")
@@ -322,7 +323,7 @@ class RuntimeEngine:
         self.pace.restart(self.step, self.run.feed.tokens)
 
     def _save(self, *, last: bool = False) -> None:
-        """Begin a checkpoint; nothing without a run folder. The last one is complete when this returns."""
+        """Begin a checkpoint, if there is a run folder. The last one is complete when this returns."""
         if self.saves.checkpoint is None:
             return
         self.note("checkpoint")
@@ -336,7 +337,7 @@ class RuntimeEngine:
         self.pace.restart(self.step, self.run.feed.tokens)
 
     def _restore(self) -> None:
-        """Open the run folder's checkpoints and go back to the one asked for."""
+        """Open the run folder's checkpoints and restore the requested one."""
         run = self.run
         if run.checkpoint is None or self.folder is None:
             return
@@ -359,11 +360,11 @@ class RuntimeEngine:
         if saved is None:
             return False
         go_on_from(self, saved, state.blocks)
-        self._saved, self.resume = self.step, None  # a further call of fit goes on from where this one ends
+        self._saved, self.resume = self.step, None  # a further call of fit continues from where this one ends
         return True
 
     def note(self, phase: str) -> None:
-        """Tell the watchdog how far this rank is."""
+        """Report this rank's current phase to the watchdog."""
         self.progress.note(phase, self.step, first=self.step == self._first)
 
     # --- reports ---------------------------------------------------------------------

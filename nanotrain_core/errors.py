@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: shown as plain text, without a traceback, with an exit code."""
+"""Errors that the user can fix: shown as plain text, without a traceback, with an exit code."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Exit:
     DONE = 0
     FAILED = 1  # a rank crashed, and the first cause and its rank were printed; or another host ended the run
     USER = 2  # the recipe, a plugin, the data or the command line is wrong; nothing was started
-    DIVERGED = 3  # training diverged and was given up
+    DIVERGED = 3  # training diverged and was stopped
     LOCKED = 4  # another run owns the run folder
     UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
     HUNG = 5  # no progress for run.hang_timeout seconds: the rank was named, stacks are in the run folder
-    CORRUPTED = 6  # ranks that hold the same weights hold other bits: parameter and rank were named
-    PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to go on
+    CORRUPTED = 6  # ranks that hold the same weights hold different bits: parameter and rank were named
+    PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to resume
     INTERRUPTED = 130  # stopped by Ctrl-C
 
 
 class NanotrainError(Exception):
-    """A mistake with a remedy. Its text is all the user sees."""
+    """An error the user can fix. Its text is all the user sees."""
 
     exit_code = Exit.USER
 
     def with_code(self, code: int) -> Self:
-        """Return this error, with which ``nanotrain`` ends with another exit code than its kind's."""
+        """Return this error with an exit code other than its class's."""
         self.exit_code = code
         return self
 
 
 class PluginError(NanotrainError):
-    """A plugin is missing, broken, too old or clashes with another."""
+    """A plugin is missing, broken, too old or conflicts with another."""
 
 
 class DataError(NanotrainError):
@@ -60,7 +60,7 @@ class SaveFailed(CheckpointError):
 
 
 class LaunchError(NanotrainError):
-    """The ranks could not be started or disagree about what they are to run."""
+    """The ranks could not be started or disagree about what to run."""
 
 
 class FolderLocked(FolderError):
@@ -70,35 +70,35 @@ class FolderLocked(FolderError):
 
 
 class Diverged(NanotrainError):
-    """Training went wrong numerically and was stopped."""
+    """Training diverged numerically and was stopped."""
 
     exit_code = Exit.DIVERGED
 
 
 class Corrupted(NanotrainError):
-    """Ranks that hold the same weights do not hold the same bits: a processor, memory or a plugin erred."""
+    """Ranks that hold the same weights hold different bits: a processor, memory or plugin error."""
 
     exit_code = Exit.CORRUPTED
 
 
 class Preempted(NanotrainError):
-    """SIGTERM came while there was no step to finish."""
+    """SIGTERM arrived while there was no step to finish."""
 
     exit_code = Exit.PREEMPTED
 
 
 @attrs.define(frozen=True)
 class Problem:
-    """One thing wrong with a recipe."""
+    """One error in a recipe."""
 
     key: str = attrs.field(validator=attrs.validators.instance_of(str))
-    """Dotted path in the recipe, list items by number: ``parallel.0.sequence_parallel``."""
+    """Dotted path in the recipe, list items by index: ``parallel.0.sequence_parallel``."""
     message: str = attrs.field(validator=attrs.validators.instance_of(str))
     """What is wrong, what was expected, and the nearest valid choice."""
 
 
 class RecipeError(NanotrainError):
-    """One or more problems with a recipe, each with the place it was written at."""
+    """One or more errors in a recipe, each with its location."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(lines)
@@ -106,11 +106,11 @@ class RecipeError(NanotrainError):
 
 
 def describe(error: BaseException) -> str:
-    """Return ``ValueError: text (file.py:12)``: an error in a plugin's code, for who must mend it."""
+    """Return ``ValueError: text (file.py:12)``: an error in a plugin's code, for whoever must fix it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith("<")]  # importlib's are frozen
+    own = [frame for frame in frames if not frame.filename.startswith("<")]  # importlib's frames are frozen
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
 
@@ -118,7 +118,7 @@ def describe(error: BaseException) -> str:
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string.
 
-    One that begins with the word is nearer than any other.
+    A choice that begins with the word is nearer than any other.
     """
     longer = [choice for choice in choices if choice.startswith(word)] if len(word) > 2 else []
     near = get_close_matches(word, longer or choices, n=1, cutoff=0.0 if longer else 0.5)
@@ -126,9 +126,9 @@ def did_you_mean(word: str, choices: Sequence[str]) -> str:
 
 
 def nearby(path: Path) -> str:
-    """Return `` (did you mean 'x'?)`` for what lies beside a path that does not exist, or an empty string."""
+    """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string."""
     try:
         names = sorted(other.name for other in path.parent.iterdir())
-    except OSError:  # nothing is there, or nobody may look
+    except OSError:  # no such folder, or no permission to read it
         names = []
     return did_you_mean(path.name, names)

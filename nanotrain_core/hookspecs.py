@@ -1,8 +1,8 @@
-"""The whole contract between nanotrain and a plugin: a hook for each kind of component, one for commands.
+"""The contract between nanotrain and a plugin: one hook for each kind of component, and one for commands.
 
 A plugin implements the hooks of the kinds it offers and calls ``register`` once per component,
-with a :class:`~nanotrain_core.component.Component`. A hook describes; it never builds, and it
-never imports torch. The built-in components enter through these same hooks.
+with a :class:`~nanotrain_core.component.Component`. A hook only describes components; it neither builds
+them nor imports torch. The built-in components are registered through these same hooks.
 """
 
 from collections.abc import Callable
@@ -12,30 +12,30 @@ import pluggy
 from nanotrain_core.command import Command
 from nanotrain_core.component import Component
 
-#: Grows by a minor number when a hook is new or gains an argument, by a major one when it changes meaning.
+#: The minor number grows when a hook is new or gains an argument, the major one when a meaning changes.
 HOOKSPEC_VERSION = "1.2"
 
 hookspec = pluggy.HookspecMarker("nanotrain")
 
-#: The type of ``register`` in a hook of a kind.
+#: The type of ``register`` in the hook of a component kind.
 Register = Callable[[Component], None]
-#: The type of ``register`` in the hook of commands.
+#: The type of ``register`` in the hook for commands.
 RegisterCommand = Callable[[Command], None]
 
 
 @hookspec
 def nanotrain_register_topology(register: Register) -> None:
-    """Register topologies: how the ranks of a run are laid out in named dimensions."""
+    """Register topologies: how the ranks of a run are arranged along named mesh dimensions."""
 
 
 @hookspec
 def nanotrain_register_kernels(register: Register) -> None:
-    """Register kernels: who computes attention, norms, linear layers, experts and the loss on a device."""
+    """Register kernels: attention, norms, linear layers, experts and the loss for a type of device."""
 
 
 @hookspec
 def nanotrain_register_model(register: Register) -> None:
-    """Register models: plain single-device modules that say which role each of their layers plays."""
+    """Register models: plain single-device modules that declare the role of each of their layers."""
 
 
 @hookspec
@@ -65,7 +65,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookspec
 def nanotrain_register_monitor(register: Register) -> None:
-    """Register monitors: they react to the events of a run and never change its numbers."""
+    """Register monitors: they react to the events of a run and never change its results."""
 
 
 @hookspec
@@ -75,4 +75,4 @@ def nanotrain_register_data(register: Register) -> None:
 
 @hookspec
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Register commands: words after ``nanotrain`` that do something with recipes, runs or checkpoints."""
+    """Register commands: subcommands of ``nanotrain`` that work with recipes, runs or checkpoints."""

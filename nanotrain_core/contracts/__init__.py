@@ -1,9 +1,9 @@
-"""What the object behind each kind of component must offer.
+"""The interface that the object behind each kind of component implements.
 
 ``Component.factory`` is called with the component's config and returns one of these. Inherit from
 :class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
-classes, of which a plugin writes only what it has something for. So are :class:`MasterWeight` and
-:class:`ErrorFeedback`, which a precision makes. The others are protocols, and structural.
+classes, of which a plugin overrides only the methods it needs. The same holds for :class:`MasterWeight`
+and :class:`ErrorFeedback`, which a precision creates. The others are structural protocols.
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader

@@ -1,4 +1,4 @@
-"""What a checkpoint format must offer, and a reader of weights alone."""
+"""The interface of a checkpoint format, and of a reader of weights alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nanotrain_core.run.plain_json import remembered
 
 @attrs.define(frozen=True, eq=False)
 class TrainState:
-    """All that a run must remember: placed tensors, JSON, and each rank's own streams."""
+    """The complete state of a run: placed tensors, JSON metadata, and per-rank random-number streams."""
 
     blocks: Sequence[Block]
     """Weights and optimizer state. Names are unique across the run; replicas are equal."""
@@ -27,34 +27,34 @@ class TrainState:
     rank_tensors: Mapping[str, torch.Tensor]
     """This rank's random-number streams, of several integer types, restored only on the same world size."""
     accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
-    """For a load: raises, on all ranks alike, if the run cannot go on from the saved ``meta``."""
+    """For a load: raises, on all ranks alike, if the run cannot continue from the saved ``meta``."""
 
 
 class Checkpoint(Protocol):
     """Saves and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
 
-    A save has parts, so that files can be written while training goes on: :meth:`save` begins it,
-    :meth:`settle` returns when ``state`` may change again, and :meth:`advance` tells, at a later step
-    boundary, that it is complete and in place. One that writes at once tells in the first :meth:`advance`
-    after it.
+    A save has several stages, so that files can be written while training continues: :meth:`save` begins it,
+    :meth:`settle` returns when ``state`` may change again, and :meth:`advance` reports, at a later step
+    boundary, that it is complete and in place. A synchronous format reports it in the first :meth:`advance`
+    after the save.
     """
 
     def open(self, folder: Path, mesh: Mesh) -> None:
-        """Use ``folder``, made on the first save, and clear away what a killed save left there."""
+        """Use ``folder``, which the first save creates, and remove what an interrupted save left there."""
         ...
 
     def due(self, step: int) -> bool:
         """Return whether to save after ``step`` steps are done, the same on every rank.
 
-        The final save, and one when the run is asked to stop, are always made.
+        The final save, and the save when the run is asked to stop, are always made.
         """
         ...
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begin a checkpoint that will appear complete or not at all. None may be on its way.
+        """Begin a checkpoint that will appear complete or not at all. No other save may be in progress.
 
-        The blocks of ``state`` stay as they are until :meth:`settle` or ``advance(wait=True)`` has returned,
-        its ``meta`` and streams only until this returns.
+        The blocks of ``state`` stay unchanged until :meth:`settle` or ``advance(wait=True)`` has returned,
+        its ``meta`` and streams only until this method returns.
 
         Raises:
             CheckpointError: on every rank: nothing was begun, and a later save may succeed.
@@ -62,39 +62,39 @@ class Checkpoint(Protocol):
         ...
 
     def settle(self) -> None:
-        """Return once the state of the save on its way may change. Called before every update of weights.
+        """Return once the state of the save in progress may change. Called before every weight update.
 
-        What fails here is raised by :meth:`advance`. One that has written or copied everything when
+        A failure here is raised by :meth:`advance`. A format that has written or copied everything when
         :meth:`save` returns has nothing to do.
         """
         ...
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
-        """Return what became complete since the last call. With ``wait`` that is all that was begun.
+        """Return the checkpoints completed since the last call; ``wait`` first completes any in progress.
 
-        Every rank calls it after the same steps. Ranks talk only while a save is on its way.
+        Every rank calls it after the same steps. Ranks communicate only while a save is in progress.
 
         Raises:
-            CheckpointError: on every rank: the save failed on one, and nothing of it is left.
+            CheckpointError: on every rank: the save failed on one rank, and nothing of it remains.
         """
         ...
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
-        """Fill ``state.blocks`` in place and return what was saved, or None if there is nothing.
+        """Fill ``state.blocks`` in place and return what was saved, or None if there is no checkpoint.
 
-        What is whole and fits is shown to ``state.accept`` before anything live is touched, or moved.
-        Later steps in the run's own folder are of a branch that the run leaves, by a resume or a rollback,
-        and so are all steps there if what is loaded is elsewhere: move them aside, so that :meth:`steps`
-        does not name them and no later ``"latest"`` finds them.
+        A complete checkpoint that fits is passed to ``state.accept`` before any live state or file is
+        modified. Later steps in the run's own folder belong to a branch that a resume or rollback abandons,
+        and so do all steps there if the checkpoint is loaded from elsewhere: move them aside, so that
+        :meth:`steps` does not list them and no later ``"latest"`` finds them.
 
         Args:
-            state: what to fill. Blocks may be cut in any other way than they were saved.
-            which: ``"latest"``: the newest that is whole and that all ranks can read, damaged newer ones
-                being set aside with a warning; or a step number, or a path, and then exactly this one.
+            state: what to fill. Its blocks may be sharded differently from the saved ones.
+            which: ``"latest"``: the newest checkpoint that is complete and readable by all ranks; damaged
+                newer ones are set aside with a warning. Or a step number, or a path: exactly this one.
 
         Raises:
-            CheckpointError: on every rank: it is damaged or does not fit, or of several none is whole.
-                Nothing live was touched, and nothing moved.
+            CheckpointError: on every rank: it is damaged or does not fit, or none of several is complete. No
+                live state was modified and no file was moved.
         """
         ...
 
@@ -103,29 +103,29 @@ class Checkpoint(Protocol):
         ...
 
     def verify(self, step: int) -> Sequence[str]:
-        """Return what is wrong with a checkpoint: empty if it would load."""
+        """Return what is wrong with a checkpoint: empty if it can be loaded."""
         ...
 
 
 class WeightReader(Protocol):
-    """The weights of one saved model, opened for reading a block at a time."""
+    """The weights of one saved model, opened for reading one block at a time."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Of every parameter, by global name, and of nothing else: no optimizer state."""
+        """Return the shape of every parameter, by global name. Optimizer state is not included."""
         ...
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """As stored, by global name."""
+        """Return the stored dtypes, by global name."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return one block, on the CPU. Every slice has both ends."""
+        """Return one block, on the CPU. Every slice has an explicit start and stop."""
         ...
 
     def damage(self) -> Sequence[str]:
-        """Read everything if need be, and return what is wrong: empty if it is whole."""
+        """Return what is wrong, reading all data if necessary: empty if it is intact."""
         ...
 
 
@@ -134,5 +134,5 @@ class SavedWeights:
     """What the callable of ``Component.weights`` returns for a path of its format."""
 
     model: Mapping[str, Any]
-    """The table ``[model]`` they belong to, with ``use``."""
+    """The recipe's ``[model]`` table that they belong to, with ``use``."""
     reader: WeightReader

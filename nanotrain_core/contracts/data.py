@@ -1,4 +1,4 @@
-"""What a data component must offer."""
+"""The interface of a data component."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = [
 
 
 class Data(Protocol):
-    """Batches that are the same for every layout, with a position that can be saved."""
+    """Batches that are the same for every layout, with a position that can be saved and restored."""
 
     vocab_size: int
     bytes_per_token: float | None
-    """Mean over the validation split, to report bits per byte; None when tokens are not text."""
+    """Mean over the validation split, for reporting bits per byte; None when tokens are not text."""
 
     def open(self, *, length: int, seed: int) -> None:
         """Prepare sequences of ``length`` tokens.
 
         Raises:
-            DataError: there is no data, or less than one sequence of it.
+            DataError: there is no data, or less than one sequence.
         """
         ...
 
@@ -38,8 +38,8 @@ class Data(Protocol):
 
         Returns:
             ``tokens`` and ``targets``, int64 [rows of the shard, length] in host memory; a target is the next
-            token of its sequence, or ``IGNORE``. Behind the end of the data the next epoch begins. The core
-            refuses other shapes and dtypes.
+            token of its sequence, or ``IGNORE``. After the end of the data the next epoch begins. The core
+            rejects other shapes and dtypes.
         """
         ...
 
@@ -51,14 +51,14 @@ class Data(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return what the data is, in one line: its size, and what a model can learn from it if known."""
+        """Return one line about the data: its size, and what a model can learn from it if known."""
         ...
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, the same on every rank.
 
         Raises:
-            DataError: the text is none of these tokens'.
+            DataError: the text cannot be encoded in this vocabulary.
         """
         ...
 
@@ -67,57 +67,57 @@ class Data(Protocol):
     def meta(self) -> dict[str, Any]:
         """Return the position and a ``fingerprint`` of the data, as JSON.
 
-        Not under the keys of :data:`nanotrain_core.run.feed.OWN_KEYS`, where the core keeps its own numbers.
+        Its keys must not be those of :data:`nanotrain_core.run.feed.OWN_KEYS`, which the core uses.
         """
         ...
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go back to a position.
+        """Restore a saved position.
 
         Raises:
-            DataError: the fingerprint is of other data.
+            DataError: the fingerprint belongs to other data.
         """
         ...
 
 
 @runtime_checkable
 class SkipsAhead(Protocol):
-    """What a data component may offer beside, if it need not read what training leaves out."""
+    """Optional interface of a data component that need not read the sequences that training skips."""
 
     def skip(self, sequences: int) -> None:
-        """Advance as :meth:`Data.train_batch` does, by so many sequences."""
+        """Advance as :meth:`Data.train_batch` does, by this many sequences."""
         ...
 
 
 @runtime_checkable
 class ChangesLength(Protocol):
-    """What a data component offers that provides ``changes_length``: phases change ``batch.length``."""
+    """Interface of a data component that provides ``changes_length``: phases change ``batch.length``."""
 
     def expect_lengths(self, lengths: Collection[int]) -> None:
-        """Prepare for sequences of all these lengths. Called before :meth:`Data.open`, if there are several.
+        """Prepare for sequences of all these lengths. Called before :meth:`Data.open` if there are several.
 
-        What is held out is apart from what is trained on at each of them, whatever was trained on before.
+        Validation data is disjoint from training data at every length, whatever was trained on before.
         """
         ...
 
     def set_length(self, length: int) -> None:
-        """Return batches of sequences of ``length`` tokens from now on, to train on and to validate.
+        """Return batches of sequences of ``length`` tokens from now on, for training and validation.
 
-        The position stays: set to another length and back, the next batch is the one that would have come.
-        Which batch follows depends on the position, the length that it was reached with, and ``length``
-        alone. :meth:`Data.meta` has what that takes, so that a position is found again by
-        :meth:`Data.load_meta` whichever length is set on either side.
+        The position does not change: after setting another length and then the old one, the next batch is the
+        same as without the change. The next batch depends only on the position, the length with which it was
+        reached, and ``length``. :meth:`Data.meta` holds what this requires, so that :meth:`Data.load_meta`
+        restores a position whichever length is set when saving or loading.
         """
         ...
 
 
 @runtime_checkable
 class MixesSources(Protocol):
-    """What a data component may offer beside, if it draws from several sources."""
+    """Optional interface of a data component that draws from several sources."""
 
     def tokens_by_source(self) -> Mapping[str, int]:
-        """Return how many tokens of each source training has taken since its beginning, over all ranks.
+        """Return how many tokens of each source training has consumed since its beginning, over all ranks.
 
-        A source is named by a word of letters, digits, ``_``, ``-`` and ``.``.
+        A source name consists of letters, digits, ``_``, ``-`` and ``.``.
         """
         ...

@@ -1,4 +1,4 @@
-"""What kernels must offer: who computes a model's functions and linear layers, and how ranks exchange."""
+"""The interface of kernels: implementations of a model's functions and linear layers, and the transport."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
 
 
 class Kernels:
-    """A base class whose methods do what plain PyTorch does: override those that you have something for.
+    """A base class whose methods do what plain PyTorch does: override those for which you have kernels.
 
-    A component announces the device that it is made for with ``provides={"kernels:cpu"}`` (or ``cuda``):
-    ``[kernels] use = "auto"`` then takes it where it is installed.
+    A component declares the device that it supports with ``provides={"kernels:cpu"}`` (or ``cuda``):
+    ``[kernels] use = "auto"`` then selects it where it is installed.
     """
 
     def prepare(self, device: torch.device) -> None:
-        """Set up this process before anything of the run exists, for example its memory allocator."""
+        """Set up this process before any object of the run exists, for example its memory allocator."""
 
     def ops(self, device: torch.device) -> Ops:
         """Return the functions that the model calls: :class:`~nanotrain_core.models.ops.Ops`, some replaced.
 
-        Each must have the values and gradients of its namesake in
+        Each must have the values and gradients of the function of the same name in
         :data:`~nanotrain_core.models.ops.TORCH`, to the rounding of the tensors' dtype.
         """
         return TORCH
 
     def gemm(self) -> GEMMBackend:
-        """Return who makes forward, dgrad and wgrad of a linear layer where these are needed apart."""
+        """Return the GEMM backend for a linear layer whose forward, dgrad and wgrad run separately."""
         return TorchGEMM()
 
     def apply(self, part: nn.Module, passes: Passes) -> None:
-        """Change how modules of ``part`` compute, by role, once precision and wrappers are done.
+        """Change how modules of ``part`` compute, by role, after precision and wrappers have been applied.
 
         Parameters keep their names, shapes and objects. Called while they are still on ``meta``.
 
         Args:
             part: one of this rank's stages.
-            passes: what the modules may ask about the pass that they are in.
+            passes: what the modules may query about the current pass.
         """
 
     def transport(self) -> Transport:
-        """Return how ranks exchange tensors: process groups, or something faster where it can be had."""
+        """Return how ranks communicate: process groups, or a faster transport where one is available."""
         return Transport()

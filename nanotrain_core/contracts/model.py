@@ -1,4 +1,4 @@
-"""What a model must offer, and its parts."""
+"""The interface of a model and of its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanotrain_core.pipeline.actions import Costs, Part
 
 @attrs.define(frozen=True, eq=False)
 class PartOutput:
-    """What one part of a model computes from one microbatch."""
+    """The output of one part of a model for one microbatch."""
 
     value: torch.Tensor | None
     """Hidden states [B, S, D] for the next part. From the last part: logits [B, S, V] when the
@@ -27,35 +27,35 @@ class PartOutput:
 
 @attrs.define(frozen=True)
 class Initializer:
-    """How a parameter starts. ``normal`` has mean 0 and standard deviation ``value``."""
+    """How a parameter is initialised. ``normal`` has mean 0 and standard deviation ``value``."""
 
     kind: Literal["normal", "constant"]
     value: float
 
 
 class ModelPart(Protocol):
-    """An ``nn.Module`` built on ``meta``, parameters under their global names, roles tagged."""
+    """An ``nn.Module`` built on ``meta``, with parameters under their global names and tagged roles."""
 
     def __call__(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
-        """``inputs`` is tokens [B, S] for the part with the embedding, else hidden states [B, S, D]."""
+        """``inputs`` is tokens [B, S] for the part with the embedding, otherwise hidden states [B, S, D]."""
         ...
 
     def initializer(self, name: str) -> Initializer:
-        """Return how the parameter of that global name starts."""
+        """Return how the parameter with that global name is initialised."""
         ...
 
-    # One with buffers has ``constant(name) -> torch.Tensor`` too: the numbers of the whole model's buffer of
-    # that global name, of which each rank keeps the block that its placement says. Buffers never change in
-    # training, and checkpoints leave them out.
+    # A part with buffers also has ``constant(name) -> torch.Tensor``: the values of the whole model's buffer
+    # of that global name, of which each rank keeps the block given by its placement. Buffers never change
+    # during training, and checkpoints omit them.
 
 
 class Model(Protocol):
-    """A model's dimensions and its parts. Knows nothing of parallelism."""
+    """A model's dimensions and its parts. Independent of parallelism."""
 
     layers: int
     vocab_size: int
     max_length: int | None
-    """Longest sequence, None if any length works."""
+    """Longest sequence in tokens; None if any length works."""
     loss_weights: Mapping[str, float]
     """Weight of each loss term in the training loss. ``"lm"`` is the next-token loss."""
 
@@ -63,56 +63,57 @@ class Model(Protocol):
         """Return a :class:`ModelPart`. Parameters need no values: they are initialised by name.
 
         Args:
-            part: which layers.
-            ops: the functions that modules of the part call for attention, norms and so on. Whoever has a
-                use for none of them leaves them out; what they compute is never the model's business.
+            part: which layers to build.
+            ops: the functions that modules of the part call for attention, norms and so on. A model that uses
+                none of them ignores the argument; the model must not depend on which implementation they are.
         """
         ...
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return what each loss term is averaged over in ``batch`` (``lm``: its target tokens).
+        """Return the counts by which each loss term is averaged in ``batch`` (``lm``: its target tokens).
 
-        Counts are summed over all microbatches of all ranks, then divide the sums before backward.
+        Counts are summed over all microbatches of all ranks and divide the sums before backward.
         """
         ...
 
     def flops(self, length: int) -> Costs:
-        """Return model FLOPs of forward and backward for one token of a sequence of ``length``, by piece.
+        """Return forward and backward model FLOPs for one token of a sequence of ``length``, by piece.
 
-        Pipelines are balanced by them.
+        They are the costs by which pipeline stages are balanced.
         """
         ...
 
 
 @runtime_checkable
 class ChangesInRun(Protocol):
-    """What a model offers beside, if fields of its config are marked with ``CHANGES``: phases change them."""
+    """Optional interface of a model with config fields marked with ``CHANGES``: phases change them."""
 
     def change(self, config: Any, parts: Iterable[nn.Module]) -> None:
-        """Train from the next step on as a model that was built from ``config``.
+        """Train from the next step on as a model built from ``config``.
 
-        :attr:`Model.loss_weights` are then its own, of the same terms.
+        :attr:`Model.loss_weights` are then those of ``config``, for the same terms.
 
         Args:
-            config: differs from the one in force in such fields alone.
-            parts: of the model, on this rank, as wrappers and precision left them.
+            config: differs from the current one only in such fields.
+            parts: the model's parts on this rank, as wrappers and precision left them.
         """
         ...
 
 
 @runtime_checkable
 class CachesContext(Protocol):
-    """What a model may offer beside: its parts go on from the tokens before those of a batch.
+    """Optional interface of a model whose parts continue from the tokens before those of a batch (KV cache).
 
     Where ``batch.cache`` is not None, the tokens [B, S] of the batch follow ``batch.start`` others: positions
-    begin there. Each layer that looks back keeps what it needs with ``batch.cache_of(layer).extend(...)``
-    and goes on from what that returns. A model without it writes text too, each token from the whole text.
+    begin there. Each layer that attends to earlier tokens stores what it needs with
+    ``batch.cache_of(layer).extend(...)`` and continues from what that returns. A model without this interface
+    also generates text, recomputing the whole text for each token.
     """
 
     caches: bool
-    """False where the model's config makes that impossible."""
+    """False where the model's config makes caching impossible."""
 
 
 def caches_context(model: Model) -> bool:
-    """Return whether parts of ``model`` go on from ``batch.cache``."""
+    """Return whether parts of ``model`` continue from ``batch.cache``."""
     return isinstance(model, CachesContext) and model.caches

@@ -1,4 +1,4 @@
-"""What a monitor hears of, and may say."""
+"""The events a monitor receives and what it may return."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nanotrain_core.watch.progress import Progress
 
 @attrs.define(frozen=True, eq=False)
 class RunInfo:
-    """What a monitor may know about the run it watches. Read-only by agreement."""
+    """What a monitor may know about the run it watches. Read-only by convention."""
 
     name: str
     folder: Path | None
@@ -43,21 +43,21 @@ class RunInfo:
     world_size: int
     device: torch.device
     parameters: int
-    """Of the whole model."""
+    """Parameter count of the whole model."""
     tokens_per_step: int
-    """Of the first step; phases of a recipe may change it."""
+    """Tokens of the first step's batch; phases of a recipe may change it."""
     length: int | None
-    """Tokens of each sequence in the first step, which phases may change: ``StepReport.length`` has that of
-    every step. None of a script."""
+    """Sequence length in tokens in the first step. Phases may change it; ``StepReport.length`` has the length
+    of every step. None in a script."""
     flops_per_token: float
-    """Of the model in the first step: ``StepReport.flops_per_token`` has that of every step."""
+    """Model FLOPs per token in the first step: ``StepReport.flops_per_token`` has the value of every step."""
     recipe: Any
     """The frozen recipe, or the config of a script."""
     optimizer_bytes: int
-    """Of optimizer state and masters on this rank when the run began, wherever they are held. In a script
-    they may appear with the first update."""
+    """Bytes of optimizer state and masters on this rank when the run began, wherever they are held. In a
+    script they may be allocated only by the first update."""
     optimizer_device_bytes: Callable[[], int]
-    """Bytes of optimizer state and masters that :attr:`device` holds now: what is offloaded is left out."""
+    """Bytes of optimizer state and masters currently on :attr:`device`: offloaded state is not counted."""
     mesh: Mesh
     parts: Sequence[nn.Module]
     """This rank's model parts."""
@@ -66,48 +66,47 @@ class RunInfo:
     logits: Callable[[torch.Tensor], torch.Tensor]
     """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
     progress: Progress
-    """Where this rank is, and how long its phases took."""
+    """This rank's position in the step, and how long its phases took."""
     weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]
-    """Yields the weights that this rank holds, as numbers, each with its placement: for
-    ``metrics.placed``."""
+    """Yields the weights that this rank holds, decoded, each with its placement: for ``metrics.placed``."""
     optimizer_state: Callable[..., Iterator[tuple[torch.Tensor, Placement]]]
-    """Yields this rank's optimizer state of these names, as ``exp_avg``, likewise; nothing of one that does
-    not exist, or that is not held in floating-point numbers."""
+    """Yields this rank's optimizer state of these names, such as ``exp_avg``, likewise; nothing for a state
+    that does not exist or is not held in floating point."""
     tap: Callable[..., Sequence[str]]
-    """``tap(look, ["layers.*.attn"])`` has ``look(name, output)`` called with what modules return in logged
-    steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
+    """``tap(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the modules' outputs
+    in logged steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
     tap_calls: Callable[..., Sequence[str]]
-    """``tap_calls("attention", look, ["layers.*"])`` has ``look(name, *args)`` called with what layers call a
-    function of their table with: see :meth:`nanotrain_core.run.taps.Taps.add_calls`. In ``on_start``, on all
-    ranks."""
+    """``tap_calls("attention", look, ["layers.*"])`` makes the core call ``look(name, *args)`` with the
+    arguments of the layers' calls to a function of their table: see
+    :meth:`nanotrain_core.run.taps.Taps.add_calls`. In ``on_start``, on all ranks."""
     together: Callable[[], None]
-    """Collective: return when this monitor is here on all ranks. If it fails on one rank meanwhile, its event
-    ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with it; call
-    it before a collective in a process group."""
+    """Collective: return when this monitor has arrived here on all ranks. If it fails on one rank meanwhile,
+    its event ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with
+    it; call it before a collective in a process group."""
     metrics: Metrics
-    """What this monitor publishes metrics with."""
+    """The object through which this monitor publishes metrics."""
     schedule: Sequence[Sequence[Action]] = ()
-    """What every pipeline rank does in a step, in order: in the first one, if phases change the batch. Of a
-    script empty."""
+    """The actions of every pipeline rank in a step, in order: those of the first step if phases change the
+    batch. Empty in a script."""
     pipeline_share: float = 1.0
     """FLOPs of this rank's pipeline stages over the mean of pipeline ranks."""
     declared: Sequence[Metric] = ()
     """All metrics that the core and this run's monitors declare."""
     described: Sequence[str] = ()
-    """Lines about stages, and of the precision about its modules, the same on every rank."""
+    """Lines that describe the stages and the modules' precision, the same on every rank."""
 
 
 @attrs.define(frozen=True, eq=False)
 class Restore:
-    """A run that is about to look for its checkpoints. The same on every rank, but for ``mesh``."""
+    """A run that is about to search for its checkpoints. The same on every rank, except ``mesh``."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     folder: Path
-    """That its checkpoints are in, and may be brought to. All ranks see the same one."""
+    """The folder of its checkpoints, to which they may be copied. All ranks see the same one."""
     which: str | None
     """What will be loaded: ``"latest"``, ``"auto"`` (the latest, or the beginning if there is none), a step,
-    or a path. None: the run begins anew."""
+    or a path. None: the run starts from the beginning."""
     steps: Callable[[], Sequence[int]]
     """Returns the steps whose checkpoints are in ``folder``, oldest first."""
     mesh: Mesh
@@ -115,126 +114,130 @@ class Restore:
     state: Callable[[], TrainState]
     """Returns the live state that a load would fill."""
     may_restart: bool = False
-    """Whether a launcher would start the ranks again after a failure."""
+    """Whether a launcher would restart the ranks after a failure."""
     again: bool = False
-    """Whether it has."""
+    """Whether it has restarted them."""
     failed_at: float | None = None
-    """Seconds since the epoch when it saw the failure, if it says so."""
+    """When the launcher detected the failure, in seconds since the epoch; None if unknown."""
     identity: Callable[[], Mapping[str, str]] = dict
-    """Returns what has to be as it was for state to be restored bit by bit, each under a word for people:
-    recipe, number of ranks, versions, code. Empty where nobody knows, as in a script."""
+    """Returns what must be unchanged for state to be restored bit by bit, each under a human-readable key:
+    recipe, number of ranks, versions, code. Empty where it is unknown, as in a script."""
     recoverable: Callable[[int], None] = lambda step: None
-    """Call it with a step at which the run could be started again without a checkpoint: a launcher counts
+    """Call it with a step from which the run could be restarted without a checkpoint: a launcher counts
     that as progress."""
     delete_at_end: Callable[[Path], None] = lambda path: None
-    """Have a launcher delete a folder when it ends, however its ranks ended."""
+    """Ask the launcher to delete a folder when it exits, however its ranks ended."""
 
 
 @attrs.define(frozen=True, eq=False)
 class StepEnd:
-    """A step of which nothing is left to do."""
+    """A step whose work is complete."""
 
     step: int
-    """Steps done. After a rollback that of the checkpoint."""
+    """Steps done. After a rollback, the step of the checkpoint."""
     rollbacks: int
-    """Of the run so far: state after more of them is later, whatever its step."""
+    """Rollbacks of the run so far: state after more of them is later, whatever its step."""
     state: Callable[[], TrainState]
-    """Returns what a checkpoint would hold now. Tensors are live, and stay as they are until the next
+    """Returns what a checkpoint would hold now. The tensors are live and do not change until the next
     ``on_before_update`` returns. Until then it may be called again."""
 
 
-#: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank: all ranks learn of it.
+#: What a monitor may return from ``on_step`` or ``on_evaluation``, on any rank; it is sent to all ranks.
 Request = Literal["stop"] | Rollback
 
 
 class Monitor:
-    """Reacts to the events of a run, on every rank. Must not draw random numbers or change tensors.
+    """Reacts to the events of a run, on every rank. Must not draw random numbers or modify tensors.
 
-    An exception inside a monitor is logged and the run goes on, unless ``[run] strict_monitors`` is
-    set or it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text. If other
-    ranks wait for this one in a collective of the monitor, they leave the event, too. One that fails in
-    ``on_start``, on any rank, hears of nothing more on all of them, and checkpoints keep what they had of it.
+    An exception inside a monitor is logged and the run continues, unless ``[run] strict_monitors`` is set or
+    it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text. If other ranks
+    wait for this one in a collective of the monitor, they leave the event, too. A monitor that fails in
+    ``on_start``, on any rank, receives no further events on any rank, and checkpoints keep its previous
+    state.
     """
 
     every_step: bool = False
-    """Whether ``on_step`` is called after every step, also of a run that logs only some. Each report costs
+    """Whether ``on_step`` is called after every step, even in a run that logs only some. Each report costs
     one small all-reduce."""
 
     reads_weights: bool = True
-    """Whether it may look at parameters: before each event, weights still on their way are waited
-    for. One that does not lets them travel on; ``RunInfo.weights`` and ``RunInfo.logits`` wait by themselves,
-    when they are asked. So only a monitor that looks at parameters in another way needs it."""
+    """Whether it may read parameters: before each event, the core waits for weights still in flight. Without
+    it their transfer overlaps the event; ``RunInfo.weights`` and ``RunInfo.logits`` wait by themselves when
+    called, so only a monitor that reads parameters in another way needs it."""
 
     declared: Sequence[Metric] = ()
-    """The metrics that it publishes. Of a component the core puts here what ``Component.metrics`` says; a
+    """The metrics that it publishes. The core sets this to ``Component.metrics`` of the component; a
     script's callback declares them in its class."""
 
     def on_before_restore(self, restore: Restore) -> None:
-        """Bring checkpoints to ``restore.folder``, from where they would be found otherwise.
+        """Copy checkpoints into ``restore.folder`` from where the core would not find them.
 
-        The first event of all, called on all ranks of a run that has a folder, before a checkpoint is looked
-        for. Whatever it raises ends the run, which would else begin anew in the place of what was to be
-        brought: a :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike has no traceback.
+        The first event, called on all ranks of a run that has a folder, before the core searches for a
+        checkpoint. Any exception ends the run, which would otherwise start from the beginning instead of from
+        the missing checkpoint. A :class:`~nanotrain_core.errors.NanotrainError` on all ranks alike has no
+        traceback.
         """
 
     def on_recover(self, restore: Restore, at_least: int) -> TrainState | None:
-        """Fill ``restore.state()`` in place of a load, and return what was saved; None leaves it to a load.
+        """Fill ``restore.state()`` instead of a load, and return what was saved; None leaves it to a load.
 
-        Called on all ranks of a run that a launcher has started again, after all ``on_before_restore``, until
-        a monitor has state to give. A rank returns state if all do. Nothing live may be touched before all
-        ranks are known to have theirs whole. Whatever it raises ends the run.
+        Called on all ranks of a run that a launcher has restarted, after all ``on_before_restore``, until a
+        monitor has state to give. Either all ranks return state or none does. Modify no live state before all
+        ranks are known to have theirs intact. Any exception ends the run.
 
         Args:
             restore: that of ``on_before_restore``.
-            at_least: the step of the newest checkpoint, 0 without one: older state is of no use.
+            at_least: the step of the newest checkpoint, 0 without one: older state is not usable.
         """
         return None
 
     def on_start(self, run: RunInfo) -> None: ...
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Look at what step ``update.step`` is about to update, and at its gradient.
+        """Inspect what step ``update.step`` is about to update, and its gradient.
 
         Called in every step, logged or not, on all ranks at the same point: forward and backward of all
-        microbatches are done, gradients are summed over ranks, not yet clipped, and weights are still those
-        that they were computed with. A step that is skipped, since its gradient is not finite, is one of
-        them: nobody knows yet.
+        microbatches are done, gradients are summed over ranks but not yet clipped, and weights are still
+        those that they were computed with. This includes a step that will be skipped because its gradient is
+        not finite: that is not known yet.
 
-        Gradients are where the run's gradient sync keeps them, in ``parameter.grad`` on few layouts:
-        :meth:`UpdateReport.gradients` and :meth:`UpdateReport.norms` have them on all.
+        Gradients are where the run's gradient sync keeps them; only a few layouts have them in
+        ``parameter.grad``: :meth:`UpdateReport.gradients` and :meth:`UpdateReport.norms` have them on all
+        layouts.
         """
 
     def on_after_update(self, update: UpdateReport) -> None:
-        """Look at what the step has changed: ``update.changes()`` if ``update.keep_weights()`` was called
+        """Inspect what the step has changed: ``update.changes()`` if ``update.keep_weights()`` was called
         before it, the optimizer's state, and ``update.loads``.
 
-        Called in every step of a monitor that has it, after the optimizer, skipped steps included. Weights
-        that other ranks updated are waited for if ``reads_weights``.
+        Called in every step of a monitor that defines it, after the optimizer, skipped steps included. Waits
+        for weights that other ranks updated if ``reads_weights``.
         """
 
     def on_step(self, report: StepReport) -> Request | None: ...
 
     def on_metrics(self, report: MetricsReport) -> Request | None:
-        """Hear the metrics of a logged step: the core's, and all that monitors published since the last one.
+        """Receive the metrics of a logged step: the core's, and all published by monitors since the last.
 
-        Also called with those of an evaluation or a checkpoint. On a device other than a CPU what was
-        published is reported one logged step late, at the end of the run at the latest.
+        Also called with the metrics of an evaluation or a checkpoint. On a device other than a CPU, published
+        metrics are reported one logged step late, at the end of the run at the latest.
         """
 
     def derive(self, report: MetricsReport) -> Mapping[str, float]:
-        """Return metrics that follow from those of ``report``, as a ratio of two of them, by declared name.
+        """Return metrics that are derived from those of ``report``, such as a ratio of two, by declared name.
 
-        Called on every rank right before ``on_metrics`` of all monitors, which hear what is returned as if it
-        had been published. Monitors after this one may derive from it. Values must be the same on all ranks.
+        Called on every rank right before ``on_metrics`` of all monitors, which receive the returned metrics
+        as if they had been published. Later monitors may derive from them. Values must be the same on all
+        ranks.
         """
         return {}
 
     def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
 
     def on_before_save(self, step: int) -> None:
-        """Look at what is about to be saved as the checkpoint of step ``step``.
+        """Inspect what is about to be saved as the checkpoint of step ``step``.
 
-        Nothing has been written, and nothing is if all ranks raise a
+        Nothing has been written yet, and nothing will be if all ranks raise a
         :class:`~nanotrain_core.errors.NanotrainError`.
         """
 
@@ -245,16 +248,16 @@ class Monitor:
     def on_rollback(self, report: RollbackReport) -> None: ...
 
     def on_step_end(self, end: StepEnd) -> None:
-        """Keep what the run is now, as a checkpoint would.
+        """Keep the current state of the run, as a checkpoint would.
 
-        The last event of every step, on all ranks: it was evaluated and gone back from where that was due.
+        The last event of every step, on all ranks, after any evaluation or rollback that was due.
         """
 
     def on_end(self, report: EndReport) -> None: ...
 
     def meta(self) -> dict[str, Any]:
-        """Return what a checkpoint must remember of this monitor, as JSON, the same on every rank."""
+        """Return the state of this monitor for the checkpoint, as JSON, the same on every rank."""
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Take back what :meth:`meta` returned; not called for a checkpoint that knows nothing of it."""
+        """Restore what :meth:`meta` returned; not called for a checkpoint without state of this monitor."""

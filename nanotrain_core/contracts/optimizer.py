@@ -1,4 +1,4 @@
-"""What an optimizer must offer, and the blocks that its state is saved in."""
+"""The interface of an optimizer, and the blocks that its state is saved in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanotrain_core.layout.placement import Piece, PlacedParameter, Placement, S
 
 @attrs.define(frozen=True, eq=False)
 class Block:
-    """A live tensor that a checkpoint saves and fills, and where it sits in the whole run."""
+    """A live tensor that a checkpoint saves and fills, and its position in the global tensor."""
 
     name: str
     global_shape: Shape
@@ -28,7 +28,7 @@ class Block:
     tensor: torch.Tensor
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what is no part of the whole.
+        """Reject a block that is not part of the global tensor.
 
         Raises:
             PluginError: naming the block.
@@ -41,9 +41,9 @@ class Block:
 
     @classmethod
     def of(cls, prefix: str, tensor: torch.Tensor, placement: Placement) -> Block:
-        """Name a tensor after its parameter, ``exp_avg/layers.0.attn.q.weight``.
+        """Name a tensor after its parameter, as in ``exp_avg/layers.0.attn.q.weight``.
 
-        It has the shape of the parameter's block, or it is a scalar that all blocks share.
+        It has the shape of the parameter's block, or is a scalar shared by all blocks.
         """
         name = f"{prefix}/{placement.name}" if prefix else placement.name
         if not tensor.shape:
@@ -52,7 +52,7 @@ class Block:
 
     @classmethod
     def of_piece(cls, prefix: str, tensor: torch.Tensor, piece: Piece) -> Iterator[Block]:
-        """Yield the blocks of a tensor shaped as ``piece.weight``: a flat range is a few boxes."""
+        """Yield the blocks of a tensor shaped as ``piece.weight``: a flat range consists of a few boxes."""
         placement = piece.placement
         if piece.span is None or not tensor.shape:
             yield cls.of(prefix, tensor, placement)
@@ -67,13 +67,13 @@ class Block:
 
 @attrs.define(frozen=True, eq=False)
 class StepStats:
-    """What one optimizer step measured. Tensors stay on the device until somebody reads them."""
+    """The measurements of one optimizer step. Tensors stay on the device until they are read."""
 
     grad_norm: torch.Tensor
-    """Global 2-norm before clipping: a scalar, the same bits on every rank, also on one without a share."""
+    """Global 2-norm before clipping: a scalar, bitwise equal on every rank, even one without a shard."""
     skipped: bool | torch.Tensor = False
-    """Or a bool tensor on the device, a scalar: the step was skipped there, and the host did not wait to
-    know. Asking for its truth makes it wait."""
+    """A bool, or a scalar bool tensor on the device if the step was skipped there without a host
+    synchronization. Evaluating its truth value synchronizes."""
 
 
 class Optimizer:
@@ -82,7 +82,8 @@ class Optimizer:
     inner: torch.optim.Optimizer
     """Holds ``param_groups`` for learning-rate schedulers."""
     returns_early: bool = False
-    """Whether :meth:`step` returns while updated weights still travel: who reads them calls :meth:`wait`."""
+    """Whether :meth:`step` returns while updated weights are in flight: a reader of them calls
+    :meth:`wait`."""
 
     def setup(
         self,
@@ -91,7 +92,7 @@ class Optimizer:
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Make the masters and allocate all state, so that a checkpoint can fill it before step 1."""
+        """Create the masters and allocate all state, so that a checkpoint can fill it before step 1."""
         raise NotImplementedError(
             f"{type(self).__name__} has no setup(parameters, precision, gradients, mesh)"
         )
@@ -100,16 +101,16 @@ class Optimizer:
         """Divide gradients by ``loss_scale``, clip them to the config's global norm, update.
 
         ``StepStats.grad_norm`` is the norm after the division and before clipping. A step whose global norm
-        is not finite changes nothing, on all ranks alike, and says so. Where the
-        mesh ``device_is_async``, an optimizer that can skips it on the device and reads nothing from there.
+        is not finite changes nothing, on all ranks alike, and is reported as skipped. Where the mesh
+        ``device_is_async``, an optimizer that can do so skips the step on the device without a host read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step(loss_scale=...)")
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
-        """Return when updated weights of ``parameters`` are there.
+        """Return when the updated weights of ``parameters`` have arrived.
 
-        Of an optimizer that ``returns_early`` the core asks it for a module's parameters right before that
-        is called: see :mod:`nanotrain_core.layout.parameters_in_flight`.
+        If the optimizer ``returns_early``, the core calls it for a module's parameters right before it calls
+        the module: see :mod:`nanotrain_core.layout.parameters_in_flight`.
         """
 
     def blocks(self) -> Iterable[Block]:
@@ -117,8 +118,8 @@ class Optimizer:
         raise NotImplementedError(f"{type(self).__name__} has no blocks()")
 
     def meta(self) -> dict[str, Any]:
-        """Return the rest of the state, as JSON."""
+        """Return the rest of the state as JSON."""
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Take what :meth:`meta` returned."""
+        """Restore what :meth:`meta` returned."""

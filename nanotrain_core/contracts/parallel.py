@@ -1,4 +1,4 @@
-"""What wrappers must offer, and who owns gradients."""
+"""The interfaces of parallel wrappers and of the gradient sync."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ class Parallel:
         raise NotImplementedError(f"{type(self).__name__} has no apply(part, placements, mesh)")
 
     def around(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Return what to call in place of functions that models call, by field of ``Ops``: none by default.
+        """Return wrappers for functions that models call, by field of ``Ops``: none by default.
 
-        Each is called with the function that it stands for, then with what the model called that with. What
-        the model gets back must be what one process would have computed of this rank's tokens and heads. Of
-        several wrappers the last one's is called first.
+        Each is called with the wrapped function, then with the model's arguments. It must return what one
+        process would have computed for this rank's tokens and heads. With several wrappers, the last one is
+        outermost.
         """
         return {}
 
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
-        """Shard parameters of a finished part, still on ``meta``: no module is replaced any more.
+        """Shard parameters of a finished part, still on ``meta``: no module is replaced after this.
 
-        Here parameters may become DTensors, as torch's ``fully_shard`` makes them, along dimensions of a
-        DeviceMesh that are named as those of ``mesh``: the core notes them in ``placements``. The gradient
+        Parameters may become DTensors here, as with torch's ``fully_shard``, along dimensions of a
+        DeviceMesh named as those of ``mesh``: the core records them in ``placements``. The gradient
         sync of the run must read their gradients from ``PlacedParameter.dtensor``.
         """
 
     def splits_linear(self, mesh: Mesh) -> bool:
-        """Return whether linear layers are to make dgrad and wgrad apart, so that the wrapper can place them.
+        """Return whether linear layers must compute dgrad and wgrad apart, so that the wrapper schedules
+        them.
 
         They then have a :class:`~nanotrain_core.precision.gemm.LinearGEMMs`.
         """
@@ -49,13 +50,13 @@ class Parallel:
 class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
-    Where parameters are DTensors, autograd leaves gradients in ``PlacedParameter.dtensor``. One that takes
-    them from there has an attribute ``reads_dtensors``, which is True.
+    Where parameters are DTensors, autograd accumulates gradients in ``PlacedParameter.dtensor``. A gradient
+    sync that reads them there has an attribute ``reads_dtensors``, which is True.
 
-    Offered by the one component of a run that provides ``gradient_sync``; without one the core's
-    :class:`~nanotrain_core.layout.gradients.AllReduceGradients` serves, which sums after backward.
+    Provided by the one component of a run that provides ``gradient_sync``; without one the core uses its own
+    :class:`~nanotrain_core.layout.gradients.AllReduceGradients`, which reduces after backward.
 
-    The calls of one step, for each pipeline stage: backward passes, of which :meth:`microbatch_done` tells;
+    The calls of one step, for each pipeline stage: backward passes, each followed by :meth:`microbatch_done`;
     :meth:`last_microbatch` before the last of them, in which each gradient may be reduced as autograd
     accumulates it; :meth:`backward_done` after it. Then, for all stages: :meth:`finish`, the optimizer's
     :meth:`gradient_of` for each of :meth:`pieces`, and :meth:`zero`.
@@ -68,31 +69,32 @@ class GradientSync(Protocol):
         dtype: torch.dtype | None,
         passes: Passes,
     ) -> None:
-        """Take over the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
+        """Manage the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
-        ``passes.splits_backward`` tells whether a weight's gradient may come later than others of its
-        microbatch. Layers may return gradients in ``dtype``. Autograd rounds them unless that is
-        the parameter's ``grad_dtype``.
+        ``passes.splits_backward`` is true if a weight's gradient may come later than the other gradients of
+        its microbatch. Layers may return gradients in ``dtype``. Autograd rounds them to the parameter's
+        dtype unless ``dtype`` is the parameter's ``grad_dtype``.
         """
         ...
 
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
-        """Announce that the next gradient of each of ``parameters`` is the last one of this step.
+        """Announce that the next gradient of each of ``parameters`` is the last of this step.
 
-        The parameters of one pipeline stage, in the same order on all ranks that hold the stage.
+        They are the parameters of one pipeline stage, in the same order on all ranks that hold the stage.
         """
         ...
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """Announce that one more microbatch has all its gradients of ``parameters``, one pipeline stage's.
+        """Announce that all gradients of ``parameters``, one pipeline stage's, exist for one more microbatch.
 
         Called for every microbatch, in the same order on all ranks that hold the stage.
         """
         ...
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """Announce that this step has no more backward passes of ``parameters``: those without a gradient by
-        now get none.
+        """Announce that this step has no more backward passes of ``parameters``.
+
+        Parameters without a gradient by now get none.
         """
         ...
 
@@ -101,18 +103,18 @@ class GradientSync(Protocol):
         ...
 
     def pieces(self) -> Sequence[Piece]:
-        """Return what this rank gets complete gradients of, and is to update: fixed from :meth:`attach` on.
+        """Return the pieces whose gradients this rank completes and updates: fixed after :meth:`attach`.
 
         Whole parameters, or a range of each where the ranks that sum the gradient of a block shard it (ZeRO).
-        Ranks that hold the same block without summing it (the placement's ``same``) must cut it at the same
-        elements, whatever else they hold: a checkpoint takes each distinct box once.
+        Ranks that hold the same block without summing it (the placement's ``same``) must shard it at the same
+        elements, whatever else they hold: a checkpoint writes each distinct box once.
         """
         ...
 
     def gradient_of(self, piece: Piece) -> torch.Tensor:
         """Return a gradient in the shape of ``piece.weight``; zeros if no rank's backward reached it.
 
-        It is multiplied by the loss scale still. The optimizer may scale it in place.
+        It is still multiplied by the loss scale. The optimizer may scale it in place.
         """
         ...
 
@@ -120,12 +122,12 @@ class GradientSync(Protocol):
         """Return the gradient of a whole parameter, for a script's own optimizer.
 
         Raises:
-            NanotrainError: this rank does not get all of it.
+            NanotrainError: this rank does not receive all of it.
         """
         ...
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         ...
 
 
@@ -133,12 +135,12 @@ class GradientSync(Protocol):
 class GathersWeights(Protocol):
     """Optional interface of a gradient sync that shards optimizer state: its pieces are ranges (ZeRO).
 
-    With it any optimizer can update them: the core calls it, and the optimizer knows of no other ranks. One
-    that is the run's optimizer itself has none.
+    With it any optimizer can update them: the core calls it, and the optimizer is unaware of other ranks. A
+    gradient sync that is also the run's optimizer does not implement it.
     """
 
     def gather_weights(self) -> None:
-        """Begin to bring this rank's updated ranges to all ranks that hold them. Collective.
+        """Begin to all-gather this rank's updated ranges to all ranks that hold them. Collective.
 
         Called after the optimizer's setup and after each step that was not skipped.
         """

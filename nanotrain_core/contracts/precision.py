@@ -1,4 +1,4 @@
-"""What a precision must offer, and the master weights it makes."""
+"""The interface of a precision, and of the master weights it creates."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from nanotrain_core.precision.gemm import GEMMBackend
 
 
 class MasterWeight:
-    """A base class: the weight an optimizer updates, in whatever form a precision keeps it."""
+    """A base class: the weight an optimizer updates, in whatever format a precision keeps it."""
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The master's own storage and the weight of the model it is copied into; None: it is encoded.
+        """The master's own storage and the model weight it is copied into; None: it is encoded.
 
-        Not None only if :meth:`load` always returns that storage, and :meth:`store` of it does nothing but
-        copy it into the weight, in the weight's dtype; the same tensor twice if the weight is its own master.
-        An optimizer then updates the storage in place and copies many into their weights in one call, and
-        :meth:`load` and :meth:`store` are not called. Who overrides :meth:`load` or
-        :meth:`store` overrides this too.
+        Not None only if :meth:`load` always returns that storage, and :meth:`store` of it only copies it into
+        the weight, in the weight's dtype; the same tensor twice if the weight is its own master. An optimizer
+        then updates the storage in place and copies many into their weights in one call, and :meth:`load` and
+        :meth:`store` are not called. A class that overrides :meth:`load` or :meth:`store` overrides this too.
         """
         return None
 
     def load(self) -> torch.Tensor:
-        """Return the weight in the optimizer's dtype, shaped as the parameter.
+        """Return the weight in the optimizer's dtype, in the parameter's shape.
 
-        May be the live storage. If it is decoded for this call, forget it after ``store``: kept, it would
-        cost the memory that the format saves.
+        It may be the live storage. If it is decoded for this call, release it after ``store``: keeping it
+        would use the memory that the format saves.
         """
         raise NotImplementedError(f"{type(self).__name__} has no load()")
 
@@ -44,20 +43,20 @@ class MasterWeight:
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return live tensors beyond the parameter itself that a checkpoint must hold, by name.
 
-        Each is shaped as the weight, or is a scalar.
+        Each has the weight's shape or is a scalar.
         """
         return {}
 
 
 class ErrorFeedback(MasterWeight):
-    """A master that loses so much of what is stored that the optimizer must carry the loss in its momentum.
+    """A master whose rounding error is so large that the optimizer must carry it in its momentum.
 
     After each ``store(value)`` the optimizer adds what ``error`` returns to its momentum, scaled so that the
-    steps to come make up for it. One that cannot must refuse such a master in ``setup``.
+    following steps compensate for it. An optimizer that cannot must reject such a master in ``setup``.
     """
 
     def error(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value``, just stored, less what was kept of it."""
+        """Return ``value``, just stored, minus the value that was kept."""
         raise NotImplementedError(f"{type(self).__name__} has no error(value)")
 
 
@@ -68,7 +67,7 @@ class LossScale(Protocol):
     def value(self) -> float: ...
 
     def update(self, skipped: bool | torch.Tensor) -> None:
-        """Learn whether the step was skipped: a bool, or one on the device, which costs a wait to read."""
+        """Record whether the step was skipped: a bool, or one on the device, which must be waited for."""
         ...
 
     def meta(self) -> dict[str, Any]: ...
@@ -77,22 +76,23 @@ class LossScale(Protocol):
 
 
 class Precision:
-    """Dtypes of a run: a base class, whose methods do nothing unless it is said what they must do."""
+    """The dtypes of a run: a base class, whose methods do nothing unless stated otherwise."""
 
     parameter_dtype: torch.dtype
-    """Of the model's parameters and activations."""
+    """Dtype of the model's parameters and activations."""
     gradient_dtype: torch.dtype | None
-    """Of accumulated and reduced gradients; None keeps the parameter's."""
+    """Dtype of accumulated and reduced gradients; None keeps the parameter's dtype."""
     loss_scale: LossScale
 
     def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
-        """Learn of the run, before anything else.
+        """Receive what the precision needs of the run, before any other call.
 
         Args:
-            seed: of the run: a precision that rounds at random rounds alike in two runs.
-            passes: for layers that must know about the pass that they are in.
-            gemm: who multiplies in the dtype of what comes in, fastest on this device: for a precision that
-                only changes how weights are held.
+            seed: of the run: a precision with stochastic rounding rounds identically in two runs of the same
+                seed.
+            passes: for layers that must query the current pass.
+            gemm: the fastest GEMM backend on this device in the inputs' dtype: for a precision that only
+                changes how weights are stored.
         """
 
     def convert(self, part: nn.Module) -> nn.Module:
@@ -104,32 +104,32 @@ class Precision:
         raise NotImplementedError(f"{type(self).__name__} has no convert(part)")
 
     def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        """Look at all parts, once on every rank when they are converted.
+        """Inspect all parts, once on every rank after they are converted.
 
-        It may talk to other ranks, to learn whether a pattern of the recipe matches any module of the model.
+        It may communicate, to find out whether a pattern of the recipe matches any module of the model.
         """
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Quantize weights, once on every rank when they are initialised, loaded and equal on all replicas.
+        """Quantize weights, once on every rank after they are initialised, loaded and equal on all replicas.
 
-        It may replace parameters by ones of the same names and shapes which take less memory, each a
-        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. Give their layers a
-        :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`, in :meth:`convert`.
+        It may replace parameters by ones with the same names and shapes that use less memory, each a
+        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. In :meth:`convert`, give their
+        layers a :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`.
         """
 
     def describe(self) -> Sequence[str]:
-        """Return lines that say what each module got, the same on every rank. The console shows them."""
+        """Return lines for the console that describe each module's precision, the same on every rank."""
         return ()
 
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Return the master of ``weight``: a parameter, or a live view of a range of one.
 
-        It may round ``weight`` into its format at once: ranks that hold it do the same, or are sent it.
+        It may round ``weight`` into its format immediately: ranks that hold it do the same, or receive it.
 
         Args:
             weight: initialised; the master's ``store`` writes through to it. The weight of ``piece``, or a
                 copy of it on another device.
-            piece: its name, and where it sits in the whole model. A range begins and ends at a multiple of
+            piece: its name and its position in the whole model. A range begins and ends at a multiple of
                 :data:`~nanotrain_core.layout.placement.RANGE` elements of its block, or at the block's end.
         """
         raise NotImplementedError(f"{type(self).__name__} has no master(weight, piece)")

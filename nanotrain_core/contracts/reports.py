@@ -1,4 +1,4 @@
-"""What monitors are given. Every number is global, and equal on every rank but for times by its clock."""
+"""The reports for monitors. Every value is global, and equal on every rank except times by its clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 @attrs.define(frozen=True)
 class StepReport:
-    """One logged step. Every number is global, and equal on every rank but for times."""
+    """One logged step. Every value is global, and equal on every rank except times."""
 
     step: int
     """Steps done, this one included: the first is 1."""
@@ -22,24 +22,24 @@ class StepReport:
     grad_norm: float
     lr: float
     tokens: int
-    """Seen since the beginning of the run, resumed parts included."""
+    """Tokens seen since the beginning of the run, including those before a resume."""
     tokens_per_second: float
-    """Since the previous report, over all ranks, by this rank's clock."""
+    """Throughput since the previous report, over all ranks, by this rank's clock."""
     seconds: float
-    """Of one step, mean since the previous report, by this rank's clock."""
+    """Time of one step, the mean since the previous report, by this rank's clock."""
     loss_scale: float = 1.0
     skipped: bool = False
     expert_load: float | None = None
-    """Tokens of the busiest expert over the mean, in the worst layer; None without experts."""
+    """Tokens of the busiest expert divided by the mean, in the worst layer; None without experts."""
     bubble: float | None = None
-    """Share of the schedule's time that ranks waited for other stages, mean over ranks; None where no host
+    """Fraction of the schedule's time that ranks waited for other stages, mean over ranks; None where no host
     waits: without a pipeline, and on CUDA."""
     phase: int | None = None
-    """Which phase of the recipe the step was taken in, from 0; None of a recipe without phases."""
+    """The recipe's phase in which the step was taken, from 0; None in a recipe without phases."""
     length: int | None = None
-    """Tokens of each sequence; None of a script."""
+    """Sequence length in tokens; None in a script."""
     flops_per_token: float = 0.0
-    """Of the model, forward and backward, for sequences of that length."""
+    """Model FLOPs per token, forward and backward, for sequences of that length."""
 
 
 @attrs.define(frozen=True)
@@ -52,7 +52,7 @@ class EvaluationReport:
     bits_per_byte: float | None
     """The same loss per byte of text, in bits, where tokens are text."""
     tokens: int
-    """Predicted tokens it is the mean of."""
+    """The predicted tokens over which it is the mean."""
     positions: int = 0
     """Tokens of these batches, predicted or not."""
 
@@ -64,22 +64,22 @@ class CheckpointReport:
     step: int
     path: Path
     seconds: float
-    """From the beginning of the save until it was in place."""
+    """Time from the beginning of the save until it was in place."""
     blocked: float = 0.0
-    """Seconds of these that training waited."""
+    """Seconds of this time that blocked training."""
     written: Sequence[Path] = ()
-    """The files of it that this rank has written, each file by one rank: ``path`` itself, or files in it. A
-    format that says so on no rank leaves it to rank 0 to copy all of them elsewhere."""
+    """The files that this rank has written, each file by one rank: ``path`` itself, or files in it. If a
+    format reports none on any rank, rank 0 copies all of them elsewhere."""
 
 
 @attrs.define(frozen=True)
 class FailedSaveReport:
-    """A checkpoint that could not be saved: nothing of it is left, and no older one is harmed."""
+    """A checkpoint that could not be saved: nothing of it remains, and older ones are intact."""
 
     step: int
     problem: str
     in_a_row: int
-    """Saves that have failed since one succeeded, this one included: the third ends the run."""
+    """Consecutive failed saves, this one included: the third ends the run."""
 
 
 @attrs.define(frozen=True)
@@ -93,17 +93,17 @@ class EndReport:
 
 @attrs.define(frozen=True)
 class RollbackReport:
-    """A run went back to a checkpoint."""
+    """The run rolled back to a checkpoint."""
 
     step: int
-    """Where it had come to."""
+    """The step that the run had reached."""
     onset: int
-    """The first step that was suspected."""
+    """The first suspect step."""
     restored: int
-    """The step it goes on from."""
+    """The step from which it continues."""
     skipped: tuple[int, int]
-    """Sequences that will not be seen again: first, and one behind the last, counted from the run's start.
-    Of a script's loader, batches."""
+    """Sequences that will be skipped: the first, and one past the last, counted from the run's start.
+    In a script, batches of its loader."""
     count: int
-    """Rollbacks of this run so far, this one and those before a resume included."""
+    """Rollbacks of this run so far, including this one and those before a resume."""
     reason: str

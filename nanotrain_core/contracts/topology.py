@@ -1,4 +1,4 @@
-"""What a topology must offer."""
+"""The interface of a topology."""
 
 from __future__ import annotations
 
