@@ -1,1 +1,1 @@
-"""Layout: where ranks stand, which block of which parameter each holds, and how gradients are completed."""
+"""Layout: the ranks' coordinates, which block of which parameter each holds, and gradient reduction."""

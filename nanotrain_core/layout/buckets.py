@@ -1,4 +1,4 @@
-"""Reduce-scatters and all-gathers of flat buckets, one after the other, through buffers used again."""
+"""Reduce-scatters and all-gathers of flat buckets, one after the other, through reused buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 if TYPE_CHECKING:
     from nanotrain_core.layout.exchange import Exchange
 
-#: Waits for a collective that was begun, and returns its result.
+#: Waits for a collective in flight, and returns its result.
 Pending = Callable[[], torch.Tensor]
 
-#: Fills a flat tensor that it is given with what this rank has of a bucket.
+#: Fills the given flat tensor with this rank's contribution to a bucket.
 Write = Callable[[torch.Tensor], None]
 
 #: Reduce-scatters in flight before the host waits for the first.
@@ -22,44 +22,44 @@ DEPTH = 2
 
 
 class BucketExchange(Protocol):
-    """Buckets are flat and have an equal range for each of the R ranks of a group, in their order.
+    """Buckets are flat and have an equal range for each of the R ranks of a group, in rank order.
 
     Every method but :meth:`forget` is collective: all ranks call the same ones, in the same order.
     """
 
     limit: int
-    """Most bytes that a bucket should have here."""
+    """Maximum bytes of a bucket."""
 
     def reduce_scatter(self, numel: int, write: Write, into: torch.Tensor, *, add: bool) -> None:
-        """Begin to sum this rank's range of a bucket over the ranks; it is there after :meth:`drain`.
+        """Begin to reduce-scatter a bucket into this rank's range; it is available after :meth:`drain`.
 
         Args:
-            numel: numbers in the bucket.
+            numel: elements in the bucket.
             write: called before this returns, with a flat tensor [numel] of the dtype of ``into``.
             into: this rank's range, flat [numel / R].
-            add: to what ``into`` holds, in place of overwriting it.
+            add: accumulate into ``into`` instead of overwriting it.
         """
         ...
 
     def all_gather(self, whole: torch.Tensor) -> Pending | None:
-        """Begin to fill all ranges of ``whole``, a flat bucket, of which this rank's own is there.
+        """Begin to all-gather ``whole``, a flat bucket in which this rank's own range is filled.
 
         Returns:
-            What waits for it; None: it is there after :meth:`drain`.
+            A function that waits for it; None: it is available after :meth:`drain`.
         """
         ...
 
     def drain(self) -> None:
-        """Return when all reduce-scatters that were begun are done, and all-gathers without a wait."""
+        """Return when all reduce-scatters in flight are done, and all-gathers without a wait function."""
         ...
 
     def forget(self) -> None:
-        """Drop what a step that was broken off, on all ranks, has begun."""
+        """Discard what an interrupted step has begun. Called on all ranks."""
         ...
 
 
 class GroupBuckets(BucketExchange):
-    """Through a process group: a few reduce-scatters in flight, and all-gathers that go on meanwhile."""
+    """Uses a process group: a few reduce-scatters in flight, and overlapped all-gathers."""
 
     def __init__(self, exchange: Exchange, limit: int) -> None:
         self.exchange, self.limit = exchange, limit
@@ -67,7 +67,7 @@ class GroupBuckets(BucketExchange):
         self._free: list[torch.Tensor] = []
 
     def reduce_scatter(self, numel: int, write: Write, into: torch.Tensor, *, add: bool) -> None:
-        """Add up what arrives, in the order of ranks, a few buckets later."""
+        """Sum what arrives, in rank order, a few buckets later."""
         sent = self._lend(numel, into)
         write(sent)
         received = self._lend(self.exchange.summands * len(into), into)
@@ -91,14 +91,14 @@ class GroupBuckets(BucketExchange):
         finish()
 
     def _lend(self, length: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer nobody uses, of the dtype and device of ``like``."""
+        """Return an unused buffer with the dtype and device of ``like``."""
         for number, free in enumerate(self._free):
             if free.dtype == like.dtype and len(free) == length:
                 return self._free.pop(number)
         return torch.empty(length, dtype=like.dtype, device=like.device)
 
     def all_gather(self, whole: torch.Tensor) -> Pending:
-        """In place."""
+        """All-gather in place."""
         rows = whole.view(self.exchange.size, -1)
         return self.exchange.gather_into(rows, rows[self.exchange.rank], async_op=True)
 
@@ -108,5 +108,5 @@ class GroupBuckets(BucketExchange):
             self._finish_one()
 
     def forget(self) -> None:
-        """Drop them."""
+        """Discard all reduce-scatters."""
         self._flying.clear()

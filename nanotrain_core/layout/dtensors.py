@@ -1,9 +1,9 @@
-"""DTensors in a model part, as torch's ``fully_shard`` makes them, in the core's own terms.
+"""DTensors in a model part, as torch's ``fully_shard`` makes them, expressed as the core's placements.
 
-A wrapper may leave some in :meth:`~nanotrain_core.contracts.Parallel.shard`. Its DeviceMesh says which
-dimensions of the run's layout they are sharded along, and from then on the core knows of each the local
-tensor and where in the whole model it sits: initial weights, optimizers, norms, checkpoints and monitors
-need nothing else.
+A wrapper may create some in :meth:`~nanotrain_core.contracts.Parallel.shard`. Its DeviceMesh says which
+dimensions of the run's layout they are sharded along, and from then on the core knows the local tensor of
+each and its position in the whole model: initial weights, optimizers, norms, checkpoints and monitors need
+nothing else.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, the same memory, without a graph; any other tensor as it is."""
+    """Return the local tensor of a DTensor, sharing memory, without a graph; any other tensor unchanged."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor
 
 
 def local_parameter(parameter: nn.Parameter) -> tuple[nn.Parameter, DTensor | None]:
-    """Return a parameter that is the memory of a DTensor's local part, and the DTensor.
+    """Return a parameter that shares the memory of a DTensor's local tensor, and the DTensor.
 
-    Any other parameter is returned as it is, with None.
+    Any other parameter is returned unchanged, with None.
     """
     if not is_dtensor(parameter):
         return parameter, None
@@ -44,11 +44,11 @@ def local_parameter(parameter: nn.Parameter) -> tuple[nn.Parameter, DTensor | No
 
 
 def read_dtensors(parts: Iterable[nn.Module], placements: Placements, layout: Layout) -> None:
-    """Note in ``placements`` along which dimensions the DTensors of ``parts`` are sharded.
+    """Record in ``placements`` along which dimensions the DTensors of ``parts`` are sharded.
 
     Raises:
-        ValueError: a DeviceMesh has dimensions that the layout has not, or other ranks along one; or a
-            DTensor is placed in a way that a :class:`Placement` cannot say.
+        ValueError: a DeviceMesh has dimensions that the layout lacks, or other ranks along one; or a DTensor
+            is placed in a way that a :class:`Placement` cannot express.
     """
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -57,7 +57,7 @@ def read_dtensors(parts: Iterable[nn.Module], placements: Placements, layout: La
 
 
 def _placement(tensor: Any, before: Placement, layout: Layout) -> Placement:
-    """Return the placement of a DTensor's local tensor, given that of what was sharded."""
+    """Return the placement of a DTensor's local tensor, given the placement of the sharded tensor."""
     found, mesh = before, tensor.device_mesh
     for number, (dim, how) in enumerate(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True)):
         size = mesh.size(number)
@@ -75,6 +75,6 @@ def _placement(tensor: Any, before: Placement, layout: Layout) -> Placement:
                 "expected Shard or Replicate"
             )
         length, index = found.shape[how.dim], mesh.get_local_rank(number)
-        chunk = -(-length // size)  # as torch.chunk cuts: the last ranks may have fewer, or none
+        chunk = -(-length // size)  # as torch.chunk splits: the last ranks may have fewer, or none
         found = found.cut(how.dim, dim, min(length, chunk * index), min(length, chunk * (index + 1)))
     return found

@@ -15,55 +15,55 @@ import torch.distributed as dist
 
 from nanotrain_core.layout.buckets import BucketExchange, GroupBuckets, Pending
 
-#: torch 2.13 renamed these.
+#: Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Buffer(Protocol):
-    """Memory that is summed over the ranks again and again, in place."""
+    """Memory that is all-reduced repeatedly, in place."""
 
     flat: torch.Tensor
-    """To be filled, then summed. Its first content is anything."""
+    """Fill it, then all-reduce it. Its initial content is undefined."""
 
     def all_reduce(self) -> Pending:
-        """Begin to sum :attr:`flat` over the ranks; the result is :attr:`flat`. Collective.
+        """Begin to all-reduce :attr:`flat` in place; the result is :attr:`flat`. Collective.
 
-        It may all happen when it is waited for: ranks wait for several buffers in one order.
+        The communication may happen only during the wait: ranks wait for several buffers in one order.
         """
         ...
 
 
 class Exchange:
-    """Collectives of one group, as a device's backend (NCCL) has them.
+    """Collectives of one group, implemented by the device's backend (NCCL).
 
     ``async_op`` is torch's: do not wait for the collective before the call returns. Either way its result
-    comes from what is returned. On a device, to wait is the stream's business, not the host's.
+    is obtained from the return value. On a device, the stream waits, not the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.summands = 1
-        """How many rows each rank sums of what :meth:`send_shares` brings: 1 of a native reduce-scatter,
-        :attr:`size` of one that is an all-to-all."""
+        """The number of rows that each rank sums of what :meth:`send_shares` receives: 1 for a native
+        reduce-scatter, :attr:`size` for one implemented as an all-to-all."""
 
     @property
     def in_background(self) -> bool:
-        """Whether a collective goes on while this rank computes. Collective when first asked."""
+        """Whether collectives overlap with this rank's computation. The first access is collective."""
         return True
 
     def all_reduce(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to sum every rank's ``x`` into a new tensor."""
+        """Begin to all-reduce ``x`` into a new tensor."""
         total = x.clone(memory_format=torch.contiguous_format)
         return _result(dist.all_reduce(total, group=self.group, async_op=async_op), total)
 
     def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to collect every rank's ``x`` in a new tensor [R, *x.shape]."""
+        """Begin to all-gather ``x`` into a new tensor [R, *x.shape]."""
         return self.gather_into(x.new_empty(self.size, *x.shape), x, async_op=async_op)
 
     def reduce_scatter(self, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to sum every rank's ``shares[r]`` into a new tensor, r being this rank in the group.
+        """Begin to reduce-scatter ``shares``: sum every rank's ``shares[r]`` into a new tensor on rank r.
 
         Args:
             shares: [R, ...], contiguous.
@@ -74,31 +74,31 @@ class Exchange:
         return (lambda: pending().sum(0)) if self.summands > 1 else (lambda: pending()[0])
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """Return memory that is cheapest to sum."""
+        """Return memory that is cheapest to all-reduce."""
         return GroupBuffer(self.group, torch.empty(numel, dtype=dtype, device=self.device))
 
     def buckets(self, limit: int, *, least: int) -> BucketExchange:
-        """Return what reduce-scatters and all-gathers flat buckets, one after the other.
+        """Return an object that reduce-scatters and all-gathers flat buckets, one after the other.
 
         Args:
-            limit: bytes that a bucket should have at most. The result's own limit may be lower.
-            least: bytes that a bucket may have all the same.
+            limit: maximum bytes of a bucket. The result's own limit may be lower.
+            least: bytes that a bucket may have even so.
         """
         return GroupBuckets(self, limit)
 
-    # --- what those are made of, for tensors that are there already -------------------------------
+    # --- the primitives of the above, for existing tensors ----------------------------------------
 
     def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to fill ``out`` [R, ...] with every rank's ``own`` [...], which may be its row there."""
+        """Begin to all-gather ``own`` [...] into ``out`` [R, ...]; ``own`` may be its row of ``out``."""
         own = own.contiguous()
         work = _all_gather(out.flatten(0, 1), own, group=self.group, async_op=async_op)
         return _result(work, out, own)
 
     def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to send ``shares[r]`` to rank r of the group, for it to have the sum of all ranks'.
+        """Begin to send ``shares[r]`` to rank r of the group, which is to hold the sum over all ranks.
 
         Args:
-            received: [:attr:`summands`, ...]: its rows will add up to that sum.
+            received: [:attr:`summands`, ...]: its rows add up to that sum.
             shares: [R, ...], contiguous.
             async_op: see the class.
         """
@@ -114,13 +114,13 @@ class Exchange:
         *,
         async_op: bool = False,
     ) -> Pending:
-        """Begin to send rows to every rank and to fill ``received`` with theirs, both in the group's order.
+        """Begin an all-to-all of rows from ``sent`` into ``received``, both in the group's rank order.
 
         Args:
             received: [M, ...], contiguous.
             sent: [N, ...], contiguous.
-            received_rows: how many come from each rank; None: as many from each.
-            sent_rows: how many go to each rank.
+            received_rows: number of rows from each rank; None: the same number from each.
+            sent_rows: number of rows to each rank.
             async_op: see the class.
         """
         rows = received_rows, sent_rows
@@ -131,7 +131,7 @@ class Exchange:
 class GlooExchange(Exchange):
     """An :class:`Exchange` on a CPU, through sockets.
 
-    gloo's own reduce-scatter and all-gather take two to four times as long as what stands in for them: at
+    gloo's own reduce-scatter and all-gather take two to four times as long as their replacements here: at
     128 MB and 2 ranks, 225 ms against 60 and 185 against 50.
     """
 
@@ -140,7 +140,7 @@ class GlooExchange(Exchange):
         self.summands = self.size
 
     def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Broadcast: every rank its row, which is of gloo's ways the fastest at most sizes above 1 MB."""
+        """Broadcast each rank's row: gloo's fastest method at most sizes above 1 MB."""
         if out[self.rank].data_ptr() != own.data_ptr():
             out[self.rank].copy_(own)
         works = [
@@ -150,7 +150,7 @@ class GlooExchange(Exchange):
         return partial(_wait, works, out)
 
     def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """All-to-all: one part of each rank, which adds up its own."""
+        """All-to-all: each rank receives one part from every rank and sums them."""
         work = dist.all_to_all_single(received, shares, group=self.group, async_op=async_op)
         return _result(work, received, shares)
 
@@ -171,7 +171,7 @@ def _result(work: dist.Work | None, result: torch.Tensor, *held: torch.Tensor) -
 
 
 def _wait(works: Sequence[dist.Work | None], result: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
-    """Wait; on a device, have what is computed from now on wait. ``held``: what must live until then."""
+    """Wait; on a device, make later computation wait. ``held``: tensors to keep alive until then."""
     for work in works:
         if work is not None:
             work.wait()

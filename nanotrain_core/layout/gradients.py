@@ -1,8 +1,8 @@
-"""Where gradients live between backward and the optimizer.
+"""Accumulation and reduction of gradients between backward and the optimizer.
 
 ``LocalGradients`` accumulates on one rank. Data-parallel plugins build on it: it owns the hook that fires
-when a microbatch's gradient of a parameter is complete. ``AllReduceGradients`` also adds up what ranks hold
-parts of, and serves every run in which no component provides ``gradient_sync``.
+when a microbatch's gradient of a parameter is complete. ``AllReduceGradients`` also all-reduces partial
+gradients, and is used in every run in which no component provides ``gradient_sync``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nanotrain_core.pipeline.passes import Passes
 
 
 def register_gradient_hook(parameter: nn.Parameter, gradients: LocalGradients) -> None:
-    """Have autograd call ``gradients.on_gradient`` after each microbatch's gradient of ``parameter``.
+    """Make autograd call ``gradients.on_gradient`` after each microbatch's gradient of ``parameter``.
 
-    The hook does not keep ``gradients`` alive: a tensor's hooks are out of the garbage collector's
-    sight, so a run, with its process groups, would stay in memory for good.
+    The hook holds no strong reference to ``gradients``: the garbage collector cannot see a tensor's hooks,
+    so a run, with its process groups, would never be freed.
     """
     owner = weakref.ref(gradients)
 
@@ -40,19 +40,19 @@ def register_gradient_hook(parameter: nn.Parameter, gradients: LocalGradients) -
 class LocalGradients:
     """Accumulates gradients over uses and microbatches, in the run's ``dtype`` if it has one.
 
-    Left alone, autograd adds gradients in the parameter's dtype. Adding many in bfloat16 loses the small
-    ones, so it is given another one: it then widens each gradient before it adds it, and a layer may
+    By default autograd adds gradients in the parameter's dtype. Adding many in bfloat16 loses small
+    ones, so autograd is given another dtype: it then upcasts each gradient before it adds it, and a layer may
     return one that was never rounded to the parameter's dtype.
 
-    The order of calls in a step is that of :class:`~nanotrain_core.contracts.GradientSync`, with two of its
-    own during backward: :meth:`on_gradient` for each parameter whenever a microbatch's gradient of it has
-    been accumulated, and in a stage's last microbatch :meth:`on_final_gradient` right after it, from which
+    The order of calls in a step is that of :class:`~nanotrain_core.contracts.GradientSync`, with two more
+    during backward: :meth:`on_gradient` for each parameter whenever a microbatch's gradient of it has
+    been accumulated, and in a stage's last microbatch :meth:`on_final_gradient` right after it, in which
     a subclass starts to reduce.
     """
 
     needs_gradient_hooks = True
-    """Whether autograd calls :meth:`on_gradient` for each parameter in each microbatch, which costs a call of
-    Python each. A class that has nothing to do before a stage's last microbatch is over sets it to False."""
+    """Whether autograd calls :meth:`on_gradient` for each parameter in each microbatch, at the cost of one
+    Python call each. A class that does nothing before a stage's last microbatch is done sets it to False."""
 
     def __init__(self) -> None:
         self.placed: Sequence[PlacedParameter] = ()
@@ -65,7 +65,7 @@ class LocalGradients:
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Watch ``parameters``. See :class:`~nanotrain_core.contracts.GradientSync`."""
+        """Register ``parameters``. See :class:`~nanotrain_core.contracts.GradientSync`."""
         self.placed = parameters
         self.dtype, self.passes = dtype, passes or Passes()
         self.check(mesh)
@@ -77,9 +77,9 @@ class LocalGradients:
                     register_gradient_hook(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
-        """Refuse a layout whose gradients are partial: nobody here would add them up.
+        """Reject a layout with partial gradients: this class does not reduce them.
 
-        A class that does add them up overrides this.
+        A class that does overrides this.
         """
         for placed in self.placed:
             partial = placed.placement.sync_span(mesh.layout)
@@ -98,20 +98,20 @@ class LocalGradients:
             self.on_final_gradient(parameter)
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
-        """Called after the last microbatch's gradient was accumulated; nothing to do without other ranks."""
+        """Called after the last microbatch's gradient was accumulated; a no-op without other ranks."""
 
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
-        """Start treating gradients of ``parameters`` as complete when they arrive."""
+        """Treat gradients of ``parameters`` as complete from now on when they arrive."""
         self._in_last_microbatch.update(parameters)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """Go on adding up."""
+        """Do nothing: accumulation continues."""
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """Nothing to do without other ranks."""
+        """Do nothing: there are no other ranks."""
 
     def finish(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no reduction is in flight."""
         self._in_last_microbatch.clear()
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -121,7 +121,7 @@ class LocalGradients:
         return parameter.grad
 
     def pieces(self) -> Sequence[Piece]:
-        """Return every parameter that is trained, whole."""
+        """Return every trained parameter, whole."""
         return [Piece(p.parameter, p.placement) for p in self.placed if p.parameter.requires_grad]
 
     def gradient_of(self, piece: Piece) -> torch.Tensor:
@@ -129,27 +129,27 @@ class LocalGradients:
         return self.gradient(piece.parameter)
 
     def drop(self, parameter: nn.Parameter) -> None:
-        """Free the gradient this rank accumulated for ``parameter``."""
+        """Free the gradient that this rank accumulated for ``parameter``."""
         parameter.grad = None
 
     def zero(self) -> None:
-        """Forget all gradients, and a step that was broken off."""
+        """Clear all gradients, including those of an interrupted step."""
         self._in_last_microbatch.clear()
         for placed in self.placed:
             self.drop(placed.parameter)
 
 
 class AllReduceGradients(LocalGradients):
-    """Sums each gradient over the ranks that hold a part of it, after backward, in the run's dtype.
+    """All-reduces each gradient over the ranks with a partial gradient, after backward, in the run's dtype.
 
-    Gradients with the same ranks to sum over are joined into flat tensors, one all-reduce for each. Nothing
-    overlaps with backward: components that provide ``gradient_sync`` are there to be faster.
+    Gradients with the same ranks to sum over are joined into flat tensors, with one all-reduce for each.
+    Nothing overlaps with backward: components that provide ``gradient_sync`` are faster.
     """
 
     needs_gradient_hooks = False
 
-    #: Bytes of gradients that one all-reduce sums, at most, unless a single parameter has more: that much
-    #: memory is needed on top of the gradients.
+    #: Maximum bytes of gradients in one all-reduce, unless a single parameter has more: this much
+    #: memory is needed in addition to the gradients.
     LIMIT = 32 * 2**20
 
     def attach(
@@ -159,16 +159,16 @@ class AllReduceGradients(LocalGradients):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Watch ``parameters``, and fix in which order which of them are summed."""
+        """Register ``parameters``, and fix which of them are all-reduced together, and in which order."""
         super().attach(parameters, mesh, dtype, passes)
         self._waits = mesh.waits
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
 
     def check(self, mesh: Mesh) -> None:
-        """Any layout will do."""
+        """Accept any layout."""
 
     def _joined(self, mesh: Mesh) -> Iterator[tuple[Span, list[nn.Parameter]]]:
-        """Yield parameters to sum in one go, in the same order on all ranks that share a sum.
+        """Yield the parameters of each all-reduce, in the same order on all ranks that take part.
 
         Those that several pipeline stages hold come last: their ranks have nothing else in common.
         """
@@ -190,7 +190,7 @@ class AllReduceGradients(LocalGradients):
             yield last[0], members
 
     def finish(self) -> None:
-        """Sum."""
+        """All-reduce all gradients."""
         super().finish()
         for group, parameters in self._sums:
             flat = torch.cat([self.gradient(parameter).reshape(-1) for parameter in parameters])

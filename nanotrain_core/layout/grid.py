@@ -12,10 +12,10 @@ class Grid:
     """Two row-major grids over the same ranks, the last dimension on neighbouring ranks.
 
     The dense view (pp, dp, cp, tp) places attention and dense weights. The expert view
-    (pp, edp, ep, etp) folds the ranks of each pipeline stage a second time. dp and edp are what
-    the configured degrees leave.
+    (pp, edp, ep, etp) arranges the ranks of each pipeline stage a second time. The sizes of dp and edp
+    follow from the configured degrees.
 
-    With 8 ranks, pp 2 and cp 2 are dp 2, tp 1: ranks 0 to 3 are stage 0, of which (0, 1) and (2, 3) are the
+    With 8 ranks, pp 2 and cp 2 leave dp 2, tp 1: ranks 0 to 3 are stage 0, of which (0, 1) and (2, 3) are the
     two groups along cp (each has one half of the batch's rows, and each rank half of every row's tokens),
     and (0, 2) and (1, 3) those along dp. A gradient of stage 0 is summed over all four.
     """
@@ -43,7 +43,7 @@ class Grid:
         return Layout(views, data_dims=("dp", "cp", "edp", "ep"), sequence_dims=("cp",))
 
     def _rest(self, world_size: int, degrees: dict[str, int]) -> int:
-        """Return how many ranks ``degrees`` leave to data parallelism."""
+        """Return the data-parallel size that ``degrees`` leave."""
         needed = prod(degrees.values())
         if world_size % needed:
             c = self._config

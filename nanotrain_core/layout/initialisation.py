@@ -1,8 +1,8 @@
 """Initial weights that depend on the seed and the parameter's global name, never on the layout.
 
 A tensor is drawn in chunks of whole rows (axis 0), each from its own random stream, so that a rank
-that holds a few rows or a few experts draws only those. Streams are the CPU's on every device: a
-run starts from the same numbers on CPU and GPU.
+that holds a few rows or a few experts draws only those. Streams are drawn on the CPU for every device: a
+run starts from the same values on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
 from nanotrain_core.run.random_state import stream_seed
 
-#: Elements per random stream, about. Part of the definition of every run's initial weights.
+#: Approximate elements per random stream. Part of the definition of every run's initial weights.
 CHUNK = 2**20
 
 
@@ -50,13 +50,13 @@ def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
-    """Give parts built on ``meta`` real storage on ``device`` and their initial weights.
+    """Allocate storage on ``device`` for parts built on ``meta``, and initialise their weights.
 
-    A name that several of them have is one parameter, tied. On ``meta``, in a dry run, there are no values to
-    draw.
+    A name that occurs in several parts is one tied parameter. On ``meta``, in a dry run, there are no values
+    to draw.
 
     Raises:
-        PluginError: a part has a buffer of which it knows no numbers, or a parameter for which it knows no
+        PluginError: a part has a buffer whose values it does not provide, or a parameter without an
             initializer.
     """
     seen: dict[str, nn.Parameter] = {}
@@ -89,7 +89,7 @@ def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tenso
             "returns the whole model's tensor of that name, or compute it in forward; what training changes "
             "is a parameter with requires_grad=False"
         )
-    with torch.device("cpu"):  # under another default it would be made there
+    with torch.device("cpu"):  # another default device would be used otherwise
         whole = known(name)
     if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != placement.global_shape:
         got = f"shape {tuple(whole.shape)}" if isinstance(whole, torch.Tensor) else type(whole).__name__
@@ -98,9 +98,9 @@ def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tenso
 
 
 def changed_buffers(parts: Iterable[nn.Module], placements: Placements) -> list[str]:
-    """Return the names of buffers that are not what ``constant`` says any more: checkpoints leave them out.
+    """Return the names of buffers that differ from ``constant`` now: checkpoints omit them.
 
-    A script's parts have no placements, and its checkpoints hold buffers.
+    A script's parts have no placements, and its checkpoints include buffers.
     """
     return [
         name
@@ -112,7 +112,7 @@ def changed_buffers(parts: Iterable[nn.Module], placements: Placements) -> list[
 
 
 def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Have ``part`` hold ``parameter`` under a name that it has one under."""
+    """Replace a parameter of ``part`` by ``parameter``, under the existing name."""
     owner, _, last = name.rpartition(".")
     setattr(part.get_submodule(owner), last, parameter)
 
@@ -131,11 +131,11 @@ def _initializer(part: nn.Module, name: str) -> Initializer:
 
 @torch.no_grad()
 def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
-    """Broadcast: give all holders of a block the bits of the first.
+    """Broadcast the first holder's bits of each block to all its holders.
 
-    They drew the same numbers from the same streams, but vector units of different processors round
-    the last bit differently, and replicas that start apart stay apart. Stages register parameters in orders
-    of their own, so all ranks go by name, and last through what several stages hold.
+    They drew the same values from the same streams, but vector units of different processors round
+    the last bit differently, and replicas that start different stay different. Stages register parameters in
+    different orders, so all ranks proceed by name, with parameters that several stages hold last.
     """
     for parameter in sorted(placed, key=lambda each: (each.placement.stages, each.placement.name)):
         span = parameter.placement.replica_span(mesh.layout)

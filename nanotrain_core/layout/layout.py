@@ -1,7 +1,7 @@
-"""Where every rank stands in the named dimensions of a run. Pure arithmetic, no torch.
+"""The position of every rank along the named dimensions of a run. Pure arithmetic, no torch.
 
 A layout has one or more *views* of the same ranks. The dense view (pp, dp, cp, tp) places
-attention and dense weights; the expert view (pp, edp, ep, etp) folds the ranks of each pipeline
+attention and dense weights; the expert view (pp, edp, ep, etp) arranges the ranks of each pipeline
 stage a second time, for experts. A dimension belongs to every view that names it.
 """
 
@@ -40,7 +40,7 @@ class View:
         return rank // self.stride(dim) % self.size(dim)
 
     def ranks(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
+        """Return the ranks that differ from ``rank`` only along ``dims``, ascending."""
         wanted = [dim for dim in self.dims if dim in set(dims)]
         origin = rank - sum(self.coordinate(rank, dim) * self.stride(dim) for dim in wanted)
         steps = [range(0, self.size(dim) * self.stride(dim), self.stride(dim)) for dim in wanted]
@@ -49,11 +49,11 @@ class View:
 
 @attrs.define(frozen=True, order=True)
 class Span:
-    """Ranks that differ from one another along ``dims`` and, where there are any, among ``stages``."""
+    """Ranks that differ from one another along ``dims`` and, if there are any, among ``stages``."""
 
     dims: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    """Coordinates along ``pp``, ascending; empty: only a rank's own."""
+    """Coordinates along ``pp``, ascending; empty: the rank's own only."""
 
     def __bool__(self) -> bool:
         return bool(self.dims or self.stages)
@@ -69,9 +69,9 @@ class Layout:
 
     views: dict[str, View]
     data_dims: tuple[str, ...] = ("dp",)
-    """Of any view: those along which ranks see different tokens, so that gradients are partial."""
+    """Dimensions of any view along which ranks see different tokens, so that gradients are partial."""
     sequence_dims: tuple[str, ...] = ()
-    """Of these, in the dense view, those along which ranks have parts of the same sequences."""
+    """The dense view's dimensions among these along which ranks have parts of the same sequences."""
 
     @property
     def world_size(self) -> int:
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, dict[str, int]]:
-        """What tells layouts apart: :attr:`sizes` where there are several ranks."""
+        """What distinguishes layouts: :attr:`sizes`, without dimensions of size 1."""
         return above_one(self.sizes)
 
     @property
@@ -93,10 +93,10 @@ class Layout:
         return tuple(dict.fromkeys(dim for view in self.views.values() for dim in view.dims))
 
     def view(self, dims: Sequence[str]) -> View:
-        """Return a view that has all of ``dims``.
+        """Return a view that contains all of ``dims``.
 
         Raises:
-            KeyError: no single view has them all.
+            KeyError: no single view contains them all.
         """
         for view in self.views.values():
             if set(dims) <= set(view.dims):
@@ -105,22 +105,22 @@ class Layout:
         raise KeyError(f"no view of the layout has all of {list(dims)} (views are {known})")
 
     def size(self, *dims: str) -> int:
-        """Return how many ranks differ along ``dims``: 1 for no dimension."""
+        """Return the number of ranks along ``dims``: 1 for no dimension."""
         return prod(self.view(dims).size(dim) for dim in dims)
 
     def coordinate(self, rank: int, *dims: str) -> int:
-        """Return the position of ``rank`` along ``dims`` taken together, in their given order."""
+        """Return the position of ``rank`` along ``dims`` combined, in their given order."""
         view, position = self.view(dims), 0
         for dim in dims:
             position = position * view.size(dim) + view.coordinate(rank, dim)
         return position
 
     def ranks(self, rank: int, *dims: str) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` at most along ``dims``, ascending."""
+        """Return the ranks that differ from ``rank`` only along ``dims``, ascending."""
         return self.view(dims).ranks(rank, dims)
 
     def some_member(self, rank: int, span: Span) -> int:
-        """Return ``rank`` if the span has it, or else its twin in the span's first stage."""
+        """Return ``rank`` if it is in the span, otherwise its counterpart in the span's first stage."""
         view = self.view(span.dims)
         if not span.stages or view.coordinate(rank, "pp") in span.stages:
             return rank
@@ -129,7 +129,7 @@ class Layout:
     def members(self, rank: int, span: Span) -> tuple[int, ...]:
         """Return the ranks of the span that ``rank`` belongs to, ascending.
 
-        Empty if ``rank`` is in none of its stages.
+        Empty if ``rank`` is in none of the span's stages.
         """
         view = self.view(span.dims)
         if not span.stages:
@@ -142,6 +142,6 @@ class Layout:
 
 
 def above_one(views: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Return ``views`` without dimensions of one rank, and without those that have no others."""
+    """Return ``views`` without dimensions of size 1, and without views that have no others."""
     kept = {name: {dim: n for dim, n in sizes.items() if n > 1} for name, sizes in views.items()}
     return {name: sizes for name, sizes in kept.items() if sizes}

@@ -1,4 +1,4 @@
-"""The process groups of one rank: a :class:`~nanotrain_core.layout.layout.Layout` made real.
+"""The process groups of one rank, created from a :class:`~nanotrain_core.layout.layout.Layout`.
 
 Every group is named after its dimensions and has the run's timeout. A rank creates only the groups
 it is a member of, so a mesh costs the same on 8 ranks and on 16,384.
@@ -22,7 +22,7 @@ from nanotrain_core.watch.waits import Waits
 
 
 class Mesh:
-    """This rank's coordinates and groups. All methods that talk are no-ops along size 1."""
+    """This rank's coordinates and groups. All methods that communicate are no-ops along size 1."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Mesh:
     ) -> None:
         self.transport = transport or Transport()
         self.waits = Waits()
-        """How long this rank is in exchanges with others. What talks past this class stands in
-        ``with mesh.waits.collectives:``."""
+        """Accumulates the time this rank spends in communication. Communication that bypasses this class is
+        wrapped in ``with mesh.waits.collectives:``."""
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)
@@ -54,14 +54,14 @@ class Mesh:
 
     @property
     def carrier(self) -> torch.device:
-        """Where a tensor must lie that one rank sends another: gloo takes none of a device."""
+        """The device of a tensor that one rank sends another: gloo cannot send device tensors."""
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
     @property
     def device_is_async(self) -> bool:
-        """Whether the host would have to wait to read a number of the device: anywhere but on a CPU.
+        """Whether reading a value from the device makes the host wait: true everywhere except on a CPU.
 
-        A training step then makes no host synchronisation: an overflow is skipped on the device, by
+        A training step then makes no host synchronisation: an overflow is skipped on the device, through
         ``found_inf``, and the host reads the flag one step later.
         """
         return self.device.type != "cpu"
@@ -70,7 +70,7 @@ class Mesh:
         return self.layout.size(*dims)
 
     def coordinate(self, *dims: str) -> int:
-        """Return this rank's position along ``dims`` taken together."""
+        """Return this rank's position along ``dims`` combined."""
         return self.layout.coordinate(self.rank, *dims)
 
     def ranks(self, *dims: str) -> tuple[int, ...]:
@@ -78,10 +78,10 @@ class Mesh:
         return self.layout.ranks(self.rank, *dims)
 
     def create_groups(self, wanted: Iterable[Span]) -> None:
-        """Create this rank's groups of each of ``wanted``.
+        """Create this rank's groups for each of ``wanted``.
 
-        All ranks of the run must ask for the same, in the same order; :meth:`agree_on_groups` sees to it
-        where what is wanted comes from parameters, which differ between pipeline stages.
+        All ranks of the run must request the same groups, in the same order; :meth:`agree_on_groups` ensures
+        it where the groups follow from parameters, which differ between pipeline stages.
         """
         for span in wanted:
             member = self.layout.some_member(self.rank, span)
@@ -96,10 +96,10 @@ class Mesh:
                 self.skip_group()
 
     def new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """Create one more group, for example for messages of its own. Collective over ``ranks`` alone.
+        """Create one more group, for example for a separate kind of message. Collective over ``ranks`` only.
 
-        torch tells groups of the same ranks apart by the number of groups a process has made before, so
-        the ranks that are in none meanwhile must call :meth:`skip_group`, or later groups never meet.
+        torch distinguishes groups of the same ranks by the number of groups a process has created before, so
+        ranks that are in none of them must call :meth:`skip_group`, or later groups never connect.
         """
         more = nccl.of_subgroup(self.device, self.timeout)
         return dist.new_group(  # type: ignore[no-any-return]
@@ -107,14 +107,14 @@ class Mesh:
         )
 
     def skip_group(self) -> None:
-        """Count a group that other ranks make without this one: it makes one of itself."""
-        backend = None if self.device.type == "cpu" else "gloo"  # nothing to set up on a device
+        """Count a group that other ranks create without this one: it creates a group of itself."""
+        backend = None if self.device.type == "cpu" else "gloo"  # no setup on the device
         dist.new_group([self.rank], backend=backend, use_local_synchronization=True, group_desc="alone")
 
     def agree_on_groups(self, wanted: Iterable[Span]) -> None:
-        """Create the union of what all pipeline stages want, in one order. Collective over the world.
+        """Create the union of all pipeline stages' groups, in one order. Collective over the world.
 
-        Ranks of one stage hold the same parameters and want the same.
+        Ranks of one stage hold the same parameters and need the same groups.
         """
         everyone = self.gather(set(wanted), "pp") if "pp" in self.layout.dims else [set(wanted)]
         self.create_groups(sorted(set().union(*everyone)))
@@ -123,15 +123,15 @@ class Mesh:
         """Return the group along ``dims``, or None when it has one member.
 
         Raises:
-            KeyError: several dimensions together were never asked for before training began.
+            KeyError: the group of several dimensions was not created before training began.
         """
         return self.group_of(Span(dims))
 
     def group_of(self, span: Span) -> dist.ProcessGroup | None:
-        """Return the group of ``span`` that this rank is in, or None when it has one member.
+        """Return this rank's group of ``span``, or None when it has one member.
 
         Raises:
-            KeyError: it is along several dimensions or stages and was never asked for.
+            KeyError: the group of several dimensions or stages was not created.
         """
         ranks = self.layout.members(self.rank, span)
         if len(ranks) <= 1:
@@ -143,18 +143,18 @@ class Mesh:
         return self._groups[ranks]
 
     def exchange(self, *dims: str) -> Exchange | None:
-        """Return what :attr:`transport` offers the group along ``dims``, or None when it has one member.
+        """Return the :attr:`transport`'s collectives for the group along ``dims``; None if it has one member.
 
         Raises:
-            KeyError: several dimensions together were never asked for before training began.
+            KeyError: the group of several dimensions was not created before training began.
         """
         return self.exchange_of(Span(dims))
 
     def exchange_of(self, span: Span) -> Exchange | None:
-        """Return what :attr:`transport` offers the group of ``span``, or None when it has one member.
+        """Return the :attr:`transport`'s collectives for the group of ``span``; None if it has one member.
 
         Raises:
-            KeyError: it is along several dimensions or stages and was never asked for.
+            KeyError: the group of several dimensions or stages was not created.
         """
         group = self.group_of(span)
         if group is None:
@@ -166,7 +166,7 @@ class Mesh:
         return self._exchanges[group]
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
-        """All-gather: return the ``value``, any picklable object, of every rank along ``dims`` or of all."""
+        """All-gather ``value``, any picklable object, from every rank along ``dims``, or from all ranks."""
         size = self.size(*dims) if dims else self.world_size
         if size == 1:
             return [value]
@@ -176,16 +176,16 @@ class Mesh:
         return everyone
 
     def all_reduce(self, tensor: torch.Tensor, *dims: str, op: dist.ReduceOp.RedOpType | None = None) -> None:
-        """Reduce ``tensor`` in place over ``dims``, or over the world if none are named. SUM by default."""
+        """All-reduce ``tensor`` in place over ``dims``, or the world if none are named. SUM by default."""
         group = self.group(*dims) if dims else (dist.group.WORLD if self.world_size > 1 else None)
         if group is not None:
             with self.waits.collectives:
                 dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
 
     def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> None:
-        """Reduce both tensors in place over the world, ``sums`` by SUM and ``most`` by MAX.
+        """All-reduce both tensors in place over the world, ``sums`` by SUM and ``most`` by MAX.
 
-        Both are on their way at once, so that ranks wait for one another once and not twice.
+        Both are in flight at the same time, so that ranks wait for one another only once.
         """
         if self.world_size == 1:
             return
@@ -199,7 +199,7 @@ class Mesh:
                 work.wait()
 
     def all_reduce_data(self, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` in place over the ranks of this pipeline stage that see different data."""
+        """All-reduce ``tensor`` in place over the ranks of this pipeline stage that see different data."""
         group = self.group_of(self._data)
         if group is not None:
             with self.waits.collectives:
@@ -208,7 +208,7 @@ class Mesh:
     def is_first_replica(self, *, once_per_pipeline: bool = False) -> bool:
         """Return whether this rank is the first of those that see the same data in the same stage.
 
-        Summing what only such ranks contribute counts every row of a batch once.
+        Summing only the contributions of such ranks counts every row of a batch once.
         """
         dims = {*self.layout.views["dense"].dims} - {*self.layout.data_dims}
         dims -= set() if once_per_pipeline else {"pp"}

@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks: by default through torch.distributed."""
+"""Send/recv between pipeline ranks: by default through torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from nanotrain_core.layout.mesh import Mesh
 
 Way = Literal["forward", "backward"]
-#: Ways of a message between stages: activations go forward, gradients backward.
+#: Directions of a message between stages: activations go forward, gradients backward.
 WAYS: tuple[Way, ...] = ("forward", "backward")
 
-#: Way, edge and number of a message.
+#: Direction, edge and number of a message.
 MessageKey = tuple[Way, int, int]
 
 
 class Messages:
-    """Messages along the edges between stages that this rank is at either end of, on a CPU.
+    """Send/recv along the edges between stages of which this rank is an end, on a CPU.
 
-    Edge e is from stage e to e + 1. All edges share a group and tags tell messages apart: they may overtake
-    one another. Of one way and edge each message of a step has a number of its own, that of its microbatch;
-    -1 is that of a description, which goes ahead of the first one.
+    Edge e is from stage e to e + 1. All edges share a group, and tags identify messages: they may overtake
+    one another. Per direction and edge, each message of a step has the number of its microbatch;
+    -1 is the number of a shape description, which precedes the first message.
     """
 
     def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
-        """Make the groups. Collective over the run.
+        """Create the groups. Collective over the run.
 
         Args:
             owners: the pipeline rank of each stage.
@@ -36,7 +36,7 @@ class Messages:
         """
         self.owners, self.mesh = owners, mesh
         self.crossing = [edge for edge in range(len(owners) - 1) if owners[edge] != owners[edge + 1]]
-        """Edges between two ranks."""
+        """Edges between two different ranks."""
         self._sent: dict[MessageKey, tuple[dist.Work, torch.Tensor]] = {}
         self._groups: dict[tuple[Way, int], dist.ProcessGroup] = {}
         if self.crossing:
@@ -47,13 +47,13 @@ class Messages:
         self._groups = {(way, edge): group for edge in self.crossing for way in WAYS}
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step of so many, and drop what one that was broken off left behind. Collective."""
+        """Begin a step with these numbers, and discard what an interrupted step left behind. Collective."""
         self._sent.clear()
 
     def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
-        """Begin to send ``tensor``, which nobody may write to until it has arrived."""
+        """Begin to send ``tensor``, which must not be modified until it has arrived."""
         for other in [other for other, (work, _) in self._sent.items() if work.is_completed()]:
-            del self._sent[other]  # what has arrived, as far as the backend tells before it is asked
+            del self._sent[other]  # what has arrived, as far as the backend reports it without a wait
         way, edge, _ = key
         receiver = self._global(self.owners[edge + 1 if way == "forward" else edge])
         tensor = tensor.contiguous()
@@ -62,18 +62,18 @@ class Messages:
         self._sent[key] = work, tensor
 
     def arrived(self, key: MessageKey) -> None:
-        """Let go of a message that must have arrived: gloo only tells when it is waited for."""
+        """Release a message that must have arrived: gloo reports it only when waited for."""
         if key in self._sent:
             self._sent.pop(key)[0].wait()
 
     def flush(self) -> None:
-        """Return once everything sent has left."""
+        """Return once all messages have been sent."""
         for work, _ in self._sent.values():
             work.wait()
         self._sent.clear()
 
     def receive(self, key: MessageKey, into: torch.Tensor) -> None:
-        """Wait for a message of the shape and dtype of ``into``, which is contiguous."""
+        """Receive a message with the shape and dtype of ``into``, which is contiguous."""
         way, edge, _ = key
         sender = self._global(self.owners[edge if way == "forward" else edge + 1])
         work = dist.irecv(into, sender, group=self._groups[way, edge], tag=self._tag(key))
@@ -81,7 +81,7 @@ class Messages:
         work.wait()
 
     def _global(self, rank: int) -> int:
-        """Return the run's number of a pipeline rank."""
+        """Return the global rank of a pipeline rank."""
         return self.mesh.ranks("pp")[rank]
 
     def _tag(self, key: MessageKey) -> int:
@@ -90,15 +90,15 @@ class Messages:
 
 
 class EdgeMessages(Messages):
-    """Through a group for each edge and way: NCCL takes the messages of a group in order.
+    """A group for each edge and direction: NCCL handles the messages of a group in order.
 
-    A schedule runs the microbatches of an edge in the same order at both ends (the harness checks it).
+    A schedule runs the microbatches of an edge in the same order at both ends (the harness tests it).
     """
 
     def _make_groups(self) -> None:
-        """Make a group for each edge between two ranks, in either direction.
+        """Create a group for each edge between two ranks, in either direction.
 
-        Every second edge first: ranks then wait for one neighbour and not for a chain of them.
+        Even edges come first: ranks then wait for one neighbour and not for a chain of them.
         """
         rank = self.mesh.coordinate("pp")
         made = [0] * (max(self.owners) + 1)
@@ -113,7 +113,7 @@ class EdgeMessages(Messages):
         self._keep_in_step(made, range(len(made)), max(made))
 
     def _keep_in_step(self, made: list[int], ranks: Sequence[int], number: int) -> None:
-        """Let pipeline ranks count as many groups as others have: see :meth:`Mesh.new_group`."""
+        """Make pipeline ranks count as many groups as others have: see :meth:`Mesh.new_group`."""
         for rank in ranks:
             if rank == self.mesh.coordinate("pp"):
                 for _ in range(number - made[rank]):
@@ -121,9 +121,9 @@ class EdgeMessages(Messages):
             made[rank] = number
 
     def _connect(self, ends: Sequence[int], way: Way, name: str) -> dist.ProcessGroup:
-        """Make a group of two pipeline ranks and send a number: no first send waits until they are connected.
+        """Create a group of two pipeline ranks and connect it, so that the first send need not wait.
 
-        NCCL connects send/recv apart from collectives: an all-reduce would not do.
+        NCCL connects send/recv separately from collectives: an all-reduce would not suffice.
         """
         group = self.mesh.new_group(sorted(map(self._global, ends)), name)
         number = torch.zeros(1, device=self.mesh.device)

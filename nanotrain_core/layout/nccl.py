@@ -1,4 +1,4 @@
-"""How process groups of NCCL are made: on streams of high priority, and connected at once."""
+"""Options of NCCL process groups: high-priority streams and eager connection."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.distributed as dist
 
 
 def options(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` and ``new_group`` for what overlaps with computation.
+    """Return arguments of ``init_process_group`` and ``new_group`` for overlap with computation.
 
-    Its kernels run as soon as there is room, not behind those of the layers that they overlap with.
+    Their kernels run as soon as there is room, not behind those of the layers they overlap with.
     """
     found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    found._timeout = timeout  # torch warns where it differs from the argument
+    found._timeout = timeout  # torch warns if it differs from the argument
     return {"pg_options": found}
 
 
 def of_subgroup(device: torch.device, timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of ``new_group``: nothing where NCCL is not what exchanges.
+    """Return arguments of ``new_group``: none where the backend is not NCCL.
 
-    ``device_id`` connects ranks in the call, not in their first collective. The world's group is made
-    without: torch would then split every other group from it (``ncclCommSplit``), in which all ranks of the
-    world must take part, and a mesh creates a group on its members alone. A barrier connects it instead.
+    ``device_id`` connects ranks in the call, not in their first collective. The world's group is created
+    without it: torch would then split every other group from it (``ncclCommSplit``), in which all ranks of
+    the world must take part, and a mesh creates a group on its members only. A barrier connects it instead.
     """
     if device.type != "cuda" or dist.get_backend() != "nccl":
         return {}

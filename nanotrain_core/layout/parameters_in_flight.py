@@ -1,13 +1,13 @@
-"""Has a model wait for weights that are still on their way, each module just before it is called.
+"""Makes each module wait, just before it is called, for weights that are still in flight.
 
-An optimizer may return from its step while updated weights travel (ZeRO gathers them during the next
-forward). It offers ``wait(parameters)``, and here is when the core calls it:
+An optimizer may return from its step while updated weights are in flight (ZeRO all-gathers them during the
+next forward). It offers ``wait(parameters)``, which the core calls at these points:
 
 - a tagged module that is in no other tagged one (a layer, a final norm, the head) waits for its own
-  parameters when it is called: roles promise that nobody else reads them before, and the harness checks it;
-- everything else, the embedding among it, whose table a head may be lent, is waited for when its part is.
+  parameters when it is called: roles guarantee that nothing else reads them before, and the harness tests it;
+- everything else, including the embedding, which a head may share, is waited for when its part is called.
 
-What reads weights outside of a forward pass (a checkpoint, a monitor) waits for all of them.
+A reader of weights outside a forward pass (a checkpoint, a monitor) waits for all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Wait = Callable[[Collection[nn.Parameter]], None]
 
 
 def install_ready_hooks(parts: Iterable[nn.Module], optimizer: Any) -> Callable[[], None]:
-    """Install the waits in ``parts`` if ``optimizer`` offers to be waited for.
+    """Install the waits in ``parts`` if ``optimizer`` offers ``wait``.
 
     Returns:
-        A function that waits for every parameter of them.
+        A function that waits for all their parameters.
     """
     if not optimizer.returns_early:
         return lambda: None
@@ -44,7 +44,7 @@ def install_ready_hooks(parts: Iterable[nn.Module], optimizer: Any) -> Callable[
 
 
 def readers(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules below ``root`` that alone read their parameters, at their own call."""
+    """Yield the outermost modules below ``root`` that are the only readers of their parameters."""
     for child in root.children():
         found = tag_of(child)
         if found is None:
@@ -54,6 +54,6 @@ def readers(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _wait_before(module: nn.Module, wait: Wait, parameters: Collection[nn.Parameter]) -> None:
-    """Have ``module`` wait before anything else that happens at its call."""
+    """Make ``module`` wait before anything else that happens at its call."""
     if parameters:
         module.register_forward_pre_hook(lambda *_: wait(parameters), prepend=True)

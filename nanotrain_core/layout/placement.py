@@ -1,6 +1,6 @@
-"""Where a rank's block of a tensor sits in the whole model, and how its gradient is completed.
+"""The position of a rank's block in the global tensor, and how its gradient is reduced.
 
-Everything that must treat parameters differently because of the layout (gradient sync, norm,
+All code that treats parameters differently because of the layout (gradient sync, norm,
 clipping, ZeRO, checkpoints, the planner, the replica check) reads placements and nothing else.
 """
 
@@ -29,11 +29,11 @@ Shape = tuple[int, ...]
 class Placement:
     """One rank's block of one global tensor.
 
-    Each dimension of ``view`` but the pipeline's is in exactly one of the three sets.
+    Each dimension of ``view`` except the pipeline's is in exactly one of the three sets.
     """
 
     name: str
-    """The same on every layout, for example ``layers.7.attn.q.weight``."""
+    """The global name, the same on every layout, for example ``layers.7.attn.q.weight``."""
     global_shape: Shape
     shape: Shape
     """Shape of this rank's block."""
@@ -43,17 +43,18 @@ class Placement:
     sharded: frozenset[str] = frozenset()
     """Mesh dimensions along which blocks differ."""
     summed: frozenset[str] = frozenset()
-    """Mesh dimensions whose replicas hold partial gradients: add them."""
+    """Mesh dimensions whose replicas hold partial gradients, which are summed."""
     same: frozenset[str] = frozenset()
-    """Mesh dimensions whose replicas already agree on the gradient."""
+    """Mesh dimensions whose replicas already have the same gradient."""
     stages: tuple[int, ...] = ()
     """Pipeline ranks that hold this block, if several do (a tied embedding): gradients are partial."""
     role: Role | None = None
-    """Of the innermost tagged module that has it, layers aside: an optimizer may treat embeddings apart."""
+    """Role of the innermost tagged module that has it, except layers: an optimizer may treat embeddings
+    apart."""
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int], layout: Layout, view: str = "dense") -> Placement:
-        """Place an unsplit tensor: gradients are partial along the data dimensions, equal elsewhere."""
+        """Place an unsharded tensor: gradients are partial along the data dimensions, equal elsewhere."""
         full = tuple(shape)
         dims = frozenset(layout.views[view].dims) - {"pp"}
         summed = dims & frozenset(layout.data_dims)
@@ -62,10 +63,10 @@ class Placement:
     def split(self, axis: int, dim: str, index: int, count: int, *, uneven: bool = False) -> Placement:
         """Return the ``index``-th of ``count`` equal blocks along tensor axis ``axis``.
 
-        ``uneven``: blocks may differ by one in length, see :func:`share_of`.
+        ``uneven``: block lengths may differ by one, see :func:`share_of`.
 
         Raises:
-            ValueError: the axis does not divide, ``dim`` already splits this tensor, or is not of its view.
+            ValueError: the axis is not divisible, ``dim`` already shards this tensor, or is not of its view.
         """
         found = self.cut(axis, dim, *share_of(self.shape[axis], index, count))
         if self.shape[axis] % count and not uneven:
@@ -73,10 +74,10 @@ class Placement:
         return found
 
     def cut(self, axis: int, dim: str, begin: int, end: int) -> Placement:
-        """Return rows ``begin`` to ``end``, exclusive, of this block along ``axis``; others have the rest.
+        """Return rows ``begin`` to ``end``, exclusive, of this block along ``axis``; others hold the rest.
 
         Raises:
-            ValueError: ``dim`` already splits this tensor, or is not of its view.
+            ValueError: ``dim`` already shards this tensor, or is not of its view.
         """
         if dim in self.sharded:
             raise ValueError(f"{self.name} is already split along {dim!r}")
@@ -96,7 +97,7 @@ class Placement:
         """Return this placement with ``dims`` moved from *same* to *summed*.
 
         Raises:
-            ValueError: the tensor is split along one of them, or it is not of its view.
+            ValueError: the tensor is sharded along one of them, or it is not of its view.
         """
         for dim in dims:
             self._check_replicated(dim)
@@ -104,7 +105,7 @@ class Placement:
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
 
     def sharded_over_summed(self) -> Placement:
-        """Return the placement of a range that no other rank with a partial gradient of this block holds."""
+        """Return the placement of a range of this block, sharded over its ranks with partial gradients."""
         return attrs.evolve(self, sharded=self.sharded | self.summed, summed=frozenset(), stages=())
 
     def _check_replicated(self, dim: str) -> None:
@@ -115,7 +116,7 @@ class Placement:
             )
 
     def sync_span(self, layout: Layout) -> Span:
-        """Return the ranks to sum a gradient over; falsy if it is complete as it is."""
+        """Return the ranks to sum a gradient over; falsy if it is already complete."""
         return self._span(self.summed, layout)
 
     def replica_span(self, layout: Layout) -> Span:
@@ -142,27 +143,28 @@ Placements = dict[str, Placement]
 
 @attrs.define(frozen=True, eq=False)
 class PlacedParameter:
-    """A live parameter together with its placement."""
+    """A live parameter with its placement."""
 
     parameter: nn.Parameter
     placement: Placement
     parts: tuple[int, ...] = (0,)
-    """Which of this rank's model parts hold it: several, if virtual stages are tied."""
+    """This rank's model parts that hold it: several, if virtual stages are tied."""
     dtensor: DTensor | None = None
-    """What the model has in place of ``parameter``, if a wrapper made it a DTensor: ``parameter`` is the
-    memory of its local tensor then. Autograd leaves gradients here."""
+    """The DTensor that the model has instead of ``parameter``, if a wrapper created one: ``parameter`` is
+    then the memory of its local tensor. Autograd accumulates gradients here."""
 
 
 @attrs.define(frozen=True, eq=False)
 class Piece:
-    """What one rank completes the gradient of and updates: a parameter, or a range of its block."""
+    """The unit for which one rank reduces the gradient and updates: a parameter, or a range of its block."""
 
     parameter: nn.Parameter
     placement: Placement
-    """Of the block, after :meth:`Placement.sharded_over_summed` if ranks that hold it each update a range."""
+    """Placement of the block, after :meth:`Placement.sharded_over_summed` if its holders each update a
+    range."""
     span: tuple[int, int] | None = None
-    """First and one past the last element, of the block flattened row by row; None: all, in its shape.
-    Each a multiple of :data:`RANGE`, or the block's end."""
+    """First and one past the last element, of the block flattened in row-major order; None: all, in its
+    shape. Each is a multiple of :data:`RANGE`, or the block's end."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -174,13 +176,13 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The parameter's, with the range if it is one: ``layers.0.attn.q.weight[0:512]``."""
+        """The parameter's name, with the range if there is one: ``layers.0.attn.q.weight[0:512]``."""
         name = self.placement.name
         return name if self.span is None else f"{name}[{self.span[0]}:{self.span[1]}]"
 
 
 def place(parts: Iterable[nn.Module], layout: Layout) -> Placements:
-    """Place every parameter and buffer of freshly built, unsplit model parts."""
+    """Place every parameter and buffer of newly built, unsharded model parts."""
     return {
         name: Placement.whole(name, tensor.shape, layout)
         for part in parts
@@ -189,7 +191,7 @@ def place(parts: Iterable[nn.Module], layout: Layout) -> Placements:
 
 
 def note_roles(parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Note in placements the roles that parameters have in finished parts."""
+    """Record in placements the roles of parameters in finished parts."""
     for part in parts:
         for module_name, module, tag in tagged(part):  # outermost first
             for key, _ in module.named_parameters() if tag.role is not Role.BLOCK else ():

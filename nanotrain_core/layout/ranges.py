@@ -1,12 +1,12 @@
-"""Where ranks cut what they share: elements of a parameter (ZeRO), a vocabulary, a sequence."""
+"""Splitting elements of a parameter (ZeRO), a vocabulary or a sequence among ranks."""
 
-#: Where ranks share a parameter out, ranges begin at multiples of this many elements of the flattened block,
-#: so that what is kept for a few neighbouring weights at once, as a quantized format's scale, is on one rank.
+#: Where ranks shard a parameter, ranges begin at multiples of this many elements of the flattened block, so
+#: that values shared by a few neighbouring weights, such as a quantized format's scale, are on one rank.
 RANGE = 64
 
 
 def share_of(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return first and one past the last of the ``index``-th of ``count`` shares, alike but for one.
+    """Return first and one past the last of the ``index``-th of ``count`` shards, equal to within one.
 
     >>> [share_of(7, index, 3) for index in range(3)]
     [(0, 2), (2, 4), (4, 7)]

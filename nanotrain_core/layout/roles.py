@@ -1,7 +1,7 @@
-"""The vocabulary in which models and parallel wrappers meet.
+"""Module roles: the interface between models and parallel wrappers.
 
-A model tags each module with the part it plays, where it creates it. A wrapper reads the tags and
-never a module's name or class, so a new model works with every wrapper and the reverse.
+A model tags each module with its role where it creates it. A wrapper reads the tags and
+never a module's name or class, so a new model works with every wrapper and vice versa.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a module does with the width of the model, and how it is called.
+    """A module's computation with respect to the hidden dimension, and its call signature.
 
-    The call is part of the role: wrappers put hooks around it, precisions put other modules in its place.
+    The call is part of the role: wrappers attach hooks to it, precisions replace the module.
     """
 
     VOCAB = "embedding table [V, D]: rows may be split over the vocabulary"
     """``module(tokens [B, S]) -> [B, S, D]``, with ``.weight`` [V, D]."""
     POSITION = "learned positions [S, D]: same on every rank of a layer"
-    """Called as its model likes, with ``.weight`` [S, D]."""
+    """Arbitrary call signature, with ``.weight`` [S, D]."""
     COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
     """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None."""
     ROW = "linear whose inputs may be split: each rank adds a partial sum of every output"
@@ -38,54 +38,57 @@ class Role(Enum):
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
     """As COLUMN."""
     NORM = "normalisation over the width, with an element-wise weight"
-    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and perhaps ``.bias`` [D]. So is a scale."""
+    """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and optional ``.bias`` [D]. Also for a
+    scale."""
     INNER = (
         "between COLUMN and ROW, but not split, as a norm of each query head: each rank applies it to its own"
     )
-    """Called as its model likes. Whole on every rank, and each rank's gradient of it is partial."""
+    """Arbitrary call signature. Replicated on every rank, and each rank's gradient of it is partial."""
     PER_HEAD = (
         "one entry for each head along axis 0 of every parameter and buffer, as ALiBi's slopes or decays"
     )
-    """Called as its model likes, between COLUMN and ROW. Split with the heads, in whole units."""
+    """Arbitrary call signature, between COLUMN and ROW. Sharded with the heads, in whole units."""
     HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
     """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
-    logits without targets. ``.weight`` is [V, D], or None when the table, the embedding's, is lent."""
+    logits without targets. ``.weight`` is [V, D], or None when ``table``, the embedding's weight, is
+    passed."""
     BLOCK = "one layer of the model: the unit of recomputation"
     """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
     SHARED = "identity on what all heads share, as MLA's rotary key: where it enters the split region"
-    """``module(x [B, S, ...]) -> x``. A COLUMN's input enters there too, without this role."""
+    """``module(x [B, S, ...]) -> x``. A COLUMN's input passes through it too, without this role."""
     ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
-    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. A
-    :class:`~nanotrain_core.moe.routing.CountingRouter` is given after each step how many tokens each expert
-    got: see :func:`nanotrain_core.moe.routing.balance`."""
+    """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. After each
+    step a :class:`~nanotrain_core.moe.routing.CountingRouter` receives the number of tokens of each expert:
+    see :func:`nanotrain_core.moe.routing.balance`."""
     EXPERTS = (
         "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"
     )
     """``module(x [B, S, D], routing) -> [B, S, D]``, for any subset of tokens: it is
     :func:`~nanotrain_core.moe.routing.run_locally` of ``module.compute(rows [N, D], counts [E]) -> [N, D]``,
-    whose rows are sorted by expert. Experts split along the tag's ``split`` axes compute partial sums."""
+    whose rows are sorted by expert. Experts sharded along the tag's ``split`` axes compute partial sums."""
 
 
 @attrs.define(frozen=True)
 class Tag:
-    """A role, and how finely the split dimension may be cut."""
+    """A role, and the granularity at which the sharded dimension may be split."""
 
     role: Role
     unit: int = 1
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
     grouped: bool = False
-    """Of COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
-    Where a number of ranks does not divide the units, several ranks may use the same one."""
+    """For COLUMN: each unit is used by a group of consecutive units elsewhere, as a key head by query heads.
+    Where the number of ranks does not divide the units, several ranks may use the same one."""
     split: Mapping[str, int] = attrs.field(factory=dict, hash=False)
-    """Of EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be split."""
+    """For EXPERTS: for each parameter the axis, not 0, along which the width of each expert can be
+    sharded."""
     gemm_weights: tuple[str, ...] = ()
-    """Of EXPERTS: the stacked weights [E, N, K] of gate, up and down, as they are handed to ``ops.experts``.
-    One that ``split`` cuts along axis 1 reads the module's input, one cut along axis 2 makes its output."""
+    """For EXPERTS: the stacked weights [E, N, K] of gate, up and down, as passed to ``ops.experts``.
+    One that ``split`` shards along axis 1 reads the module's input, one along axis 2 produces its output."""
 
 
 _ATTRIBUTE, _SHARED = "nanotrain_tag", "nanotrain_shared_tokens"
 
-#: Where ``torch.nn.Module`` keeps forward and backward hooks: torch has no public way to move them.
+#: Where ``torch.nn.Module`` stores forward and backward hooks: torch has no public way to move them.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -109,7 +112,7 @@ def tag(
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``.
 
     Raises:
-        PluginError: it is no role: no wrapper would ever see it.
+        PluginError: it is not a role: no wrapper would recognise it.
     """
     if not isinstance(role, Role):
         roles = ", ".join(each.name for each in Role)
@@ -124,9 +127,9 @@ def tag_of(module: nn.Module) -> Tag | None:
 
 
 def take_over(module: M, forward: Callable[..., Any]) -> M:
-    """Have ``forward(module, *args)`` run in the place of the module's own forward, inside all its hooks.
+    """Make ``forward(module, *args)`` run instead of the module's own forward, inside all its hooks.
 
-    For a wrapper that hooks cannot serve: one that computes on other rows than it is called with.
+    For a wrapper for which hooks are not enough: one that computes on other rows than the module receives.
     :func:`replace` keeps it, with the new module as the first argument.
     """
     module.forward = MethodType(forward, module)
@@ -134,27 +137,27 @@ def take_over(module: M, forward: Callable[..., Any]) -> M:
 
 
 def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what :func:`take_over` was given for ``module``, or None."""
+    """Return the function passed to :func:`take_over` for ``module``, or None."""
     found = vars(module).get("forward")
     return found.__func__ if isinstance(found, MethodType) else None
 
 
 def share_tokens(experts: nn.Module, dim: str) -> None:
-    """Record that a wrapper has each rank along ``dim`` call these EXPERTS with tokens of its own.
+    """Record that a wrapper makes each rank along ``dim`` call these EXPERTS with its own tokens.
 
-    The core refuses to train experts that are called with the same tokens on several ranks.
+    The core refuses to train experts that several ranks call with the same tokens.
     """
     setattr(experts, _SHARED, shared_tokens(experts) | {dim})
 
 
 def shared_tokens(experts: nn.Module) -> frozenset[str]:
-    """Return the dimensions of :func:`share_tokens`."""
+    """Return the dimensions recorded by :func:`share_tokens`."""
     found: frozenset[str] = getattr(experts, _SHARED, frozenset())
     return found
 
 
 def replace(old: nn.Module, new: M) -> M:
-    """Return ``new`` ready to take the place of ``old``: with its tag, and its hooks before its own.
+    """Return ``new`` as a replacement of ``old``: with its tag, and its hooks before its own.
 
     A precision that replaces modules runs after the wrappers, whose collectives are hooks of tagged
     modules. Assign the result under the old name; ``new`` holds the parameters under the names ``old`` had.
@@ -168,7 +171,7 @@ def replace(old: nn.Module, new: M) -> M:
     for name in _HOOKS:
         hooks = getattr(old, name)
         hooks.update(getattr(new, name))
-        setattr(new, name, hooks)  # the same table, so that handles of old hooks go on working
+        setattr(new, name, hooks)  # the same table, so that handles of old hooks stay valid
     new._is_full_backward_hook = new._is_full_backward_hook or old._is_full_backward_hook
     return new
 
@@ -187,10 +190,10 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def main_layers(names: Iterable[str]) -> list[str]:
-    """Return the layers that a model's depth is made of, in its order, of the names of all its layers.
+    """Return the layers of a model's trunk, in order, from the names of all its layers.
 
-    That are those whose names differ in their numbers alone, as ``layers.0`` and ``layers.1``; of several
-    such families the largest, of equal ones the first. A block beside them, as one of a module for
+    These are the layers whose names differ only in their numbers, such as ``layers.0`` and ``layers.1``; of
+    several such families the largest, of equal ones the first. Any other block, such as that of a module for
     multi-token prediction, is neither the model's first nor its last layer.
     """
     families: dict[tuple[str, ...], list[str]] = {}

@@ -1,6 +1,6 @@
-"""Ranks that share one GPU: tensors go through host memory and gloo, as NCCL refuses two ranks on one device.
+"""Ranks sharing one GPU: tensors go through host memory and gloo, as NCCL refuses two ranks on one device.
 
-For tests of what ranks do on GPUs, where there are fewer of them than ranks. Collectives wait for the device.
+For tests of multi-rank GPU code with fewer GPUs than ranks. Collectives wait for the device.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from nanotrain_core.layout.transport import Transport
 if TYPE_CHECKING:
     from nanotrain_core.layout.mesh import Mesh
 
-#: To the host, or from there to a device.
+#: Copies to the host, or from there to a device.
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in pinned memory, once it is there."""
+    """Return a copy in pinned memory, contiguous, once it is complete."""
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x)
 
 
 @attrs.define(frozen=True)
 class StagedTransport(Transport):
-    """See the module."""
+    """The transport of ranks that share a GPU: see the module."""
 
     down: Copy = to_host
-    """Makes a copy on the host that nothing else writes to."""
+    """Makes a copy on the host that nothing else modifies."""
 
     def exchange(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Exchange:
         """Return the collectives of a group.
@@ -51,12 +51,12 @@ class StagedTransport(Transport):
         return StagedExchange(group, device, self.down)
 
     def messages(self, owners: Sequence[int], mesh: Mesh) -> Messages:
-        """Return what passes messages between stages. Collective over the run."""
+        """Return the send/recv messages between stages. Collective over the run."""
         return StagedMessages(owners, mesh, self.down)
 
 
 class StagedExchange(Exchange):
-    """Collectives of one group, of copies on the host."""
+    """Collectives of one group, on copies on the host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, down: Copy) -> None:
         super().__init__(group, device)
@@ -64,16 +64,16 @@ class StagedExchange(Exchange):
         self.summands = self.host.summands
 
     def all_reduce(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to sum the copies."""
+        """Begin to all-reduce copies."""
         pending = self.host.all_reduce(self.down(x), async_op=async_op)
         return lambda: pending().to(x.device)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """Return memory of the device."""
+        """Return device memory."""
         return StagedBuffer(self, torch.empty(numel, dtype=dtype, device=self.device))
 
     def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
-        """Begin to gather the copies."""
+        """Begin to all-gather copies."""
         gathered = torch.empty(out.shape, dtype=out.dtype)
         pending = self.host.gather_into(gathered, self.down(own), async_op=async_op)
         return lambda: out.copy_(pending())
@@ -93,7 +93,7 @@ class StagedExchange(Exchange):
         *,
         async_op: bool = False,
     ) -> Pending:
-        """Begin to send copies of rows."""
+        """Begin an all-to-all of copies of rows."""
         coming = torch.empty(received.shape, dtype=received.dtype)
         rows = received_rows, sent_rows
         pending = self.host.all_to_all(coming, self.down(sent), *rows, async_op=async_op)
@@ -101,19 +101,19 @@ class StagedExchange(Exchange):
 
 
 class StagedBuffer(Buffer):
-    """Memory of the device, summed on the host."""
+    """Device memory, all-reduced on the host."""
 
     def __init__(self, exchange: StagedExchange, flat: torch.Tensor) -> None:
         self.exchange, self.flat = exchange, flat
 
     def all_reduce(self) -> Pending:
-        """Begin to sum a copy."""
+        """Begin to all-reduce a copy."""
         pending = self.exchange.all_reduce(self.flat, async_op=True)
         return lambda: self.flat.copy_(pending())
 
 
 class StagedMessages(Messages):
-    """Messages of copies."""
+    """Send/recv of copies."""
 
     def __init__(self, owners: Sequence[int], mesh: Mesh, down: Copy) -> None:
         self.down = down
@@ -124,7 +124,7 @@ class StagedMessages(Messages):
         super().send(key, self.down(tensor))
 
     def receive(self, key: MessageKey, into: torch.Tensor) -> None:
-        """Wait for a message on the host, and copy it to where it belongs."""
+        """Receive a message on the host, and copy it to its destination."""
         arrived = torch.empty(into.shape, dtype=into.dtype)
         super().receive(key, arrived)
         into.copy_(arrived)

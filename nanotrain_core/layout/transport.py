@@ -1,4 +1,4 @@
-"""How ranks exchange tensors: the seam behind which kernels may put something faster than process groups."""
+"""The communication interface of ranks: process groups, or a faster backend that kernels provide."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Transport:
-    """Exchanges through torch's process groups. A component of kind ``kernels`` may offer another.
+    """Communicates through torch's process groups. A component of kind ``kernels`` may provide another.
 
-    Wrappers, gradient syncs and pipelines ask for no more than this, and do not learn what they got. Where a
-    transport has nothing faster for a device or a group it returns what this class does; all ranks of the
-    group must come to the same answer.
+    Wrappers, gradient syncs and pipelines use only this interface, whatever implements it. Where a
+    transport has nothing faster for a device or a group, it returns what this class does; all ranks of the
+    group must decide the same.
     """
 
     def exchange(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Exchange:
-        """Return the collectives of a group, with its tensors on ``device``. Ask :meth:`Mesh.exchange`.
+        """Return the collectives of a group, with tensors on ``device``. Callers use :meth:`Mesh.exchange`.
 
         Args:
             group: of several ranks.
             device: where this rank computes.
-            timeout: seconds until a rank that does not come is given up.
+            timeout: seconds after which waiting for a missing rank fails.
         """
         return GlooExchange(group, device) if device.type == "cpu" else Exchange(group, device)
 
     def messages(self, owners: Sequence[int], mesh: Mesh) -> Messages:
-        """Return what passes messages between stages. Collective over the run.
+        """Return the send/recv messages between stages. Collective over the run.
 
         Args:
             owners: the pipeline rank of each stage.

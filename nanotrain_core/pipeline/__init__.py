@@ -1,1 +1,1 @@
-"""Pipeline: a schedule is a list of actions; one executor runs it, stages exchange by send/recv."""
+"""Pipeline: a schedule is a list of actions; one executor runs it, stages communicate by send/recv."""

@@ -1,6 +1,6 @@
 """The schedule ``accumulate``: gradient accumulation without a pipeline.
 
-It only lists the actions. They are run by the executor, and gradients are added up over microbatches by
+It only lists the actions. They are run by the executor, and gradients are accumulated over microbatches by
 autograd and the gradient sync (``layout/gradients.py``). Torch-free.
 """
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: parts of a model, and actions on them. Torch-free."""
+"""A pipeline schedule as data: model parts, and actions on them. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Part:
     has_embedding: bool
     """Whether it turns tokens into hidden states."""
     has_head: bool
-    """Whether it turns hidden states into the loss (or logits), with all that hangs there, as MTP."""
+    """Whether it turns hidden states into the loss (or logits), including modules after the head, such as
+    MTP."""
     rank: int = 0
     """The pipeline rank that holds it: one rank may hold several."""
 
@@ -30,17 +31,17 @@ class Part:
 
 @attrs.define(frozen=True, kw_only=True)
 class Costs:
-    """What each piece of a model costs, in any one unit: a model says it in FLOPs."""
+    """The cost of each piece of a model, in any one unit: a model gives FLOPs."""
 
     embedding: float = 0.0
     layers: tuple[float, ...]
-    """In their order."""
+    """The cost of each layer, in order."""
     head: float = 0.0
-    """With all that hangs there."""
+    """The cost of the head, including modules after it."""
 
     @classmethod
     def alike(cls, layers: int) -> Costs:
-        """Return those of a model known by its number of layers only: each costs 1, all else nothing."""
+        """Return costs for a model known only by its number of layers: each costs 1, all else nothing."""
         return cls(layers=(1.0,) * layers)
 
     @property
@@ -55,7 +56,7 @@ class Costs:
 
 
 def describe_stages(parts: Sequence[Part], costs: Costs) -> str:
-    """Return, for people, how many layers each stage has, and how even the pipeline's ranks are.
+    """Describe how many layers each stage has, and how balanced the pipeline's ranks are.
 
     >>> costs = Costs(layers=(2.0, 2.0, 2.0, 2.0), head=3.0)
     >>> describe_stages(parts_between([0, 3, 4], [0, 1]), costs)
@@ -73,7 +74,7 @@ def parts_between(edges: Sequence[int], ranks: Sequence[int]) -> tuple[Part, ...
     """Return consecutive parts, the first with the embedding, the last with the head.
 
     Args:
-        edges: layer numbers, from 0 to the number of layers: one more than parts.
+        edges: layer indices, from 0 to the number of layers: one more than there are parts.
         ranks: the pipeline rank of each part.
 
     >>> [(p.first, p.last, p.has_head) for p in parts_between([0, 2, 5], [0, 1])]
@@ -91,10 +92,10 @@ class Action:
     """One entry of a pipeline schedule."""
 
     kind: Literal["F", "B", "W"]
-    """Forward; backward; weight gradients that a backward put off.
+    """Forward; backward; weight gradients that a backward deferred.
 
-    In a list with a W for a stage and microbatch, that stage's B computes what the stage before waits
-    for, and leaves the weight-gradient GEMMs to the W. Without one, B computes everything.
+    In a list with a W for a stage and microbatch, that stage's B computes the gradient that the previous
+    stage waits for, and leaves the weight-gradient GEMMs to the W. Without one, B computes everything.
     """
     stage: int
     """Number of the part in ``Schedule.parts``."""

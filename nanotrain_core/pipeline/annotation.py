@@ -1,4 +1,4 @@
-"""Names each pass of a step in the trace of a profiler, if one records."""
+"""Names each pass of a step in a profiler's trace, if a profiler records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def annotated(action: Action) -> AbstractContextManager[object]:
-    """Return what to run an action in: ``forward of stage 1, microbatch 3`` in a trace, else nothing."""
+    """Return a context for an action: ``forward of stage 1, microbatch 3`` in a trace, otherwise a no-op."""
     if not profiler._is_profiler_enabled:
         return nullcontext()
     text = f"{WORDS[action.kind]} of stage {action.stage}, microbatch {action.microbatch}"

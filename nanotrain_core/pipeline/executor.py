@@ -1,4 +1,4 @@
-"""Runs one step of a schedule on this rank: a list of actions over stages and microbatches."""
+"""Executes one step of a schedule on this rank: a list of actions over stages and microbatches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Losses = dict[str, torch.Tensor]
 
 @attrs.define(frozen=True, eq=False)
 class PendingForward:
-    """A forward pass that waits for its backward."""
+    """A forward pass waiting for its backward."""
 
     inputs: torch.Tensor
     output: PartOutput
@@ -44,14 +44,14 @@ class Executor:
         owners: Sequence[int] = (0,),
         passes: Passes | None = None,
     ) -> None:
-        """Open the exchanges between stages. Collective over the pipeline.
+        """Set up communication between stages. Collective over the pipeline.
 
         Args:
-            stages: of this rank, by number.
+            stages: this rank's stages, by number.
             gradients: notified of every microbatch.
             mesh: of the run.
             owners: the pipeline rank of every stage of the model.
-            passes: what layers were given to ask; this executor keeps it up to date.
+            passes: the object that layers query; this executor keeps it up to date.
         """
         self.passes = passes or Passes()
         self.stages, self.gradients, self.mesh = stages, gradients, mesh
@@ -59,7 +59,7 @@ class Executor:
         self.p2p = StageP2P(owners, mesh)
         self._parameters = {number: tuple(part.parameters()) for number, part in stages.items()}
         self.idle = 0.0
-        """Share of the last step's time in which the host waited for other stages."""
+        """Fraction of the last step's time in which the host waited for other stages."""
 
     # --- training -----------------------------------------------------------------------------
 
@@ -71,17 +71,17 @@ class Executor:
     ) -> Losses:
         """Run ``actions`` and return the detached sum of each loss term over the microbatches.
 
-        With one stage they are F0 B0 F1 B1 ..., and sends and receives are none. While they run no weight
-        changes, so copies that a precision has quantized hold.
+        With one stage they are F0 B0 F1 B1 ..., and there are no sends or receives. No weight changes while
+        they run, so cached quantized copies stay valid.
 
         Args:
             actions: this rank's list.
-            microbatches: this rank's share of the global batch, by microbatch number.
-            loss_factors: what each loss sum is multiplied by before backward: its weight in the training
-                loss times the loss scale, over its global count.
+            microbatches: this rank's shard of the global batch, by microbatch number.
+            loss_factors: the factor of each loss sum before backward: its weight in the training loss times
+                the loss scale, over its global count.
 
         Returns:
-            Of this rank's stages and data alone, and not multiplied by the factors.
+            Sums over this rank's stages and data only, not multiplied by the factors.
         """
         self._begin(actions, loss_factors, microbatches)
         began, waited = time.perf_counter(), self.p2p.waited
@@ -124,14 +124,14 @@ class Executor:
         self._ends_at = self._find_ends(actions)
 
     def _ends_backward(self, action: Action) -> bool:
-        """Return whether ``action`` is a microbatch's last of a stage with gradients: B, or its W."""
+        """Return whether ``action`` is the last of a microbatch in a stage with gradients: B, or its W."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 
     def _find_ends(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
-        """Map an action's position to the parameters whose gradients are final after it: a stage's last one.
+        """Map the position of a stage's last action to the parameters whose gradients are final after it.
 
-        A parameter that two stages on this rank share is complete with the later of them.
+        A parameter shared by two stages of this rank is complete with the later of them.
         """
         last = {action.stage: position for position, action in enumerate(actions) if action.kind != "F"}
         owner = {
@@ -157,7 +157,7 @@ class Executor:
             self.p2p.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
 
     def _pass(self, stage: int, inputs: torch.Tensor, batch: Batch) -> Any:
-        """Return a stage's :class:`PartOutput`, with a value for the next one; refuse anything else."""
+        """Return a stage's :class:`PartOutput`, with a value for the next stage; reject anything else."""
         output = self.stages[stage](inputs, batch)
         if not isinstance(output, PartOutput):
             found = f"a {type(output).__name__}; expected PartOutput(value, losses)"
@@ -219,7 +219,7 @@ class Executor:
             alone = outputs[self.final].value
             assert alone is not None
             return alone
-        # Every rank must know the shape to receive into: the vocabulary is the last stage's alone.
+        # Every rank must know the shape to receive into: only the last stage knows the vocabulary.
         mine = outputs[self.final].value if self.final in outputs else None
         shapes = self.mesh.gather(None if mine is None else (tuple(mine.shape), mine.dtype), "pp")
         shape, dtype = shapes[self.owners[self.final]]
@@ -233,7 +233,7 @@ class Executor:
 
     @torch.no_grad()
     def through(self, batch: Batch) -> dict[int, PartOutput]:
-        """Run this rank's stages forward, in the order of the model and in evaluation mode.
+        """Run this rank's stages forward, in model order and in evaluation mode.
 
         Collective over the pipeline. The cache of ``batch`` is not advanced. Returns outputs by stage.
         """
@@ -249,14 +249,14 @@ class Executor:
 
 
 def _add(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
-    """Add one pass's losses to the sums, in place and without their graphs."""
+    """Add one pass's losses to the sums, in place and detached."""
     for name, value in losses.items():
         sums[name] = sums[name] + value.detach() if name in sums else value.detach()
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode and every one of its submodules back into the mode it had."""
+    """Put a module into evaluation mode, and restore every submodule's mode afterwards."""
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:

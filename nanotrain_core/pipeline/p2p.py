@@ -1,6 +1,6 @@
-"""Send/recv (p2p) between pipeline stages: within a rank, or as a message to another one.
+"""Send/recv (p2p) between pipeline stages: within a rank, or as a message to another rank.
 
-How messages travel is the transport's business (:mod:`nanotrain_core.layout.messages`).
+The transport carries the messages (:mod:`nanotrain_core.layout.messages`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import MessageKey, Way
 
-#: What a message can be made of: its number travels ahead of the first one.
+#: Possible dtypes of a message: the index is sent ahead of the first message.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-#: Most dimensions of a message.
+#: Maximum number of dimensions of a message.
 MOST_DIMS = 6
 
 Shape = tuple[int, ...]
 
 
 class StageP2P:
-    """The edges between stages that this rank is at either end of. Edge e is from stage e to e + 1."""
+    """The edges between stages of which this rank is an end. Edge e is from stage e to e + 1."""
 
     def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
-        """Make ready for messages. Collective over the run.
+        """Prepare for messages. Collective over the run.
 
         Args:
             owners: the pipeline rank of each stage.
@@ -56,21 +56,21 @@ class StageP2P:
             self.messages.send((way, edge, microbatch), tensor)
 
     def flush(self) -> None:
-        """Return once everything sent has left."""
+        """Return once all messages have been sent."""
         began = time.perf_counter()
         with self.mesh.waits.messages:
             self.messages.flush()
         self.waited += time.perf_counter() - began
 
     def begin(self, microbatches: int) -> None:
-        """Begin a step of so many, and drop what one that was broken off left behind. Collective."""
+        """Begin a step with these numbers, and discard what an interrupted step left behind. Collective."""
         self._kept.clear()
         self.messages.begin(microbatches)
 
     # --- receiving ----------------------------------------------------------------------------
 
     def receive(self, edge: int, microbatch: int, like: Shape) -> torch.Tensor:
-        """Return the hidden states that the stage before passed forward."""
+        """Receive the hidden states from the previous stage."""
         key: MessageKey = ("forward", edge, microbatch)
         if key in self._kept:
             return self._kept.pop(key)
@@ -84,7 +84,7 @@ class StageP2P:
         return found
 
     def receive_gradient(self, edge: int, microbatch: int, output: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``output``, which this rank passed forward."""
+        """Receive the gradient of ``output``, which this rank sent forward."""
         key: MessageKey = ("backward", edge, microbatch)
         if key in self._kept:
             return self._kept.pop(key)
@@ -101,12 +101,12 @@ class StageP2P:
 
 
 def describe(tensor: torch.Tensor) -> torch.Tensor:
-    """Return dtype, number of dimensions and shape as a tensor of a fixed size."""
+    """Encode dtype, number of dimensions and shape as a tensor of fixed size."""
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     return torch.tensor(header + [0] * (MOST_DIMS + 2 - len(header)), device=tensor.device)
 
 
 def read(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
-    """Return shape and dtype of a described tensor."""
+    """Decode shape and dtype from a described tensor."""
     dtype, dims, *shape = header.tolist()
     return tuple(shape[:dims]), DTYPES[dtype]

@@ -1,7 +1,7 @@
-"""What layers may ask of the pass that they are in: one object of a run, which its executor keeps up to date.
+"""The current pass, as layers may query it: one object per run, which its executor keeps up to date.
 
-Whoever changes how layers compute (a precision, kernels, a schedule that splits the backward pass) is handed
-it when the run is composed. Nothing of it is global: two runs in one process know nothing of one another.
+Everything that changes how layers compute (a precision, kernels, a schedule that splits the backward pass)
+receives it when the run is composed. There is no global state: two runs in one process are independent.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from nanotrain_core.pipeline.weight_gradients import DeferredGradients, Product
 
 
 class Passes:
-    """Where a run is: between updates, and in a forward or a backward pass."""
+    """The current state of a run: between updates, and in a forward or a backward pass."""
 
     def __init__(self) -> None:
         self.splits_backward = False
         """Whether any backward pass of this run leaves weight gradients to a W pass."""
         self.deferred: DeferredGradients | None = None
-        """Where the backward pass under way leaves them."""
+        """Where the current backward pass leaves them."""
         self.in_backward = False
-        """Whether a backward pass is under way: a forward of a layer in it is a recomputation, for activation
+        """Whether a backward pass is running: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
         self.eager = False
-        """Whether compiled layers run eager meanwhile: a monitor sets it to look inside of them."""
+        """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
         self._number, self._open = 0, False
 
     @property
     def weights_version(self) -> int | None:
-        """Version of the weights: what was computed from them is valid while it stays the same.
+        """Version of the weights: values computed from them stay valid while it is unchanged.
 
-        None between steps, where anybody may write to weights. (Megatron passes ``is_first_microbatch`` for
-        the same end.) A tensor's version does not tell: collectives write through other views of the memory.
+        None between steps, where any code may modify weights. (Megatron passes ``is_first_microbatch`` for
+        the same purpose.) A tensor's version does not suffice: collectives write through other views of the
+        memory.
         """
         return self._number if self._open else None
 
     @contextmanager
     def weights_unchanged(self) -> Iterator[None]:
-        """Promise that no weight changes while this lasts: a step's microbatches, or a validation batch."""
+        """Promise that no weight changes within the block: a step's microbatches, or a validation batch."""
         self._number, self._open = self._number + 1, True
         try:
             yield
@@ -50,7 +51,7 @@ class Passes:
 
     @contextmanager
     def backward(self, deferred: DeferredGradients | None = None) -> Iterator[None]:
-        """Run a backward pass, which leaves weight gradients to ``deferred`` if there is one."""
+        """Run a backward pass, which leaves weight gradients to ``deferred`` if given."""
         self.deferred, self.in_backward = deferred, True
         try:
             yield

@@ -1,8 +1,8 @@
-"""When each action of a pipeline schedule runs, on paper: bubble and live activations. Torch-free.
+"""Simulates when each action of a pipeline schedule runs: bubble and live activations. Torch-free.
 
-The rules are the executor's: a rank runs its list in order, waits for what an action needs, and sends
-without waiting. A backward whose weight gradients have an action of their own takes the time of its
-first half only.
+The rules are the executor's: a rank runs its list in order, waits for an action's inputs, and sends
+without waiting. A backward whose weight gradients are a separate action takes only the time of its
+first half.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import attrs
 
 from nanotrain_core.pipeline.actions import Action
 
-#: Time for all stages alike, or for each stage.
+#: One time for all stages, or one for each stage.
 Time = float | Sequence[float]
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Durations:
-    """How long actions take, in any unit: one number, or one for each stage."""
+    """How long actions take, in any unit: one value, or one for each stage."""
 
     forward: Time = 1.0
     backward: Time = 1.0
-    """The gradient of a stage's input."""
+    """Time for the gradient of a stage's input."""
     weight: Time = 1.0
-    """The gradients of its weights: added to the backward's time where they are not an action."""
+    """Time for the gradients of its weights: added to the backward's where they are not a separate action."""
     p2p: float = 0.0
-    """From the end of an action to its output's arrival at another rank."""
+    """Time from the end of an action to its output's arrival at another rank."""
 
     def of(self, action: Action, *, split: bool) -> float:
-        """Return the time of an action; ``split``: a W will make the weight gradients of this B."""
+        """Return the time of an action; ``split``: a W computes the weight gradients of this B."""
         if action.kind == "F":
             return _at(self.forward, action.stage)
         if action.kind == "W":
@@ -55,10 +55,10 @@ class Slot:
 
 @attrs.define(frozen=True)
 class Timeline:
-    """What every rank does when, from time 0 to the end of the last action."""
+    """The simulated schedule of every rank, from time 0 to the end of the last action."""
 
     rows: tuple[tuple[Slot, ...], ...]
-    """By pipeline rank, in the order of its list."""
+    """The slots by pipeline rank, in the order of its list."""
 
     @property
     def makespan(self) -> float:
@@ -70,19 +70,19 @@ class Timeline:
         return sum(slot.end - slot.start for slot in self.rows[rank])
 
     def bubble(self, rank: int | None = None) -> float:
-        """Return the fraction of the makespan that a rank, or all of them together, stand idle."""
+        """Return the fraction of the makespan in which a rank, or all ranks together, are idle."""
         ranks = range(len(self.rows)) if rank is None else [rank]
         available = self.makespan * len(ranks)
         return 1.0 - sum(map(self.busy, ranks)) / available if available else 0.0
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Return the stages a rank holds, ascending."""
+        """Return the stages that a rank holds, ascending."""
         return tuple(sorted({slot.action.stage for slot in self.rows[rank]}))
 
     def peak_of_stages(self) -> dict[int, int]:
-        """Return for each stage the most microbatches whose activations it holds at once.
+        """Return for each stage the peak number of microbatches whose activations it holds.
 
-        They are held from F until B is done, or W where the weight gradients have one.
+        They are held from F until B is done, or until W where weight gradients are separate.
         """
         return {
             stage: peak([slot.action for slot in row if slot.action.stage == stage])
@@ -91,12 +91,12 @@ class Timeline:
         }
 
     def peak(self, rank: int) -> int:
-        """Return the most (stage, microbatch) pairs whose activations a rank holds at once."""
+        """Return the peak number of (stage, microbatch) pairs whose activations a rank holds."""
         return peak([slot.action for slot in self.rows[rank]])
 
 
 def peak(actions: Sequence[Action]) -> int:
-    """Return the most (stage, microbatch) pairs between F and B, or W, in one rank's list."""
+    """Return the peak number of (stage, microbatch) pairs between F and B, or W, in one rank's list."""
     split = _split(actions)
     live = most = 0
     for action in actions:
@@ -115,10 +115,10 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
 
     Args:
         lists: ``Schedule.actions``: by pipeline rank. A stage belongs to the rank that runs it.
-        durations: of the actions; by default every one takes 1, a backward of both halves 2.
+        durations: of the actions; by default each takes 1, and a backward with both halves 2.
 
     Raises:
-        ValueError: the lists cannot run to their end; the text has what each rank waits to run.
+        ValueError: the lists deadlock; the text says which action each rank waits to run.
     """
     times = durations or Durations()
     final = max((action.stage for actions in lists for action in actions), default=0)
@@ -152,12 +152,12 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
 
 
 def needs(action: Action, final: int) -> tuple[Action, ...]:
-    """Return what must be done before ``action`` can run; ``final``: number of the last stage."""
+    """Return the actions that ``action`` depends on; ``final``: number of the last stage."""
     return tuple(Action(*need) for need in _needed(action.kind, action.stage, action.microbatch, final))
 
 
 def _needed(kind: str, stage: int, m: int, final: int) -> tuple[tuple[Literal["F", "B"], int, int], ...]:
-    """Return the same as tuples, which are made and hashed faster than actions."""
+    """Return the same as tuples, which are created and hashed faster than actions."""
     if kind == "F":
         return (("F", stage - 1, m),) if stage else ()
     if kind == "W":

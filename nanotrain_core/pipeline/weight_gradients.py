@@ -1,8 +1,8 @@
 """Deferred weight-gradient GEMMs: the W passes of zero-bubble schedules.
 
-A linear layer's backward pass makes two GEMMs. The gradient of its input (dgrad) is what others wait for:
-the pipeline stage before, or the ranks that must add it up. The gradient of its weight (wgrad) is needed
-only at the end of the step, so a schedule may choose its moment.
+A linear layer's backward pass runs two GEMMs. The gradient of its input (dgrad) is on the critical path:
+the previous pipeline stage needs it, or the ranks that must reduce it. The gradient of its weight (wgrad) is
+needed only at the end of the step, so a schedule may choose when to compute it.
 
 Source of the split: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -15,30 +15,30 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-#: Makes the gradient of a weight.
+#: Computes the gradient of a weight.
 Product = Callable[[], torch.Tensor]
 
 
 class DeferredGradients:
-    """Weight-gradient GEMMs of one backward pass that wait to be computed."""
+    """The deferred weight-gradient GEMMs of one backward pass."""
 
     def __init__(self) -> None:
         self._waiting: dict[nn.Parameter, deque[Product]] = {}
 
     def add(self, weight: nn.Parameter, wgrad: Product) -> None:
-        """Put off the gradient of ``weight``."""
+        """Defer the gradient of ``weight``."""
         self._waiting.setdefault(weight, deque()).append(wgrad)
 
     def compute(self) -> None:
-        """Make all of them and accumulate the results, as backward would have, hooks included.
+        """Compute all of them and accumulate the results, as backward would have, hooks included.
 
-        Hooks tell a gradient sync that a microbatch's gradient of a weight is complete. Of a weight that the
-        pass used several times, only the last product runs them.
+        Hooks notify a gradient sync that a microbatch's gradient of a weight is complete. For a weight that
+        the pass used several times, only the last product runs them.
         """
         for weight in [*self._waiting]:
             products = self._waiting.pop(weight)
             while products:
-                with torch.no_grad():  # as a backward pass is
+                with torch.no_grad():  # as in a backward pass
                     gradient = products.popleft()()
                 if products:
                     accumulate(weight, gradient)

@@ -1,1 +1,1 @@
-"""Run: what surrounds a training step: events, stop, rollback, metrics, data feed, folder, log."""
+"""Run: the parts around a training step: events, stop, rollback, metrics, data feed, folder, log."""

@@ -1,8 +1,8 @@
-"""Calls of a function of the models' table, as attention, which monitors look at.
+"""Observation of calls of a function of the models' table, such as attention, by monitors.
 
-Every module that holds a table gets one in which the function first says what it was called with. Inside of a
-compiled graph an operator says so, which torch traces as one node: layers that are alike go on sharing a
-graph, and whether anybody looks is known to Python alone.
+Every module that holds a table gets one in which the function first reports its arguments. Inside a
+compiled graph an operator reports them, which torch traces as one node: identical layers keep sharing a
+graph, and whether a monitor observes the call is known only to Python.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 
 
 class Calls:
-    """Who is notified of calls of one function of a run."""
+    """The observers of calls of one function of a run."""
 
     def __init__(self, tell: Callable[..., None], device: torch.device) -> None:
         """``tell`` is called with each call's arguments, in every pass of every step."""
         self.tell, self.number = tell, next(_numbers)
         self.seen = torch.zeros(1, device=device)
-        """An operator that changes nothing would be left out of a graph: it changes this."""
+        """An operator without side effects would be removed from a graph: it modifies this."""
         self._before: list[tuple[nn.Module, Ops]] = []
         _known[self.number] = self
 
@@ -43,19 +43,19 @@ class Calls:
             ops = vars(module).get("ops")
             if not isinstance(ops, Ops):
                 continue
-            if id(ops) not in tables:  # one for all modules: of several each would ask for a graph
+            if id(ops) not in tables:  # one for all modules: several would each cause a graph
                 tables[id(ops)] = replace(ops, **{name: self._noted(getattr(ops, name))})
             self._before.append((module, ops))
             module.ops = tables[id(ops)]  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Give modules back the tables that they had."""
+        """Restore the modules' original tables."""
         while self._before:
             module, ops = self._before.pop()
             module.ops = ops  # type: ignore[assignment]
 
     def _noted(self, function: Function) -> Function:
-        if isinstance(function, Around):  # what a wrapper put around it exchanges what it is called with
+        if isinstance(function, Around):  # a wrapper around it communicates its arguments
             return Around(function.outer, self._noted(function.inner))
         number, seen, tell = self.number, self.seen, self.tell
 
@@ -73,7 +73,7 @@ class Calls:
 
 @torch.library.custom_op("nanotrain::called", mutates_args={"seen"})
 def tell_from_graph(seen: torch.Tensor, number: int, tensors: list[torch.Tensor], rest: list[float]) -> None:
-    """Tell of a call: of its tensors, which come first, and of numbers, NaN for None."""
+    """Report a call: its tensors, which come first, and its numbers, NaN for None."""
     calls = _known.get(number)
     if calls is not None:
         calls.tell(*tensors, *(None if isnan(x) else x for x in rest))

@@ -1,4 +1,4 @@
-"""When a run has diverged and is given up: skipped steps in a row, weights that are not finite at its end."""
+"""Stops a diverged run: too many skipped steps in a row, or non-finite weights at its end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nanotrain_core.layout.initialisation import changed_buffers
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run.step_readback import StepFlags
 
-#: Steps in a row with a gradient that is not finite before a run is given up. A dynamic loss scale
-#: needs up to 24 to find its floor.
+#: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
+#: needs up to 24 to reach its floor.
 MOST_SKIPPED = 30
-#: As many at the end of a run, and it is not done: a dynamic loss scale skips one or two.
+#: This many at the end of a run are an error: a dynamic loss scale skips only one or two.
 MOST_AT_THE_END = 2
 
 
@@ -32,21 +32,21 @@ class SkippedSteps:
         """Count a step.
 
         Raises:
-            Diverged: it was one too many.
+            Diverged: the limit is reached.
         """
         self.in_a_row = self.in_a_row + 1 if flags.skipped else 0
         if self.in_a_row == MOST_SKIPPED:
-            self.saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
+            self.saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
             raise Diverged(
                 f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "
                 "steps in a row, which were skipped: the weights are those from before"
             )
 
     def expect_few(self, steps: int, loss_scale: LossScale, *, stopped: bool) -> None:
-        """Check the end of a run of so many steps, unless it will go on, or still looks for its loss scale.
+        """Check the end of a run of this many steps, unless it continues or still calibrates its loss scale.
 
         Raises:
-            Diverged: it ends in skipped ones.
+            Diverged: its last steps were skipped.
         """
         if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale.value <= 1:
             raise Diverged(
@@ -58,18 +58,18 @@ class SkippedSteps:
 def first_not_finite(blocks: Sequence[Block]) -> str:
     """Return the name of the first block with a NaN or an infinity; empty if there is none."""
     tensors = {block.name: block.tensor for block in blocks if block.tensor.numel()}
-    # Floats of eight bits are codes.
+    # Eight-bit floats are codes.
     floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1}
     if not floats:
         return ""
-    # One kernel for many tensors, and one wait for the device: the largest magnitude tells of both.
+    # One kernel for many tensors, and one device synchronization: the largest magnitude shows both.
     largest = torch._foreach_norm([*floats.values()], ord=torch.inf)
     finite = torch.stack([each.double() for each in largest]).isfinite().tolist()
     return next((name for name, good in zip(floats, finite, strict=True) if not good), "")
 
 
 def not_finite(trained: Sequence[Block], mesh: Mesh, step: int) -> str:
-    """Collective. Return which trained weight is not finite on which rank, in words; empty if none is."""
+    """Collective. Describe which trained weight is not finite on which rank; empty if none."""
     found = mesh.gather(first_not_finite(trained))
     where = ((name, rank) for rank, name in enumerate(found) if name)
     return next((f"after step {step} {name} is not finite on rank {rank}" for name, rank in where), "")
@@ -78,16 +78,16 @@ def not_finite(trained: Sequence[Block], mesh: Mesh, step: int) -> str:
 def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, last: bool) -> bool:
     """Collective. Return whether all trained weights are finite, so that they may be saved.
 
-    A save that is not the last waits: the monitor ``guard`` may still go back to a checkpoint.
+    A save that is not the last is postponed: the monitor ``guard`` may still roll back to a checkpoint.
 
     Raises:
-        Diverged: they are not, and this save is the last.
-        PluginError: training changed a buffer on any rank, which a checkpoint would lose. On all ranks alike.
+        Diverged: they are not, and this is the last save.
+        PluginError: training changed a buffer on any rank, which checkpoints omit. On all ranks alike.
     """
     gathered = run.mesh.gather(changed_buffers(run.stages.values(), run.placements))
     changed = sorted({name for names in gathered for name in names})
     if changed:
-        saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
+        saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise PluginError(
             f"buffer {changed[0]} changed in training: make it a parameter with requires_grad=False"
         )
@@ -95,7 +95,7 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
     trained = [block for placed, block in blocks if placed.parameter.requires_grad]
     problem = not_finite(trained, run.mesh, step)
     if problem and last:
-        saves.advance(wait=True)  # on all ranks alike: a good one may be on its way
+        saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise Diverged(
             f"{problem}, and nothing was saved of it: go on from an older one with --resume STEP, with "
             "a lower learning rate, or with the monitor guard, which goes back by itself"

@@ -1,4 +1,4 @@
-"""Tells monitors what happens, and keeps a failing monitor from taking the run with it."""
+"""Dispatches events to monitors, and prevents a failing monitor from ending the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Events:
         strict: bool = False,
         weights_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """``weights_ready`` waits for weights on their way, for monitors that read them."""
+        """``weights_ready`` waits for weights in flight, for monitors that read them."""
         self.monitors, self.stop, self.strict = monitors, stop, strict
         self.weights_ready = weights_ready
         self.board: Board | None = None
@@ -58,7 +58,7 @@ class Events:
         self.progress = Progress()
         self._rollbacks = 0
         self.left_out: frozenset[int] = frozenset()
-        """Monitors, by their place in the run, that failed in ``on_start`` on any rank."""
+        """Monitors, by their index in the run, that failed in ``on_start`` on any rank."""
         self._failed: dict[int, Exception] = {}
         self._loaded: Mapping[str, Any] = {}
         self._told: Counter[tuple[str, str]] = Counter()
@@ -67,8 +67,8 @@ class Events:
     def start(self, run: RunInfo, board: Board, together: Together) -> None:
         """The run is about to take its first step.
 
-        What monitors publish goes to ``board``, and ``together`` has all ranks enter their collectives.
-        A monitor that fails here, on whatever rank, was never set up: on all ranks it hears of nothing more.
+        What monitors publish goes to ``board``, and ``together`` coordinates their collectives across ranks.
+        A monitor that fails here, on any rank, was never set up: it receives no further events on any rank.
         """
         self.board, self.together, self.progress = board, together, run.progress
         self.left_out, failed = frozenset(), set[int]()
@@ -89,15 +89,15 @@ class Events:
                 self.log.warning("a monitor could not start: it is left out", monitor=name, on_ranks=ranks)
 
     def before_restore(self, restore: Restore) -> None:
-        """The run is about to look for its checkpoints. A monitor that fails here, in any way, ends it.
+        """The run is about to search for its checkpoints. A monitor that fails here, in any way, ends it.
 
-        To go on would be to begin anew in the place of what it was to bring.
+        Otherwise the run would start from the beginning instead of from what the monitor should restore.
         """
         for monitor in self.monitors:
             monitor.on_before_restore(restore)
 
     def recover(self, restore: Restore, at_least: int) -> TrainState | None:
-        """Ranks were started again: return what a monitor has kept of the run, if one has."""
+        """Ranks were restarted: return the state that a monitor has kept of the run, if any."""
         found = (monitor.on_recover(restore, at_least) for monitor in self.monitors)
         return next((state for state in found if state is not None), None)
 
@@ -106,25 +106,25 @@ class Events:
         self._tell("on_before_update", update)
 
     def after_update(self, update: UpdateReport) -> None:
-        """The optimizer has made its step."""
+        """The optimizer has taken its step."""
         self._tell("on_after_update", update)
 
     def fail_later(self, monitor: int, problem: Exception) -> None:
-        """Have the next event of a monitor fail: it did in the middle of a pass, where nobody can leave."""
+        """Make a monitor's next event fail: it failed in the middle of a pass, where no rank can stop."""
         self._failed.setdefault(monitor, problem)
 
     @property
     def every_step(self) -> bool:
-        """Whether a monitor must hear of every step."""
+        """Whether a monitor must receive every step."""
         return any(m.every_step for number, m in enumerate(self.monitors) if number not in self.left_out)
 
     def step(self, report: StepReport, *, logged: bool = True) -> None:
-        """A step was done; if it is not ``logged``, only monitors that want every step hear of it."""
+        """A step was done; if it is not ``logged``, only monitors that request every step receive it."""
         self._tell("on_step", report, to=None if logged else [m for m in self.monitors if m.every_step])
 
     def metrics(self, *reports: MetricsReport) -> None:
-        """Metrics are known on every rank, and which monitors failed since the last logged step, and
-        where."""
+        """Metrics are known on every rank, as are the monitors that failed since the last logged step and the
+        ranks they failed on."""
         for report in reports:
             self._metrics(report)
 
@@ -154,7 +154,7 @@ class Events:
         self.metrics(of_core(report.step, evaluation_values(report)))
 
     def before_save(self, step: int) -> None:
-        """What the run is after ``step`` is about to be saved."""
+        """The state of the run after ``step`` is about to be saved."""
         self._tell("on_before_save", step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
@@ -168,24 +168,24 @@ class Events:
         self._tell("on_save_failed", report)
 
     def rollback(self, report: RollbackReport) -> None:
-        """The run went back to a checkpoint."""
+        """The run rolled back to a checkpoint."""
         self._rollbacks += 1
         self._tell("on_rollback", report)
 
     def step_end(self, end: StepEnd) -> None:
-        """Nothing is left to do of a step."""
+        """A step's work is complete."""
         self._tell("on_step_end", end)
 
     def end(self, report: EndReport) -> None:
-        """The run is over, well or not."""
+        """The run has ended, successfully or not."""
         self._tell("on_end", report)
         self._tell_how_often()
 
     def board_on(self, mesh: Mesh) -> Board:
-        """Return where the monitors of this rank publish. Collective.
+        """Return the board where the monitors of this rank publish. Collective.
 
         Raises:
-            PluginError: another rank has other monitors: numbers of one would be taken for another's.
+            PluginError: another rank has different monitors: their values would be confused.
         """
         declared = {name: monitor.declared for name, monitor in self._named()}
         everyone: list[list[str]] = mesh.gather([*declared])
@@ -200,7 +200,7 @@ class Events:
     # --- what a checkpoint remembers of monitors ------------------------------------------------
 
     def meta(self) -> dict[str, Any]:
-        """Return the state of every monitor that has any, by its name; of one left out what was loaded."""
+        """Return the state of every monitor that has any, by name; for a disabled one, the loaded state."""
         found = {}
         for number, (name, monitor) in enumerate(self._named()):
             if number in self.left_out:
@@ -213,7 +213,7 @@ class Events:
         return {name: meta for name, meta in found.items() if meta}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Give every monitor its state back."""
+        """Restore the state of every monitor."""
         self._loaded = meta
         for number, (name, monitor) in enumerate(self._named()):
             try:
@@ -223,7 +223,7 @@ class Events:
                 self._bear(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
-        """Yield every monitor after its class, the second of a class with its number."""
+        """Yield every monitor with the name of its class, the second of a class with an index."""
         seen: Counter[str] = Counter()
         for monitor in self.monitors:
             name = type(monitor).__name__
@@ -231,10 +231,10 @@ class Events:
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
-        """Call ``event`` of the monitors that have it; one that failed in a pass hears of its failure.
+        """Call ``event`` of the monitors that have it; one that failed in a pass has its failure raised here.
 
         Returns:
-            The places of those that failed.
+            The indices of those that failed.
         """
         failed = set[int]()
         hearing = [
@@ -260,11 +260,11 @@ class Events:
         return failed
 
     def _call(self, number: int, called: tuple[int, str, int, str], arguments: Sequence[Any]) -> None:
-        """Call a monitor; have other ranks learn of a failure, before a collective of the monitor and with
-        its metrics.
+        """Call a monitor; report a failure to other ranks before a collective of the monitor and with its
+        metrics.
 
-        ``called`` is what all ranks know the event by: how often the run went back, the event's name, its
-        step, and a name of what it tells.
+        ``called`` identifies the event on all ranks: the number of rollbacks so far, the event's name, its
+        step, and the name of its argument.
         """
         event = called[1]
         if self.board is None or self.together is None:
@@ -278,7 +278,7 @@ class Events:
             raise
 
     def _heed(self, number: int, event: str, arguments: Sequence[Any]) -> None:
-        """Call a monitor, and note what it asks for."""
+        """Call a monitor, and record its request."""
         if number in self._failed:
             raise self._failed.pop(number)
         request = getattr(self.monitors[number], event)(*arguments)
@@ -290,8 +290,8 @@ class Events:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
     def _bear(self, monitor: Monitor, event: str, problem: Exception) -> None:
-        """Log what a monitor has raised; raise it again if it was said on purpose: it found the run not worth
-        going on."""
+        """Log an exception of a monitor; re-raise it if it was raised on purpose, because the run should not
+        continue."""
         what = f"{type(monitor).__name__}.{event}"
         if isinstance(problem, FailedElsewhere):
             if self.strict:
@@ -317,7 +317,7 @@ class Events:
         return self._told[key] > 1
 
     def _tell_how_often(self) -> None:
-        """Log what was logged once and happened again, now that the run is over."""
+        """Log, at the end of the run, how often problems that were logged once have occurred."""
         for (what, _), times in self._told.items():
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
@@ -325,17 +325,17 @@ class Events:
 
 
 def _hears(monitor: Monitor, event: str) -> bool:
-    """Return whether a monitor does anything in ``event``."""
+    """Return whether a monitor implements ``event``."""
     return getattr(getattr(monitor, event), "__func__", None) is not getattr(Monitor, event)
 
 
 def with_derived(
     report: MetricsReport, monitor: Monitor, values: Mapping[str, float], names: Names
 ) -> MetricsReport:
-    """Return ``report`` with what a monitor derived from it; ``names`` are those that it declares.
+    """Return ``report`` with the metrics that a monitor derived from it; ``names`` are its declared metrics.
 
     Raises:
-        PluginError: the monitor does not declare a name, or the report has it.
+        PluginError: the monitor does not declare a name, or the report already has it.
     """
     if not values:
         return report
@@ -355,7 +355,7 @@ def with_derived(
 
 
 def step_values(report: StepReport) -> dict[str, float]:
-    """Return the metrics that a step's report has."""
+    """Return the metrics in a step's report."""
     plain = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds")
     values = {name: float(getattr(report, name)) for name in plain}
     optional = {"expert_load": report.expert_load, "bubble": report.bubble, "phase": report.phase}
@@ -364,6 +364,6 @@ def step_values(report: StepReport) -> dict[str, float]:
 
 
 def evaluation_values(report: EvaluationReport) -> dict[str, float]:
-    """Return the metrics that an evaluation's report has."""
+    """Return the metrics in an evaluation's report."""
     bits = {} if report.bits_per_byte is None else {"validation/bits_per_byte": report.bits_per_byte}
     return {"validation/loss": report.loss, **bits}

@@ -1,4 +1,4 @@
-"""The data iterator of the step loop: microbatches of this rank, of a data component or a script's loader."""
+"""The data iterator of the step loop: microbatches of this rank, from a data component or a script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.upload import Upload
 
-#: What the core remembers of the data, beside what the component's own ``meta`` returns.
+#: The core's keys in the saved data state, in addition to those of the component's ``meta``.
 OWN_KEYS = frozenset({"taken", "tokens", "tokens_before", "skipped", "batch_sizes"})
 
 
@@ -22,60 +22,60 @@ class Feed(Protocol):
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the whole run."""
+        """Tokens per step of the whole run."""
         ...
 
     @property
     def length(self) -> int | None:
-        """Tokens of a sequence in the next step; None of a script's loader."""
+        """Sequence length in tokens in the next step; None for a script's loader."""
         ...
 
     tokens: int
-    """Of the whole run, trained on since its beginning."""
+    """Tokens that the whole run has trained on since its beginning."""
     tokens_before: int
     """The same before the last step."""
     bytes_per_token: float | None
     data: Any
-    """The data component or loader behind it, for monitors."""
+    """The underlying data component or loader, for monitors."""
     skipped: list[tuple[int, int]]
-    """Ranges of sequences (of a script's loader: of batches), counted from the beginning of the run, that are
+    """Ranges of sequences (for a script's loader: batches), counted from the beginning of the run, that are
     not trained on."""
 
     def use(self, train: Any, validation: Any) -> None:
-        """Take a script's loaders; a recipe's feed has its data already and refuses others."""
+        """Set a script's loaders; a recipe's feed has its data already and rejects others."""
         ...
 
     def step_done(self) -> None:
-        """Note that the last batch was trained on."""
+        """Record that the last batch was trained on."""
         ...
 
     def microbatches(self) -> list[Batch]:
-        """Return this rank's share of the next global batch, on its device.
+        """Return this rank's shard of the next global batch, on its device.
 
-        As many microbatches on every data-parallel rank, of ``batch.microbatch`` sequences; the last ones may
-        have fewer. Under context parallelism they have this rank's part of each sequence.
+        Every data-parallel rank gets the same number of microbatches, of ``batch.microbatch`` sequences; the
+        last ones may have fewer. Under context parallelism they contain this rank's part of each sequence.
         """
         ...
 
     def validation(self) -> Iterator[Batch]:
-        """Yield this rank's share of the validation batches, the same each time."""
+        """Yield this rank's shard of the validation batches, the same each time."""
         ...
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return what each loss term of ``batch`` is averaged over."""
+        """Return the counts by which each loss term of ``batch`` is averaged."""
         ...
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
-        """Take batches of that shape from now on, as a phase says; a script's loader has no phases.
+        """Use batches of this shape from now on, as a phase requires; a script's loader has no phases.
 
         Args:
-            batch: to train on.
-            validated: to validate.
+            batch: shape of the training batches.
+            validated: shape of the validation batches.
         """
         ...
 
     def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which sequences (batches) the last ``steps`` steps took: first, and one behind the last."""
+        """Return which sequences (batches) the last ``steps`` steps used: first, and one past the last."""
         ...
 
     def meta(self) -> dict[str, Any]: ...
@@ -100,45 +100,46 @@ class DataFeed:
         """Feed this rank.
 
         Args:
-            data: opened.
-            model: whose loss terms are counted.
-            batch: to train on.
+            data: an opened data component.
+            model: the model whose loss terms are counted.
+            batch: shape of the training batches.
             evaluation: how much to validate.
-            shard: of the sequences of each batch.
-            device: of the run.
-            part: of each sequence, where ranks share it.
+            shard: this rank's sequences of each batch.
+            device: the run's device.
+            part: this rank's part of each sequence, where ranks split it.
         """
         self.part = part
         self.data, self.counts = data, model.loss_counts
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
         self._validated = batch
-        """Their batches: see :meth:`~nanotrain_core.phases.timeline.Timeline.validated_at`."""
+        """Shape of the validation batches: see
+        :meth:`~nanotrain_core.phases.timeline.Timeline.validated_at`."""
         self._set_length = batch.length
-        """Of the sequences that the data returns."""
+        """Length of the sequences that the data returns."""
         self._upload = Upload(device)
         self.bytes_per_token = data.bytes_per_token
         self.taken = 0
-        """Sequences taken from the data since the beginning of the run, those skipped included."""
+        """Sequences consumed from the data since the beginning of the run, including skipped ones."""
         self.skipped: list[tuple[int, int]] = []
         """Ranges of these that are not trained on."""
         self.tokens = self.tokens_before = 0
         self._open: int | None = None
-        """Place of the batch whose step is not done."""
+        """Position of the batch whose step is not done."""
         self._sizes = [(0, batch.sequences)]
-        """From which sequence on a batch has how many: a resumed run may change it, and phases do."""
+        """Batch sizes by first sequence: a resumed run may change the size, and phases do."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the whole run, in the next step."""
+        """Tokens per step of the whole run, in the next step."""
         return self.batch.tokens
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence in the next step."""
+        """Sequence length in tokens in the next step."""
         return self.batch.length
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
-        """Take batches of that shape from now on."""
+        """Use batches of this shape from now on."""
         self.batch, self._validated, sequences = batch, validated, batch.sequences
         if self._sizes[-1][0] == self.taken:
             self._sizes.pop()
@@ -148,7 +149,7 @@ class DataFeed:
             self._sizes.append((self.taken, sequences))
 
     def use(self, train: Any, validation: Any) -> None:
-        """Refuse loaders: the recipe names the data. The batch of a step that was broken off is left out.
+        """Reject loaders: the recipe names the data. The batch of an interrupted step is skipped.
 
         Raises:
             TypeError: a loader was given.
@@ -161,7 +162,7 @@ class DataFeed:
             self.tokens = self.tokens_before
 
     def microbatches(self) -> list[Batch]:
-        """Return this rank's share of the next global batch."""
+        """Return this rank's shard of the next global batch."""
         while self._is_skipped(self.taken, self.batch.sequences):
             self._leave_out()
         self.tokens_before, self.tokens = self.tokens, self.tokens + self.tokens_per_step
@@ -173,23 +174,23 @@ class DataFeed:
         self._open = None
 
     def _split(self, batch: Batch, shape: BatchConfig) -> Iterator[Batch]:
-        """Yield microbatches of ``shape.microbatch`` rows, on every data-parallel rank as many.
+        """Yield microbatches of ``shape.microbatch`` rows, the same number on every data-parallel rank.
 
-        Of each sequence this rank's part, where ranks share it.
+        Each has this rank's part of each sequence, where ranks split it.
         """
         count = shape.microbatches(self.shard.count)
         mine = self._upload(batch).part(self.part.index, self.part.count)
         return mine.split(shape.microbatch, count)
 
     def _take(self) -> Batch:
-        """Return this rank's rows of the next global batch: the data read no others."""
+        """Return this rank's rows of the next global batch: the data component reads no others."""
         self.taken += self.batch.sequences
         self._have_length(self.batch.length)
         batch = self.data.train_batch(self.batch.sequences, self.shard)
         return self._checked("train_batch", batch, self.batch)
 
     def _leave_out(self) -> None:
-        """Go on behind the ranges that reach into the next batch, by whole batches."""
+        """Advance past the skipped ranges that overlap the next batch, by whole batches."""
         size, here = self.batch.sequences, self.taken
         end = max(end for first, end in self.skipped if first < here + size and here < end)
         if _skips_ahead(self.data):
@@ -201,14 +202,14 @@ class DataFeed:
             self._take()
 
     def _have_length(self, length: int) -> None:
-        """Have the data return sequences of that length: only a batch that is taken asks for it."""
+        """Make the data return sequences of this length: only called when a batch is taken."""
         if length != self._set_length:
             assert isinstance(self.data, ChangesLength)
             self.data.set_length(length)
             self._set_length = length
 
     def _checked(self, what: str, batch: Batch, shape: BatchConfig) -> Batch:
-        """Refuse what is not all of this rank's rows, and nothing else: it would train on other tokens."""
+        """Reject anything but exactly this rank's rows: it would train on other tokens."""
         wanted = (len(self.shard.rows(shape.sequences)), shape.length)
         for name in ("tokens", "targets"):
             found: Any = getattr(batch, name, None)
@@ -224,7 +225,7 @@ class DataFeed:
         return any(first < position + sequences and position < end for first, end in self.skipped)
 
     def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which sequences the last ``steps`` steps took, those they skipped among them."""
+        """Return which sequences the last ``steps`` steps used, including those they skipped."""
         first = self.taken
         while steps and first > 0:
             size = next(size for begin, size in reversed(self._sizes) if begin < first)
@@ -233,14 +234,14 @@ class DataFeed:
         return first, self.taken
 
     def meta(self) -> dict[str, Any]:
-        """Return the position in the data and what is skipped, as JSON."""
+        """Return the position in the data and the skipped ranges, as JSON."""
         pairs = {"skipped": self.skipped, "batch_sizes": self._sizes}
         known = {name: [list(pair) for pair in found] for name, found in pairs.items()}
         tokens = {"tokens": self.tokens, "tokens_before": self.tokens_before}
         return {**self.data.meta(), "taken": self.taken, **tokens, **known}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go back to a position."""
+        """Restore a position."""
         self._open = None
         self.data.load_meta(meta)
         self.taken = int(meta.get("taken", 0))
@@ -267,9 +268,9 @@ class DataFeed:
 
 
 def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:
-    """Return whether ``data.skip`` advances all that ``data.train_batch`` does.
+    """Return whether ``data.skip`` advances everything that ``data.train_batch`` does.
 
-    Inherited from a class whose ``train_batch`` another one has replaced, it may not know what that keeps.
+    If inherited from a class whose ``train_batch`` a subclass overrides, it may not advance the subclass.
     """
     order = type(data).__mro__
     defines = {name: next((c for c in order if name in vars(c)), object) for name in ("skip", "train_batch")}

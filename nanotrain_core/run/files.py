@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in place, flushed to the disk."""
+    """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -21,18 +21,18 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of writers that were killed. Nobody may be writing to ``folder``."""
+    """Delete temporary files of killed writers. No other process may be writing to ``folder``."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink()
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text so that a reader sees the old file or the new one."""
+    """Write UTF-8 text atomically: a reader sees either the old file or the new one."""
     write_atomically(path, lambda temporary: _write_text(temporary, text))
 
 
 def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:
-    """Yield each file that matches, and its text; files that are gone before they are read are left out."""
+    """Yield each matching file and its text; files deleted before they are read are omitted."""
     for path in folder.glob(pattern):
         with contextlib.suppress(FileNotFoundError):
             yield path, path.read_text(encoding="utf-8")

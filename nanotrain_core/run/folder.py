@@ -1,4 +1,4 @@
-"""The run folder: found free, claimed by one run at a time, given up when the process ends."""
+"""The run folder: allocated, locked by one run at a time, and released when the process ends."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from nanotrain_core.run.owner import LOCK
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.watch.collectives import DUMPS
 
-#: Shared by every rank: they may outlive a launcher by a second.
+#: Shared lock of every rank: ranks may outlive a launcher by a second.
 RANKS_LOCK = ".ranks"
-#: Seconds that a claim waits for ranks to end that have lost their launcher.
+#: Seconds that a claim waits for ranks that have lost their launcher to end.
 PATIENCE = 5.0
-#: Looks in a row that must find no folder, and the seconds between: one may fall into a remount.
+#: Consecutive checks that must find no folder, and the seconds between them: one may coincide with a remount.
 LOOKS, BETWEEN = 3, 1.0
 
 
 class RunFolder:
-    """A claimed run folder. The claim ends with the process, however it ends."""
+    """A claimed run folder. The claim ends with the process, however the process ends."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
@@ -45,11 +45,11 @@ class RunFolder:
             name: of the run. Without ``folder``, a new run takes ``runs/<name>`` or the first free of
                 ``runs/<name>-2``, ``-3`` and so on; a resumed one takes the newest of these.
             folder: exactly this folder.
-            resume: whether the folder may hold a run already.
+            resume: whether the folder may already contain a run.
 
         Raises:
             FolderLocked: a live run owns it.
-            FolderError: it cannot be written, or holds a run and ``resume`` is false.
+            FolderError: it cannot be written, or contains a run and ``resume`` is false.
         """
         path = Path(folder) if folder else newest(name) if resume else free(name)
         claimed = cls(path, _lock(path))
@@ -66,14 +66,14 @@ class RunFolder:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a run has left anything in ``path``."""
+    """Return whether a run has left any files in ``path``."""
     return path.is_dir() and any(entry.name not in (LOCK, RANKS_LOCK, DUMPS) for entry in path.iterdir())
 
 
 def newest(name: str) -> Path:
-    """Return the newest folder of a run called ``name``, or where the first would be.
+    """Return the newest folder of a run called ``name``, or the path the first would have.
 
-    A folder in which nothing is, as of a run that was refused, hides none that came before.
+    An empty folder, such as that of a rejected run, does not hide earlier ones.
     """
     last = Path("runs") / name
     for path in _numbered(name):
@@ -104,7 +104,7 @@ def _lock(path: Path) -> IO[str]:
     except BlockingIOError:
         lock.seek(0)
         raise FolderLocked(f"{path} is in use by another run: {_owner(lock.read())}") from None
-    except OSError as problem:  # as on Lustre that is mounted without ``flock``
+    except OSError as problem:  # such as Lustre mounted without ``flock``
         log.ensure(0)
         text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
         structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
@@ -118,7 +118,7 @@ def _lock(path: Path) -> IO[str]:
     try:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), json.dumps(owner).encode())
-    except OSError as problem:  # no space
+    except OSError as problem:  # disk full
         raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
     return lock
 
@@ -144,38 +144,38 @@ def _is_locked(path: Path) -> bool:
 
 
 def hold_as_rank(path: Path) -> IO[str] | None:
-    """Share the lock of a run's ranks until the file is closed, or this process ends; None without locks."""
+    """Hold a shared rank lock until the file is closed or this process ends; None without locks."""
     try:
         held = open(path / RANKS_LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
-        fcntl.flock(held, fcntl.LOCK_SH)  # who looks whether there is a rank holds it for a moment
+        fcntl.flock(held, fcntl.LOCK_SH)  # a process checking for live ranks holds it briefly
     except OSError:
         return None
     return held
 
 
 def is_gone(path: Path, held: IO[str]) -> bool:
-    """Return whether the run folder was deleted, or replaced, since a rank has shared its lock."""
+    """Return whether the run folder was deleted or replaced since a rank acquired its shared lock."""
     try:
         return not os.path.samestat(os.fstat(held.fileno()), (path / RANKS_LOCK).stat())
     except FileNotFoundError:
         return True
-    except OSError:  # of the network, for example: it may come back
+    except OSError:  # a network error, for example: it may recover
         return False
 
 
 def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
-    """Have a run stop when its folder is gone: another run may be in its place, or what is saved is nowhere.
+    """Stop a run when its folder is gone: another run may have replaced it, or saves would be lost.
 
     Args:
         path: of the folder.
-        held: what :func:`hold_as_rank` returned; looked at until it is closed.
-        stop: of the run.
+        held: what :func:`hold_as_rank` returned; watched until it is closed.
+        stop: the run's stop request.
     """
 
     def look() -> None:
         missed = 0
         while held is not None and not held.closed:
-            with suppress(ValueError):  # it is closed meanwhile
+            with suppress(ValueError):  # it was closed meanwhile
                 missed = missed + 1 if is_gone(path, held) else 0
                 if missed == LOOKS:
                     log.say(f"the run folder {path} was deleted or replaced: the run ends and saves no more")
@@ -187,9 +187,9 @@ def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
 
 
 def _ranks_live(path: Path) -> bool:
-    """Return whether some rank shares its lock of ``path``."""
+    """Return whether any rank holds its shared lock of ``path``."""
     try:
-        with open(path / RANKS_LOCK, "a+", encoding="utf-8") as held:  # NFS locks only what may be written
+        with open(path / RANKS_LOCK, "a+", encoding="utf-8") as held:  # NFS can only lock writable files
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

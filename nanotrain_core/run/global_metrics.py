@@ -1,4 +1,4 @@
-"""What all ranks of a run must know together: global figures, and stop requests. All call these at once."""
+"""Values that all ranks of a run need: global metrics and stop requests. All functions are collective."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nanotrain_core.run.stop import StopRequest
 def sum_over_data(
     values: torch.Tensor, mesh: Mesh, *, once_per_pipeline: bool = False, extra_sums: Sequence[float] = ()
 ) -> torch.Tensor:
-    """All-reduce over the world what differs between data ranks, counting each replica once, in float64.
+    """All-reduce over the world values that differ between data ranks, each replica once, in float64.
 
     Args:
         values: this rank's, [N].
         mesh: of the run.
-        once_per_pipeline: count one stage alone: what is known of the batch is the same on all. Losses differ
-            by stage, and add up.
-        extra_sums: M numbers that are summed over all ranks, with no regard to replicas.
+        once_per_pipeline: count one stage only: batch statistics are the same on all. Losses differ by stage
+            and are summed.
+        extra_sums: M values that are summed over all ranks, replicas included.
 
     Returns:
         [N + M], on the mesh's device.
@@ -32,21 +32,21 @@ def sum_over_data(
         mine = torch.zeros_like(mine)
     more = torch.tensor(
         list(extra_sums), dtype=torch.float64
-    )  # on a device at once, the host would wait for it
+    )  # created on the device, it would make the host wait
     total = torch.cat([mine, more.to(mesh.device, non_blocking=True)])
     mesh.all_reduce(total)
     return total
 
 
 def agree_now(stop: StopRequest, mesh: Mesh) -> None:
-    """All-reduce: have every rank learn at once what all request, as each training step does."""
+    """All-reduce the ranks' requests immediately, as each training step does."""
     flags = torch.tensor(stop.flags(), dtype=torch.float64, device=mesh.device)
     mesh.all_reduce(flags)
     stop.agree(flags.tolist())
 
 
 def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:
-    """Return the mean share of the step that ranks of a pipeline waited, where the host waits at all."""
+    """Return the mean fraction of the step that pipeline ranks waited, where the host waits at all."""
     if len(set(owners)) == 1 or mesh.device.type != "cpu":
         return None
     total = torch.tensor(idle, dtype=torch.float64)
@@ -55,7 +55,7 @@ def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:
 
 
 def expert_load(loads: Iterable[torch.Tensor], mesh: Mesh) -> float:
-    """Return the load of the busiest expert over the mean, in the worst layer of the whole model."""
+    """Return the load of the busiest expert divided by the mean, in the worst layer of the whole model."""
     worst = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     for load in loads:
         worst = torch.maximum(worst, load.max() / load.double().mean().clamp(min=1e-9))

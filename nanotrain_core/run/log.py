@@ -1,8 +1,8 @@
-"""Structured log lines: ``key=value`` for people on standard error, JSON in ``run.log.jsonl``.
+"""Structured logging: ``key=value`` for people on standard error, JSON in ``run.log.jsonl``.
 
-All that a run says goes through here: structlog in ranks and plugins, and :func:`say` where there is no
-logger yet or none any more, as in a launcher or at a hang. The file has the entries of rank 0 from ``info``
-on, of other ranks and launchers from ``warning`` on, each with time, rank, step, level, event and its own
+All messages of a run go through here: structlog in ranks and plugins, and :func:`say` where there is no
+logger, as in a launcher or during a hang. The file has the entries of rank 0 from level ``info``,
+of other ranks and launchers from ``warning``, each with time, rank, step, level, event and its own
 fields.
 """
 
@@ -25,25 +25,25 @@ import structlog
 
 FILE = "run.log.jsonl"
 
-#: Bytes from which a resumed run begins a new file; the one before it is kept as ``run.log.1.jsonl``.
+#: Size in bytes at which a resumed run starts a new file; the previous one is kept as ``run.log.1.jsonl``.
 LARGEST = 64 * 2**20
 
-#: From the least to the most urgent.
+#: From the least to the most severe.
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class LogFile:
-    """The file of a run folder, to which all ranks append, each line in one write."""
+    """The log file of a run folder, to which all ranks append, each line in one write."""
 
     def __init__(self, folder: Path, rank: int | None, step: Callable[[], int]) -> None:
-        """Write nothing before :meth:`begin`: a run that is refused leaves its folder as it was.
+        """Write nothing before :meth:`begin`: a rejected run leaves its folder unchanged.
 
         A launcher writes to the file of a run that has begun.
 
         Args:
             folder: of the run.
-            rank: None is a launcher.
-            step: says where the run is.
+            rank: None for a launcher.
+            step: returns the run's current step.
         """
         self.path, self.rank, self.step = folder / FILE, rank, step
         self.least = LEVELS.index("info" if rank == 0 else "warning")
@@ -51,7 +51,7 @@ class LogFile:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Write what has been logged so far, and from now on at once."""
+        """Write the entries logged so far; from now on write immediately."""
         with self._lock, contextlib.suppress(OSError):
             if self.rank == 0 and self.path.exists() and self.path.stat().st_size > LARGEST:
                 os.replace(self.path, self.path.with_name("run.log.1.jsonl"))
@@ -60,7 +60,7 @@ class LogFile:
             self._append(line)
 
     def write(self, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Add an entry, if it is urgent enough. A disk that is full loses lines and ends nothing."""
+        """Add an entry, if it is severe enough. On a full disk lines are lost, but nothing fails."""
         level = level if level in LEVELS else "error"
         if LEVELS.index(level) < self.least:
             return
@@ -78,7 +78,7 @@ class LogFile:
             create = 0 if self.rank is None else os.O_CREAT
             file = os.open(
                 self.path, os.O_WRONLY | os.O_APPEND | create, 0o666
-            )  # as open() does: less the umask
+            )  # as open() does: minus the umask
             try:
                 os.write(file, line.encode())
             finally:
@@ -86,10 +86,10 @@ class LogFile:
 
 
 def _as_json(value: Any) -> Any:
-    """Return ``value`` as JSON can have it: what it cannot as text, as ``NaN``."""
+    """Return ``value`` as JSON: what JSON cannot represent becomes text, such as ``NaN``."""
     try:
         return json.loads(json.dumps(value, default=str), parse_constant=str)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, or it contains itself
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, or a cycle
         return repr(value)
 
 
@@ -100,7 +100,7 @@ _file: LogFile | None = None
 def kept_in(
     folder: Path | None, rank: int | None, step: Callable[[], int] = lambda: 0
 ) -> Iterator[LogFile | None]:
-    """Keep what this process logs meanwhile in a run folder, if there is one."""
+    """Also log what this process logs within the block to a run folder, if there is one."""
     global _file  # noqa: PLW0603 logging is a process's, as structlog's own configuration
     before = _file
     _file = LogFile(folder, rank, step) if folder is not None else before
@@ -111,29 +111,29 @@ def kept_in(
 
 
 def begin(**fields: Any) -> None:
-    """Make the file, now that a run begins, and say so in it: with its command, and where it runs."""
+    """Create the file when a run begins, with an entry for the command and where it runs."""
     if _file is not None:
         _file.begin()
     where = {"host": socket.gethostname(), "cpus": os.cpu_count(), "python": platform.python_version()}
-    if here := os.environ.get("LOCAL_WORLD_SIZE"):  # of the ranks, those on this host
+    if here := os.environ.get("LOCAL_WORLD_SIZE"):  # the number of ranks on this host
         where["local_ranks"] = int(here)
     record("info", "run begins", **fields, command=shlex.join(sys.argv), **where, system=platform.platform())
 
 
 def record(level: str, event: str, **fields: Any) -> None:
-    """Add an entry to the file alone: the terminal gets it another way."""
+    """Add an entry only to the file: the terminal shows it in another way."""
     if _file is not None:
         _file.write(level, event, fields)
 
 
 def say(text: str, *, level: str = "error") -> None:
-    """Tell people on standard error, and the file if there is one."""
+    """Write to standard error, and to the file if there is one."""
     print(f"nanotrain: {text}", file=sys.stderr, flush=True)
     record(level, text)
 
 
 def ensure(rank: int) -> None:
-    """Configure logging unless somebody has: structlog's default shows all local variables of a failure."""
+    """Configure logging unless it is: structlog's default prints all local variables of a failure."""
     if not structlog.is_configured():
         configure(rank)
 
@@ -151,13 +151,13 @@ def configure(rank: int) -> None:
                 key_order=["timestamp", "level", "event"], bool_as_flag=False
             ),
         ],
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is when a line is written
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # looked up when a line is written
     )
     structlog.contextvars.bind_contextvars(rank=rank)
 
 
 def _keep(logger: Any, method: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Add an entry to the file, on its way to people."""
+    """Add a log entry to the file before it is printed."""
     own = {key: value for key, value in entry.items() if key != "timestamp"}
     if _file is not None:
         _file.write(str(entry.get("level", method)), str(entry.get("event", "")), own)

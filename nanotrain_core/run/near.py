@@ -1,4 +1,4 @@
-"""Finds the run that a path which is no run's folder may mean."""
+"""Suggests the run that the user may mean by a path that is not a run folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanotrain_core.errors import did_you_mean, nearby
 
-#: What a run leaves of which one is enough to call a folder a run's.
+#: Files of a run, any of which identifies a run folder.
 RUN_FILES = ("metrics.jsonl", "recipe.toml", "run.log.jsonl")
 
 
@@ -16,11 +16,11 @@ def is_run(folder: Path) -> bool:
 
 
 def nearby_run(path: Path) -> str:
-    """Return `` (did you mean 'runs/x'?)`` for a path that is no folder, or an empty string.
+    """Return `` (did you mean 'runs/x'?)`` for a path that is no run folder, or an empty string.
 
-    A file of a run stands for the run, and a bare name for the run in ``runs`` that has it.
+    A file in a run folder matches that run, and a bare name matches the run of that name in ``runs``.
     """
-    # The last parent is "." or "/": where recipes lie too, so a run only if the path is a file there.
+    # The last parent is "." or "/", which contains recipes too: it is a run only if the path is a file there.
     around_it = path.parents if path.exists() else path.parents[:-1]
     for meant in (*around_it, Path("runs") / path):
         if is_run(meant):
@@ -34,7 +34,7 @@ def nearby_run(path: Path) -> str:
 def nearby_weights(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for a path of weights that does not exist, or an empty string.
 
-    In a run's folder it is a checkpoint that is meant; elsewhere a run, or else what lies beside the path.
+    In a run folder a checkpoint is suggested; elsewhere a run, otherwise the nearest sibling of the path.
     """
     if any(is_run(folder) for folder in path.parents[:-1]):
         return nearby(path)

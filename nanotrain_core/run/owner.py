@@ -1,4 +1,4 @@
-"""Which process owns a run folder, and whether it is there still."""
+"""The process that owns a run folder, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import socket
 from pathlib import Path
 
-#: Held by the launcher, or by rank 0 of ranks that others started.
+#: Held by the launcher, or by rank 0 where the ranks were started by another launcher.
 LOCK = ".lock"
 
 
 def running(path: Path) -> bool:
     """Return whether the process that claimed ``path`` last is alive, as far as this host can tell.
 
-    It is asked by its number: taking the lock, however shortly, could refuse it to a run that begins.
+    It is looked up by its process id: taking the lock, even briefly, could make a starting run fail.
     """
     try:
         owner = json.loads((path / LOCK).read_text(encoding="utf-8"))
@@ -25,7 +25,7 @@ def running(path: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of that number runs: one that nobody has waited for, a zombie, does not."""
+    """Return whether a process with that id is running; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

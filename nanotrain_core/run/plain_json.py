@@ -1,4 +1,4 @@
-"""Numbers and state as JSON, and where they are none."""
+"""Converts values and state to JSON, and reports where they cannot be represented."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanotrain_core.errors import PluginError
 
 
 def as_json(value: Any, path: str = "meta") -> Any:
-    """Return a copy of ``value`` as JSON gives it back: tuples become lists.
+    """Return a copy of ``value`` as a JSON round trip yields it: tuples become lists.
 
     Raises:
-        TypeError: it is no JSON; where, as ``optimizer.moments.2``.
+        TypeError: it cannot be represented; the text says where, as in ``optimizer.moments.2``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -28,10 +28,10 @@ def as_json(value: Any, path: str = "meta") -> Any:
 
 
 def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of what a checkpoint is to remember.
+    """Return a copy of a value for a checkpoint.
 
     Raises:
-        PluginError: it is no JSON.
+        PluginError: it cannot be represented as JSON.
     """
     try:
         return {key: as_json(value, key) for key, value in meta.items()}
@@ -40,8 +40,8 @@ def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Return a value as JSON. Numbers that are not finite are the texts ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``, as JSON has no others; paths are texts.
+    """Return a value as JSON. Non-finite numbers become the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which JSON numbers cannot represent; paths become strings.
 
     >>> json_text({"loss": float("nan"), "step": 3})
     '{"loss": "NaN", "step": 3}'

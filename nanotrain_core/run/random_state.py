@@ -38,7 +38,7 @@ def capture(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore(streams: Mapping[str, torch.Tensor]) -> None:
-    """Go back to captured streams; to none that is missing, as all are after a change of layout."""
+    """Restore captured streams; missing ones stay unchanged, as all do after a change of layout."""
     known, half, there, other = streams["halves"].tolist() if "halves" in streams else (0.0,) * 4
     if "torch" in streams:
         torch.set_rng_state(streams["torch"])

@@ -1,4 +1,4 @@
-"""How a run that was started again goes on without a checkpoint, where a monitor has kept its state."""
+"""Resumes a restarted run without a checkpoint, from state that a monitor has kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @attrs.define(frozen=True)
 class Restart:
-    """What a launcher knows: fields of :class:`~nanotrain_core.contracts.Restore` of the same names."""
+    """A launcher's restart information, with the names of :class:`~nanotrain_core.contracts.Restore`."""
 
     may_restart: bool = False
     again: bool = False
@@ -27,7 +27,7 @@ class Restart:
     delete_at_end: Callable[[Path], None] = lambda path: None
 
     def restore(self, engine: RuntimeEngine, folder: Path) -> Restore:
-        """Return what monitors are told before checkpoints are looked for in ``folder``."""
+        """Return the event for monitors before the core searches ``folder`` for checkpoints."""
         run = engine.run
         assert run.checkpoint is not None
         fixed = run.name, folder, engine.resume, run.checkpoint.steps, run.mesh
@@ -35,10 +35,10 @@ class Restart:
 
 
 def recover(engine: RuntimeEngine, restore: Restore) -> bool:
-    """Collective. Go on from what a monitor has kept, if ranks were started again and it is no older than the
-    newest checkpoint; return whether it is so.
+    """Collective. Resume from a monitor's state, if ranks were restarted and it is no older than the
+    newest checkpoint; return whether that succeeded.
 
-    A checkpoint that was due at its step and is not there is made up for after the next one.
+    If a checkpoint was due at its step and is missing, one is saved after the next step.
     """
     if not restore.again:
         return False

@@ -1,7 +1,7 @@
-"""What components return while a run is composed, held against what their contracts ask.
+"""Validates what components return while a run is composed against their contracts.
 
-What does not fit is refused by the component's name: it would train on other tokens, lose layers or count
-gradients twice, without a word.
+A violation is rejected with the component's name: otherwise the run would silently train on other tokens,
+lose layers or count gradients twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
 
 
 def expect_lengths(data: Data, recipe: Recipe) -> None:
-    """Tell the data, before it is opened, which lengths its sequences will have, if phases change that."""
+    """Announce to the data, before it is opened, all lengths of its sequences, if phases change them."""
     lengths = Timeline(recipe).lengths()
     if len(lengths) == 1:
         return
@@ -44,7 +44,7 @@ def expect_lengths(data: Data, recipe: Recipe) -> None:
 
 
 def check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
-    """Refuse ranks that opened different data, which they would train on without a word, and taken keys."""
+    """Reject ranks that opened different data, which would silently train on it, and reserved keys."""
     meta = data.meta()
     if not isinstance(meta, Mapping) or OWN_KEYS & meta.keys():
         text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(OWN_KEYS))}"
@@ -58,7 +58,7 @@ def check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
 
 
 def check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
-    """Refuse costs of other layers than the model has: by them it is cut up, and it would lose some."""
+    """Reject costs for other layers than the model's: stages are split by them, so layers would be lost."""
     if not isinstance(costs, Costs) or len(costs.layers) != model.layers or costs.total <= 0:
         raise PluginError(
             f"model '{recipe.model.use}': flops returned {str(costs)[:200]}; "
@@ -67,7 +67,7 @@ def check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
 
 
 def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Refuse what a parallel wrapper returned if it does not match the placements it left."""
+    """Reject the result of a parallel wrapper if it does not match the placements it left."""
     for part in parts:
         if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
             raise PluginError(
@@ -78,7 +78,7 @@ def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: 
 
 
 def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> list[PlacedParameter]:
-    """Return parameters with their placements; refuse those that are not what the placements say."""
+    """Return parameters with their placements; reject those that do not match their placement."""
     try:
         return placed_parameters(parts, placements)
     except ValueError as problem:
@@ -86,7 +86,7 @@ def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> l
 
 
 def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Refuse what has an entry for each head and is whole where a wrapper has split the heads beside it."""
+    """Reject a per-head parameter that is replicated where a wrapper has sharded the heads next to it."""
     for part in parts:
         split: dict[str, frozenset[str]] = {}
         for name, _, found in tagged(part):
@@ -106,7 +106,7 @@ def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
 
 
 def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, registry: Registry) -> None:
-    """Refuse a gradient sync that hands out ranges of weights which nobody would gather after a step."""
+    """Reject a gradient sync that returns ranges of weights which no rank would gather after a step."""
     if gradients is optimizer or isinstance(gradients, GathersWeights):
         return
     ranges = [piece.name for piece in gradients.pieces() if piece.span is not None]
@@ -121,7 +121,7 @@ def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, reg
 
 
 def check_dtensors(placed: Iterable[PlacedParameter], gradients: GradientSync) -> None:
-    """Refuse a gradient sync that would wait in vain for gradients of DTensors, which are elsewhere."""
+    """Reject a gradient sync that would never find the gradients of DTensors, which are stored elsewhere."""
     found = next((each for each in placed if each.dtensor is not None), None)
     if found is not None and not getattr(gradients, "reads_dtensors", False):
         raise PluginError(
@@ -132,7 +132,7 @@ def check_dtensors(placed: Iterable[PlacedParameter], gradients: GradientSync) -
 
 
 def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Refuse experts that several ranks call with the same tokens: their gradients would count them again."""
+    """Reject experts that several ranks call with the same tokens: their gradients would be counted twice."""
     layout = mesh.layout
     alike = {*layout.views["dense"].dims} - {"pp", *layout.data_dims}
     alike = {dim for dim in alike if mesh.size(dim) > 1}
@@ -148,7 +148,7 @@ def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def check_routers(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Refuse routers that see parts of sequences: balance losses are of whole ones, no sums of parts."""
+    """Reject routers that see parts of sequences: balance losses need whole sequences, not sums of parts."""
     dims = [dim for dim in mesh.layout.sequence_dims if mesh.size(dim) > 1]
     for part in parts if dims else ():
         for name, module, found in tagged(part):

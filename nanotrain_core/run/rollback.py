@@ -1,4 +1,4 @@
-"""How a run is restored from a checkpoint, and which one, when a monitor says that it went wrong."""
+"""Rolls a run back to a checkpoint when a monitor reports that it went wrong."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = structlog.get_logger("nanotrain.checkpoint")
 
 
 def roll_back(engine: RuntimeEngine) -> None:
-    """Go back to a checkpoint from before what a monitor suspects, and leave the data since out from now on.
+    """Go back to a checkpoint from before the suspect step, and skip the data since then from now on.
 
     Raises:
-        Diverged: no whole checkpoint is old enough.
+        Diverged: no complete checkpoint is old enough.
     """
     run, step = engine.run, engine.step
     engine.note("checkpoint")
@@ -35,8 +35,8 @@ def roll_back(engine: RuntimeEngine) -> None:
         warn_of_lengths(
             run.phases.timeline, run.feed.tokens, first=request.onset - restored, last=step - restored
         )
-    run.feed.skipped = skipped  # also ranges that are younger than the checkpoint
-    # Who requested a stop still does: a step more is taken, with which the range is saved.
+    run.feed.skipped = skipped  # also ranges that are newer than the checkpoint
+    # A pending stop request stays in force: one more step is taken, with which the range is saved.
     engine.skipped.in_a_row, engine.owes_evaluation, engine.stop.reason = 0, False, None
     engine._owes_save = False
     engine.stop.request_rollback(None)
@@ -49,13 +49,13 @@ def roll_back(engine: RuntimeEngine) -> None:
 
 
 def warn_of_lengths(timeline: Timeline, tokens: int, *, first: int, last: int) -> None:
-    """Log a warning if sequences of several lengths are skipped: taken again, they are all of the first one.
+    """Log a warning if sequences of several lengths are skipped: replayed, they all have the first length.
 
     Args:
         timeline: of the run.
-        tokens: trained on at the checkpoint.
-        first: of the suspect steps, counted from 1 behind the checkpoint.
-        last: of them.
+        tokens: number trained on at the checkpoint.
+        first: first suspect step, counted from 1 after the checkpoint.
+        last: last suspect step.
     """
     lengths = {batch.length for batch in islice(timeline.batches(tokens), first - 1, last)}
     if len(lengths) > 1:
@@ -72,9 +72,9 @@ def earliest(request: Rollback | None, mesh: Mesh) -> Rollback:
 
 
 def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
-    """Load the newest checkpoint of a step below ``onset`` that is whole and that all ranks can read.
+    """Load the newest checkpoint of a step below ``onset`` that is complete and that all ranks can read.
 
-    A load looks at that, each rank at its share: one that read it all would keep the others waiting too long.
+    The load verifies it, each rank its own shard: one rank reading all of it would stall the others too long.
 
     Returns:
         Its step. Collective.

@@ -1,4 +1,4 @@
-"""What monitors get of a run when it starts."""
+"""The description of a run that monitors receive when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``nanotrain run --show`` prints before a run begins: who holds which part of the model."""
+"""The output of ``nanotrain run --show`` before a run begins: which rank holds which block of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Held:
     name: str
     whole: tuple[int, ...]
     block: tuple[tuple[int, int], ...]
-    """First and last row, column, ... of the block; the last is not in it."""
+    """First and last row, column, ... of the block, as half-open ranges."""
     view: str
     summed: str
     rank: int

@@ -1,8 +1,8 @@
 """Copies a step's flags from the device to the host: stop requests, and whether the step was skipped.
 
-On a CPU that is read at once. Elsewhere the host would wait for the device, and the device then for the host:
-the numbers of a step travel to the host meanwhile and are read after the next one. Every rank reads the same
-numbers after the same step, so all of them stop, go back or give up after the same one either way.
+On a CPU they are read immediately. On other devices that would make the host wait for the device, and then
+the device for the host: instead the values are copied asynchronously and read after the next step. Every rank
+reads the same values after the same step, so all of them stop or roll back after the same one either way.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from nanotrain_core.contracts import StepStats
 
 @attrs.define(frozen=True)
 class StepFlags:
-    """The numbers of one step, on the host."""
+    """The flags of one step, on the host."""
 
     step: int
-    """The first is 1."""
+    """The step's number; the first is 1."""
     requests: Sequence[float]
-    """As :meth:`~nanotrain_core.run.stop.StopRequest.agree` takes them."""
+    """In the form that :meth:`~nanotrain_core.run.stop.StopRequest.agree` takes."""
     skipped: bool
     grad_norm: float
 
 
 class AsyncReadback:
-    """A step's numbers while they travel to the host."""
+    """A step's values during the copy to the host."""
 
     def __init__(self, step: int, requests: torch.Tensor, stats: StepStats) -> None:
         """``requests``: summed over all ranks, float64 on the device."""
@@ -42,7 +42,7 @@ class AsyncReadback:
             self.arrived.record()
 
     def read(self) -> StepFlags:
-        """Return the numbers, at once if the device has done that step by now."""
+        """Return the values, without waiting if the device has completed that step."""
         if self.arrived is not None:
             self.arrived.synchronize()
         *requests, skipped, grad_norm = self.numbers.tolist()
@@ -50,14 +50,14 @@ class AsyncReadback:
 
 
 class StepReadback:
-    """Reads each step's numbers at once, or ``late``: after the next step."""
+    """Reads each step's values immediately, or ``late``: after the next step."""
 
     def __init__(self, *, late: bool) -> None:
         self.late = late
         self._waiting: AsyncReadback | None = None
 
     def after(self, step: int, requests: torch.Tensor, stats: StepStats) -> StepFlags | None:
-        """Take the numbers of a step; return what is known now, of this one or of the one before."""
+        """Take the values of a step; return those available now, of this step or the previous one."""
         sent = AsyncReadback(step, requests, stats)
         if not self.late:
             return sent.read()
@@ -65,10 +65,10 @@ class StepReadback:
         return before.read() if before is not None else None
 
     def rest(self) -> StepFlags | None:
-        """Wait for what is on its way, if there is any."""
+        """Wait for values in flight, if there are any."""
         before, self._waiting = self._waiting, None
         return before.read() if before is not None else None
 
     def forget(self) -> None:
-        """Forget what is on its way: the run goes back to before it."""
+        """Discard values in flight: the run rolls back to before them."""
         self._waiting = None

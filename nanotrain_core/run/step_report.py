@@ -1,4 +1,4 @@
-"""What monitors get of a step, and of an evaluation."""
+"""The reports that monitors receive of a step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def report_step(
     engine: RuntimeEngine, losses: Losses, counts: Losses, stats: StepStats, *, lr: float, logged: bool
 ) -> None:
-    """Tell monitors of the step just done and, if it is ``logged``, of what they published until then."""
+    """Send monitors the step just done and, if it is ``logged``, the metrics published until then."""
     report = step_report(engine, losses, counts, stats, lr=lr, logged=logged)
     engine.events.step(report, logged=logged)
     for found in engine.watching.board.logged(report.step, step_values(report)) if logged else ():
@@ -29,7 +29,7 @@ def report_step(
 def step_report(
     engine: RuntimeEngine, losses: Losses, counts: Losses, stats: StepStats, *, lr: float, logged: bool
 ) -> StepReport:
-    """Return the report of the step just done. Collective, and waits for the device."""
+    """Return the report of the step just done. Collective, and synchronizes with the device."""
     run, names = engine.run, list(engine.run.loss_weights)
     nothing = torch.zeros((), device=run.mesh.device)
     sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
@@ -62,7 +62,7 @@ def evaluation(
     Args:
         engine: of the run.
         loss: summed next-token losses [1], float64.
-        counted: how many tokens were predicted [1].
+        counted: number of predicted tokens [1].
         seen: tokens of these batches, predicted or not [1].
     """
     run = engine.run

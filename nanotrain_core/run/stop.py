@@ -1,4 +1,4 @@
-"""Stopping a run, or taking it back, at a step boundary that all ranks agree on."""
+"""Stopping a run, or rolling it back, at a step boundary that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nanotrain_core.run.working import is_live
 
 StopReason = Literal["stopped", "preempted", "interrupted", "lost"]
 
-#: From the most to the least urgent: what the ranks agree on when they asked for different things.
+#: From the most to the least urgent: the agreed reason when ranks requested different ones.
 REASONS: tuple[StopReason, ...] = ("lost", "interrupted", "preempted", "stopped")
 
 SIGNALS: dict[signal.Signals, StopReason] = {
@@ -31,27 +31,28 @@ SIGNALS: dict[signal.Signals, StopReason] = {
     signal.SIGTERM: "preempted",
     signal.SIGHUP: "preempted",
 }
-#: Those that end a process that has no step to finish: asked to end, or its terminal is gone.
+#: Signals that end a process that has no step to finish: termination, or a closed terminal.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
-#: Exit codes of runs that were stopped.
+#: Exit codes of stopped runs.
 EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED, "lost": Exit.UNSAVED}
 
-#: Seconds in which one of these after another is the same request.
+#: Seconds within which consecutive signals of these kinds count as one request.
 ECHO = 1.0
 
 
 def is_again(number: int, first: int, since: float) -> bool:
-    """Return whether a signal is the request that ``first`` was, at monotonic time ``since``, on another way.
+    """Return whether a signal repeats the request that ``first`` was, at monotonic time ``since``.
 
-    Slurm, ``timeout`` and a shell's ``kill %1`` tell all processes, and a launcher tells its ranks once more.
-    systemd with ``SendSIGHUP`` sends both ending signals, as a supervisor and a closed terminal do together.
+    Slurm, ``timeout`` and a shell's ``kill %1`` signal all processes, and a launcher forwards it to its
+    ranks. systemd with ``SendSIGHUP`` sends both ending signals, as a supervisor and a closed terminal do
+    together.
     """
     return number in ENDING and first in ENDING and time.monotonic() - since < ECHO
 
 
 def heeded() -> list[signal.Signals]:
-    """Return the signals that stop a run: all but a SIGHUP that ``nohup`` has this process ignore."""
+    """Return the signals that stop a run: all except a SIGHUP that ``nohup`` makes this process ignore."""
     return [
         number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     ]
@@ -59,20 +60,20 @@ def heeded() -> list[signal.Signals]:
 
 @attrs.define(frozen=True)
 class Rollback:
-    """A request to go back to a checkpoint from before things went wrong, and not to see that data again."""
+    """A request to roll back to a checkpoint from before a failure, and to skip the data since then."""
 
     onset: int = attrs.field(validator=[instance_of(int), ge(1)])
-    """The first step whose update is suspected: the checkpoint is older, and data from here on is skipped."""
+    """The first step whose update is suspect: the checkpoint is older, and data from here on is skipped."""
     reason: str = attrs.field(validator=instance_of(str))
-    """In words, for the record."""
+    """A human-readable reason, for the log."""
 
 
 def end_on_sigterm() -> None:
-    """End this process at once on SIGTERM or SIGHUP, while there is no step to finish: it trains nothing."""
+    """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish."""
 
     def end(number: int, frame: FrameType | None) -> None:
         for each in {*ENDING} & {*heeded()}:
-            signal.signal(each, signal.SIG_IGN)  # it is on its way
+            signal.signal(each, signal.SIG_IGN)  # already being handled
         name = signal.Signals(number).name
         raise Preempted(f"ended by {name} at once: the last checkpoint, if there is one, is all there is")
 
@@ -81,10 +82,10 @@ def end_on_sigterm() -> None:
 
 
 def keep_code(code: int) -> int:
-    """Have a signal that comes from now on end this process with ``code``, which is returned.
+    """Make a later signal end this process with ``code``, which is returned.
 
-    All is done but the interpreter's own end, which takes a second with torch: what a second SIGTERM raises
-    there is a traceback, and the code of the run is lost.
+    Only the interpreter's own shutdown remains, which takes a second with torch: an exception that a second
+    SIGTERM raises there prints a traceback, and the run's exit code is lost.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -102,7 +103,7 @@ class StopRequest:
     """Collects stop requests on this rank; ``reason`` is set once every rank knows of one."""
 
     grace: float | None = None
-    """Seconds after a signal in which training must end, or this process does; None: it may take its time."""
+    """Seconds after a signal within which training must end, else this process does; None: no limit."""
 
     def __init__(self) -> None:
         self.reason: StopReason | None
@@ -110,21 +111,21 @@ class StopRequest:
         self.clear()
 
     def clear(self) -> None:
-        """Forget earlier requests: a new call of fit begins."""
+        """Clear earlier requests: a new call of fit begins."""
         self.reason, self._requested = None, set()
         self.rollback: Rollback | None = None
         """This rank's own request."""
         self.rollback_agreed = False
-        """Whether any rank requests to go back, as all ranks know."""
+        """Whether any rank requests a rollback, as agreed by all ranks."""
 
     def request(self, reason: StopReason) -> None:
         """Ask to stop at the next agreement."""
         self._requested.add(reason)
 
     def request_rollback(self, rollback: Rollback | None) -> None:
-        """Ask to go back at the next agreement; None when that is done. The earliest request counts.
+        """Request a rollback at the next agreement; None when it is done. The earliest request counts.
 
-        What is agreed stays so: the other ranks are about to go back.
+        An agreed rollback is not withdrawn: the other ranks are about to perform it.
         """
         if rollback is None:
             self.rollback, self.rollback_agreed = None, False
@@ -136,13 +137,13 @@ class StopRequest:
         return [*(float(reason in self._requested) for reason in REASONS), float(self.rollback is not None)]
 
     def agree(self, summed: Sequence[float]) -> None:
-        """Learn what all ranks together request."""
+        """Record what all ranks together request."""
         *stops, self.rollback_agreed = map(bool, summed)
         self.reason = next((reason for reason, asked in zip(REASONS, stops, strict=True) if asked), None)
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C, SIGTERM or SIGHUP into a stop request; a second acts as without us."""
+        """Turn the first Ctrl-C, SIGTERM or SIGHUP into a stop request; a second has its default effect."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -175,22 +176,22 @@ class StopRequest:
 
 
 def announce(grace: float) -> None:
-    """Tell the person who pressed Ctrl-C what happens now."""
+    """Tell the user who pressed Ctrl-C what happens now."""
     text = f"a last step and a checkpoint, within {grace:g} s; again, and all ranks end at once"
-    with suppress(OSError):  # nobody reads: stop all the same
+    with suppress(OSError):  # nobody reads the terminal: stop all the same
         log.say(f"Ctrl-C: {text}", level="warning")
 
 
 def _end_after(
     grace: float, received: Mapping[signal.Signals, float], over: threading.Event, *, first: bool
 ) -> None:
-    """End this process if training is not over so long after the first signal: a rank may wait for ever."""
+    """End this process if training has not ended this long after the first signal: a rank may hang."""
     announced = False
     while not over.wait(0.2):
         if signal.SIGINT in received and not announced:
             announced = True
             if first and is_live(sys.stdout):
-                announce(grace)  # here, and not in the launcher, who would write into the console's panel
+                announce(grace)  # here, and not in the launcher, which would write into the console's panel
         if received and time.monotonic() - min(received.values()) > grace:
             number = next(iter(received))
             text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"

@@ -1,11 +1,11 @@
-"""Taps: monitors look at what modules return while a logged step runs, by the modules' global names, and at
-what functions that these call, as attention, are called with.
+"""Taps: monitors observe what modules return in a logged step, by the modules' global names, and the
+arguments of functions that these call, such as attention.
 
-A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside of its hooks, so a
-tap on a compiled layer runs between graphs and leaves them as they are; modules inside of a graph cannot be
-tapped, since their hooks would be traced. Calls of functions are seen inside of a graph, too: see
-:mod:`~nanotrain_core.run.calls`. A recomputation, for activation checkpointing, is not looked at
-again. In steps that are not logged a tap is one call of Python that returns at once.
+A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside its hooks, so a
+tap on a compiled layer runs between graphs and leaves them unchanged; modules inside a graph cannot be
+tapped, since their hooks would be traced. Function calls are observed inside a graph, too: see
+:mod:`~nanotrain_core.run.calls`. A recomputation, for activation checkpointing, is not observed
+again. In steps that are not logged a tap costs one Python call that returns immediately.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.run.calls import Calls
 from nanotrain_core.run.together import Together
 
-#: Takes a module's name and what it returned.
+#: Receives a module's name and its output.
 Look = Callable[[str, Any], None]
-#: Returns whether a monitor reads its taps in the step under way.
+#: Returns whether a monitor reads its taps in the current step.
 When = Callable[[], bool]
 
 
@@ -46,13 +46,13 @@ class Taps:
         together: Together | None = None,
         fail: Callable[[int, Exception], None] = lambda monitor, problem: None,
     ) -> None:
-        """Open nothing yet.
+        """Register no taps yet.
 
         Args:
-            parts: of the model, on this rank.
-            passes: say what is a recomputation.
-            together: learns when monitors may call no collective.
-            fail: is called with a monitor, by its place in the run, whose look at a module failed.
+            parts: the model's parts on this rank.
+            passes: report whether a pass is a recomputation.
+            together: records when monitors may call no collective.
+            fail: is called with a monitor, by its index in the run, whose ``look`` failed.
         """
         self.passes, self.together, self.fail = passes, together, fail
         self.modules = {name: module for part in parts for name, module in named_modules(part)}
@@ -65,9 +65,9 @@ class Taps:
             if inner
         }
         self.on = False
-        """Whether the step under way is looked at."""
+        """Whether the current step is observed."""
         self.left_out: Collection[int] = ()
-        """Monitors, by their place in the run, whose taps are not called any more."""
+        """Monitors, by their index in the run, whose taps are no longer called."""
         self._handles: list[RemovableHandle] = []
         self._calls: list[Calls] = []
 
@@ -81,25 +81,25 @@ class Taps:
         compiled: bool = True,
         when: When = lambda: True,
     ) -> list[str]:
-        """Have ``look(name, output)`` called with what modules return in each forward pass of logged steps.
+        """Call ``look(name, output)`` with what modules return in each forward pass of logged steps.
 
         Collective: in ``on_start``, on all ranks.
 
         Args:
-            owner: the monitor's place in the run.
-            mesh: that the monitor was given.
-            look: must change nothing and call no collective; what it publishes goes with the step. Output
-                is the first tensor of what the module returned, detached, else what it returned.
+            owner: the monitor's index in the run.
+            mesh: the mesh that the monitor was given.
+            look: must modify nothing and call no collective; what it publishes belongs to the step. Output is
+                the first tensor of what the module returned, detached; if there is none, the return value.
             modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
-            compiled: refuse modules inside of compiled layers; False leaves them out.
-            when: whether to call ``look``, asked in each forward pass of a logged step: for a monitor that
-                reads only some steps.
+            compiled: reject modules inside compiled layers; False omits them.
+            when: whether to call ``look``, evaluated in each forward pass of a logged step: for a monitor
+                that reads only some steps.
 
         Returns:
-            The names that were found, of the whole model, in its order.
+            The names that were found in the whole model, in its order.
 
         Raises:
-            PluginError: nothing has such a name on any rank, or it is inside of a compiled layer.
+            PluginError: nothing has such a name on any rank, or it is inside a compiled layer.
         """
         found = self._found(mesh, modules, compiled=compiled)
         for name in found:
@@ -118,25 +118,25 @@ class Taps:
         *,
         when: When = lambda: True,
     ) -> list[str]:
-        """Have ``look(name, *args)`` called with what modules call a function of their table with.
+        """Call ``look(name, *args)`` with the arguments of modules' calls to a function of their table.
 
         As :meth:`add`: in each forward pass of logged steps, also inside of compiled layers.
 
         Args:
-            owner: the monitor's place in the run.
-            mesh: that the monitor was given.
-            function: a field of :class:`~nanotrain_core.models.ops.Ops`, as ``attention``.
-            look: is given the name of the tapped module that the call is in, and its arguments, tensors
-                detached. Those of attention are this rank's heads, of whole sequences.
+            owner: the monitor's index in the run.
+            mesh: the mesh that the monitor was given.
+            function: a field of :class:`~nanotrain_core.models.ops.Ops`, such as ``attention``.
+            look: receives the name of the tapped module that makes the call, and its arguments, tensors
+                detached. Those of attention are this rank's heads, for whole sequences.
             modules: names or patterns, by default the first, middle and last layer.
-            when: as of :meth:`add`.
+            when: as in :meth:`add`.
 
         Returns:
-            The names that were found, of the whole model, in its order. A model whose modules have no table
-            never sees.
+            The names that were found in the whole model, in its order. In a model whose modules have no table
+            ``look`` is never called.
 
         Raises:
-            PluginError: there is no such function; or as :meth:`add`.
+            PluginError: there is no such function; or as in :meth:`add`.
         """
         if function not in (known := [field.name for field in fields(Ops)]):
             raise PluginError(f"models call no function '{function}'{did_you_mean(function, known)}")
@@ -164,7 +164,7 @@ class Taps:
         return found
 
     def _found(self, mesh: Mesh, modules: Sequence[str], *, compiled: bool = True) -> list[str]:
-        """Return the names that patterns stand for, on all ranks. Collective."""
+        """Return the names that match the patterns, on all ranks. Collective."""
         own = [name for name in self.modules if _any(name, modules)]
         everyone = mesh.gather((self.blocks, own, [name for name in own if name in self.inside_graphs]))
         blocks, found, inside = (
@@ -187,7 +187,7 @@ class Taps:
 
     @contextmanager
     def looking(self, on: bool) -> Iterator[None]:
-        """Look at what runs meanwhile, if ``on``."""
+        """Observe the modules that run within the block, if ``on``."""
         self.on = on
         try:
             yield
@@ -195,7 +195,7 @@ class Taps:
             self.on = False
 
     def remove(self) -> None:
-        """Take all taps off."""
+        """Remove all taps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -228,13 +228,13 @@ class Taps:
 
 
 def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a part under the names that begin those of their parameters."""
+    """Yield the modules of a part under the prefixes of their parameters' names."""
     root = getattr(part, "named_root", part)
     yield from ((name, module) for name, module in root.named_modules() if name)
 
 
 def block_names(part: nn.Module) -> list[str]:
-    """Return the layers of a part: modules of role BLOCK, of a plain model those of its longest list."""
+    """Return the layers of a part: modules of role BLOCK; in a plain model, those of its longest list."""
     found = [name for name, _, tag in tagged(part) if tag.role is Role.BLOCK]
     lists = [
         (name, each) for name, each in named_modules(part) if isinstance(each, nn.ModuleList | nn.Sequential)

@@ -1,11 +1,11 @@
-"""How fast a run goes, leaving out what is not training."""
+"""Measures a run's throughput, excluding everything that is not training."""
 
 from __future__ import annotations
 
 import time
 
-#: Dense bfloat16 FLOP/s of GPUs, by what their names hold, the longest first: NVIDIA's data sheets, without
-#: sparsity.
+#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the longest first: NVIDIA's data sheets,
+#: without sparsity.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -25,13 +25,13 @@ def peak_flops(device: str) -> float | None:
 
 
 class Throughput:
-    """Seconds per step, and tokens per second, since it was last asked or restarted."""
+    """Seconds per step and tokens per second since the last measurement or restart."""
 
     def __init__(self) -> None:
         self.restart(0, 0)
 
     def restart(self, step: int, tokens: int) -> None:
-        """Measure from here, after so many steps and tokens in all: what came before was not training."""
+        """Measure from here, at this total of steps and tokens: the time before was not training."""
         self._began, self._step, self._tokens = time.monotonic(), step, tokens
 
     def since(self, step: int, tokens: int, *, restart: bool = True) -> tuple[float, float]:

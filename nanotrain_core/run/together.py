@@ -1,11 +1,11 @@
 """Collectives of monitors: every rank enters one, or none does.
 
-An exception may keep one rank's monitor from a collective that the others' have entered, and they would wait
-for ever. So before each collective all ranks agree in a *round*, a small all-reduce in a group of their own:
-a rank says that its monitor is here. One whose monitor has failed says so in the next round, without waiting
-for it, and goes on training. Whoever waits in that round learns of it: if it is the event that it is in, it
-leaves that, too; if not, it takes part in a further round. A rank takes part in every round once, waiting or
-not, so that rounds stay in step.
+An exception may keep one rank's monitor out of a collective that the others have entered, and they would
+hang. So before each collective all ranks agree in a *round*, a small all-reduce in a group of its own: a rank
+announces that its monitor has arrived. A rank whose monitor has failed announces that in the next round,
+without waiting for it, and continues training. Ranks that wait in that round receive the failure: if it
+concerns the event that they are in, they leave it, too; otherwise they take part in a further round. Every
+rank takes part in every round once, waiting or not, so that rounds stay in step.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from nanotrain_core.layout.mesh import Mesh
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A failure may be reported long before the others' next round: the watchdog, and not this, ends a hang.
+#: A failure may be reported long before the others' next round: hangs are left to the watchdog.
 PATIENCE = timedelta(days=30)
 
 NOTHING = -(2**62)
 
 
 class FailedElsewhere(Exception):
-    """A monitor failed on another rank, and so leaves the event on this one too."""
+    """A monitor failed on another rank, so this rank leaves the event too."""
 
 
 class Together:
-    """The agreement of all ranks of a run, from one of them."""
+    """One rank's view of the agreement between all ranks of a run."""
 
     def __init__(self, mesh: Mesh, monitors: int) -> None:
-        """Make the group, where there are several ranks and any monitors. Collective."""
+        """Create the group, if there are several ranks and any monitors. Collective."""
         self.rank, self.monitors = mesh.rank, monitors
         self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
         self._waits = mesh.waits
         self.at: tuple[int, object] | None = None
-        """The monitor that is called now, and its event's name."""
+        """The monitor being called, and the name of its event."""
         self._told: list[tuple[dist.Work, torch.Tensor]] = []
-        """Rounds of which nobody needs to know here, with their memory."""
+        """Rounds whose result this rank does not need, with their memory."""
         self.forbidden = ""
-        """Why there may be no collective now."""
+        """Why collectives are currently forbidden."""
 
     def close(self) -> None:
-        """Give the group back, after an end that all ranks have reached; it is for ever without this.
+        """Destroy the group, after an end that all ranks have reached; otherwise it would stay forever.
 
-        A failure that nobody has heard of may still be on its way: then the group stays, as nothing can
-        take back what a rank has begun to send.
+        A failure that no rank has received may still be in flight: then the group stays, because a send
+        that a rank has begun cannot be cancelled.
         """
         if self._group is not None and all(work.is_completed() for work, _ in self._told):
             self._told.clear()
@@ -63,15 +63,15 @@ class Together:
         self._group = None
 
     def event(self, monitor: int, name: object) -> AbstractContextManager[None]:
-        """Have a monitor hear of an event; no other one of the run has a ``name`` that reads the same."""
+        """Deliver an event to a monitor; no other event of the run has a ``name`` that reads the same."""
         return _Event(self, (monitor, name))
 
     def enter(self) -> None:
-        """Return when the monitor is here on all ranks.
+        """Return when the monitor has arrived on all ranks.
 
         Raises:
-            FailedElsewhere: on one it has failed in this event.
-            PluginError: ranks are in different monitors or events, or there may be no collective now.
+            FailedElsewhere: it has failed in this event on one of them.
+            PluginError: ranks are in different monitors or events, or collectives are currently forbidden.
         """
         self._check_allowed()
         if self._group is None or self.at is None:
@@ -86,7 +86,7 @@ class Together:
             raise PluginError(f"a monitor may call no collective {self.forbidden}")
 
     def drain(self) -> None:
-        """Gather all failures that were reported: all ranks call this at the same point."""
+        """Collect all reported failures: all ranks call this at the same point."""
         if self._group is not None:
             for _ in self._rounds(self.monitors, 0):
                 pass
@@ -110,7 +110,7 @@ class Together:
         self._told = [each for each in self._told if not each[0].is_completed()]
 
     def tell_failure(self) -> None:
-        """Say in the next round that the monitor called now has failed, and do not wait for it."""
+        """Announce in the next round that the monitor being called has failed, without waiting for it."""
         if self._group is not None and self.at is not None:
             monitor, name = self.at
             self._told.append(self._round(failed=(monitor, _number(name))))
@@ -134,9 +134,9 @@ class Together:
         return numbers[:4], numbers[4 : 4 + self.monitors], numbers[4 + self.monitors :]
 
     def before(self, collective: Callable[P, T], members: Callable[..., int] | None = None) -> Callable[P, T]:
-        """Return ``collective`` with an agreement before it, unless it has one member and does not talk.
+        """Return ``collective`` preceded by an agreement, unless it has only one member.
 
-        ``members`` says how many it has, by its arguments; without, all ranks.
+        ``members`` returns how many it has, from its arguments; without it, all ranks.
         """
 
         def together(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -149,7 +149,7 @@ class Together:
 
 
 class _Event(AbstractContextManager[None]):
-    """A monitor hears of an event. A class, and no generator: each step has dozens of them."""
+    """Delivers an event to a monitor. A class, not a generator, for speed: each step has dozens of them."""
 
     __slots__ = ("at", "together")
 
@@ -182,13 +182,13 @@ class MonitorMesh(Mesh):
 
 
 def _number(event: object) -> int:
-    """Return what ranks know an event by; few events need it."""
+    """Return a number that identifies an event on all ranks; few events need it."""
     return zlib.crc32(str(event).encode()) + 1
 
 
 def _group(mesh: Mesh) -> Any:
     level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # in detail, torch would wait for all ranks in each call
+    dist.set_debug_level(dist.DebugLevel.OFF)  # at level DETAIL, torch would wait for all ranks in each call
     try:
         return dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="monitors")
     finally:

@@ -1,4 +1,4 @@
-"""What a run is at a step, as checkpoints save it, and how a run goes on from there."""
+"""The state of a run at a step, as checkpoints save it, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
 
 
 def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
-    """Take over what a checkpoint says of a run's progress and data.
+    """Apply a checkpoint's state of progress and data.
 
     Raises:
-        NanotrainError: it is of another model or of other data, or not the state of a run.
+        NanotrainError: it belongs to another model or other data, or is not the state of a run.
     """
     run = engine.run
     if problems := state_problems(meta):
@@ -59,13 +59,13 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
 
 
 def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
-    """Take over the rest of what a checkpoint says, now that its tensors are read.
+    """Apply the rest of a checkpoint's state, after its tensors have been read.
 
     Raises:
         NanotrainError: see :func:`restore_meta`; or state of the optimizer, or random-number streams, are
-            none.
+            invalid.
     """
-    restore_meta(engine, saved.meta)  # whatever the checkpoint has called
+    restore_meta(engine, saved.meta)  # even if the checkpoint did not call it
     try:
         engine.run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
@@ -74,7 +74,7 @@ def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
 
 
 def go_on_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
-    """Go on from what was saved, which has filled ``blocks`` of :func:`capture_state`.
+    """Resume from a saved state, which has filled ``blocks`` of :func:`capture_state`.
 
     Raises:
         NanotrainError: see :func:`restore_progress`.
@@ -83,6 +83,6 @@ def go_on_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]
     for placed, block in zip(run.placed, blocks, strict=False):  # weights come first
         quantize_into(placed.parameter, block.tensor)
     restore_progress(engine, saved)
-    if not saved.rank_tensors:  # of another layout: new streams, not those of the first steps once more
+    if not saved.rank_tensors:  # another layout: new streams, not those of the first steps again
         seed = random_state.stream_seed(run.seed, "resumed", engine.step)
         random_state.seed_all(seed, run.mesh.rank)

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, beside what it computes."""
+"""Copies batches to the device, overlapped with its computation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from nanotrain_core.batch import Batch
 class Upload:
     """Copies batches to one device.
 
-    On a GPU through pinned memory, on a stream of its own. The host is ahead of the device: while that still
-    computes the last step, the next one's tokens are copied, and no stream waits for more than them.
+    On a GPU it copies through pinned memory, on a separate stream. The host is ahead of the device: while the
+    device still computes the last step, the next step's tokens are copied, and no stream waits for anything
+    else.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,7 +22,7 @@ class Upload:
         self._stream: Any = None
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return ``batch`` on the device: there for whatever the current stream computes from now on."""
+        """Return ``batch`` on the device, ready for whatever the current stream computes from now on."""
         tensors = [each for each in (batch.tokens, batch.targets, batch.begins) if each is not None]
         if self.device.type != "cuda" or any(each.device.type != "cpu" for each in tensors):
             return batch.to(self.device)
@@ -33,5 +34,5 @@ class Upload:
         now.wait_stream(self._stream)
         for each in (moved.tokens, moved.targets, moved.begins):
             if each is not None:
-                each.record_stream(now)  # its memory is not given out again before that has used it
+                each.record_stream(now)  # keeps its memory from being reused before that stream has used it
         return moved

@@ -1,4 +1,4 @@
-"""What the monitors of one call of ``fit`` work with: where they publish, their collectives, their taps."""
+"""The monitors' environment for one call of ``fit``: their metrics board, collectives and taps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanotrain_core.run.together import MonitorMesh, Together
 
 
 class Watching:
-    """Made anew for each call, with the monitors that there are by then."""
+    """Created anew for each call, with the monitors present at that time."""
 
     def __init__(self, run: Run, events: Events) -> None:
         """Collective: all ranks have the same monitors."""

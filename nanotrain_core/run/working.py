@@ -1,4 +1,4 @@
-"""Shows that something takes long: a bar on a terminal, a ``key=value`` line every ten seconds elsewhere.
+"""Shows progress of slow operations: a bar on a terminal, elsewhere a ``key=value`` line every ten seconds.
 
 Torch-free, on standard error, in rank 0's process alone.
 """
@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-#: Seconds before a bar is shown, and between two lines: what takes less says nothing.
+#: Seconds before a bar is shown, and between two lines: faster operations show nothing.
 SOON, OFTEN = 0.5, 10.0
 
-#: Tells how much more is done.
+#: Reports how much more is done.
 Advance = Callable[[float], None]
 
 _shown = threading.Lock()
-"""Held by whoever shows something: what it does meanwhile says nothing of its own."""
+"""Held by the operation that is shown: nested operations show nothing."""
 
 
 @contextlib.contextmanager
@@ -32,11 +32,11 @@ def working(what: str, total: float | None = None, unit: str = "") -> Iterator[A
                 advance(len(document))
 
     Args:
-        what: as ``"tokenising"``.
-        total: in all; None where nobody knows, or nothing is counted.
-        unit: of ``total``: ``"B"`` are shown as kB, MB and GB.
+        what: such as ``"tokenising"``.
+        total: the total amount; None if unknown, or if nothing is counted.
+        unit: of ``total``: ``"B"`` is shown as kB, MB and GB.
     """
-    import structlog  # brings rich, which `nanotrain --help` does without
+    import structlog  # imports rich, which `nanotrain --help` avoids
 
     first = structlog.contextvars.get_contextvars().get("rank", 0) == 0
     if not first or not _shown.acquire(blocking=False):
@@ -58,7 +58,7 @@ def working(what: str, total: float | None = None, unit: str = "") -> Iterator[A
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep :func:`working` silent meanwhile: a panel on the terminal says what takes long."""
+    """Keep :func:`working` silent within the block: a panel on the terminal shows the progress."""
     held = _shown.acquire(blocking=False)
     try:
         yield
@@ -75,7 +75,7 @@ def is_live(stream: object) -> bool:
 
 
 class _Job:
-    """How far something is. Told by one thread, shown by another."""
+    """The progress of one operation. Updated by one thread, shown by another."""
 
     def __init__(self, what: str, total: float | None, unit: str) -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -87,7 +87,7 @@ class _Job:
         self.done += more
 
     def tell(self) -> None:
-        """Log a line from time to time."""
+        """Log a line periodically."""
         import structlog
 
         log = structlog.get_logger("nanotrain")
@@ -95,7 +95,7 @@ class _Job:
             log.info(self.what, **self.fields())
 
     def fields(self) -> dict[str, str | int]:
-        """Return how far it is."""
+        """Return the progress."""
         seconds = round(time.monotonic() - self.began)
         if not self.total:
             return {"seconds": seconds}
@@ -104,7 +104,7 @@ class _Job:
         return {"done": done, "of": total, "percent": int(100 * self.done / self.total), "seconds": seconds}
 
     def draw(self) -> None:
-        """Show a bar that goes away in the end."""
+        """Show a bar that is removed at the end."""
         if self.ended.wait(SOON):
             return
         from rich.console import Console
@@ -126,7 +126,7 @@ class _Job:
 
 
 def amount(number: float, unit: str) -> str:
-    """Return a number in words.
+    """Return a human-readable amount.
 
     >>> [amount(3e9, "B"), amount(1234, "B"), amount(7, ""), amount(2, "files")]
     ['3.0 GB', '1.2 kB', '7', '2 files']

@@ -1,4 +1,4 @@
-"""Has the recipe's parallel wrappers transform a rank's model parts, and checks what they return."""
+"""Applies the recipe's parallel wrappers to a rank's model parts, and validates what they return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wrap(
 def shard_and_draw(
     parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, seed: int
 ) -> None:
-    """Have the wrappers shard parameters of finished parts, update ``placements``, draw weights."""
+    """Let the wrappers shard parameters of finished parts, update ``placements``, initialise weights."""
     for selection, wrapper in wrappers:
         for part in parts:
             wrapper.shard(part, placements, mesh)
