@@ -22,25 +22,25 @@ class AdamW(MasterOptimizer):
     config: AdamWConfig
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return ``torch.optim.AdamW``, or what keeps its moments narrow."""
+        """Return ``torch.optim.AdamW``, or a variant with low-precision moments."""
         config = self.config
         if config.moment_dtype == "float32":
             return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return moments.LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return two moments at zero, in the form they are kept in."""
+        """Return both moments at zero, in their storage format."""
         weight, carries = slot.weight, slot.feedback is not None
         kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
 
     @property
     def skips_on_device(self) -> bool:
-        """Both AdamWs heed ``found_inf``, with moments of any dtype."""
+        """Both AdamWs support ``found_inf``, with moments of any dtype."""
         return True
 
     def place(self, name: str, slot: Slot) -> Piece:
-        """Scales sit in a tensor of their own shape."""
+        """Scales are placed as tensors of their own shape."""
         return moments.grouped(slot.piece) if name.endswith(moments.SCALE) else slot.piece
 
     @property
@@ -51,8 +51,8 @@ class AdamW(MasterOptimizer):
     def carry(self, slot: Slot, error: torch.Tensor) -> None:
         """Add ((1 - beta1^t) / lr) (1 - 1 / beta1) (sqrt(v / (1 - beta2^t)) + eps) error to the first moment.
 
-        The t-th step has been taken. Steps to come use up beta1 + beta1^2 + ... of it: -lr times that is the
-        error. Source: Nikdan et al., "ECO", arXiv 2601.22101, Adam's form.
+        Called after the t-th step. Later steps apply beta1 + beta1^2 + ... of it: -lr times that is the
+        error. Source: Nikdan et al., "ECO", arXiv 2601.22101, the form for Adam.
         """
         state, (beta1, beta2) = self.inner.state[slot.weight], slot.group["betas"]
         first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]

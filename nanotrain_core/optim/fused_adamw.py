@@ -1,4 +1,4 @@
-"""``torch.optim.AdamW`` with its fused kernel, in lists that stay the same from step to step."""
+"""``torch.optim.AdamW`` with its fused kernel, on lists that are reused from step to step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = list[torch.Tensor]
 
 @attrs.define(frozen=True, eq=False)
 class Lists:
-    """What the kernel is given of one parameter group, besides gradients."""
+    """The kernel's inputs for one parameter group, except gradients."""
 
     weights: Tensors
     """``group["params"]`` itself."""
@@ -24,26 +24,26 @@ class Lists:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Keeps the lists of tensors that the fused kernel takes, instead of making them in every step.
+    """Caches the lists of tensors that the fused kernel takes, instead of building them in every step.
 
-    Needs a gradient of every weight, and state tensors that are never replaced.
+    Requires a gradient for every weight, and state tensors that are never replaced.
     """
 
     found_inf: torch.Tensor | None = None
-    """A float32 scalar, 1 on the device where a step is to change nothing: as of torch's own."""
+    """A float32 scalar on the device, 1 if the step must change nothing, as in torch's own."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
         self._lists: dict[int, Lists] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Look everything up again."""
+        """Rebuild the lists."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._lists = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every weight. No closure is ever called."""
+        """Update every weight. No closure is called."""
         for number, group in enumerate(self.param_groups):
             known = self._lists.get(number)
             if known is None or known.weights is not group["params"]:
@@ -68,7 +68,7 @@ def fused_adamw(
     group: Mapping[str, Any],
     found_inf: torch.Tensor | None,
 ) -> None:
-    """Update weights, moments and step counters in place, with the options of a group of ``AdamW``'s.
+    """Update weights, moments and step counters in place, with the options of an ``AdamW`` group.
 
     Nothing changes if ``found_inf``, a float32 scalar on the device, is 1.
     """

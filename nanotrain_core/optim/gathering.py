@@ -1,4 +1,4 @@
-"""An optimizer behind a gradient sync that shards: weights are gathered after each step."""
+"""An optimizer behind a gradient sync that shards: weights are all-gathered after each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanotrain_core.layout.placement import PlacedParameter
 
 
 class GatheringOptimizer(Optimizer):
-    """Any optimizer, which updates the ranges that it is given and knows of no other ranks."""
+    """Wraps any optimizer, which updates the ranges that it is given and is unaware of other ranks."""
 
     returns_early = True
 
@@ -28,7 +28,7 @@ class GatheringOptimizer(Optimizer):
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Have masters made of this rank's ranges, and bring what they rounded to the other ranks."""
+        """Create masters of this rank's ranges, and all-gather the values they rounded."""
         self.mesh = mesh
         self.every = [placed.parameter for placed in parameters]
         self.behind.setup(parameters, precision, gradients, mesh)
@@ -37,35 +37,35 @@ class GatheringOptimizer(Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:  # type: ignore[override]
-        """The optimizer's own."""
+        """The wrapped optimizer's."""
         return self.behind.inner
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Update this rank's ranges, and begin to gather all others'."""
-        self.wait(self.every)  # what no module asked for must not arrive on top of newer weights
+        """Update this rank's ranges, and begin to all-gather all others."""
+        self.wait(self.every)  # an old all-gather that no module waited for must not overwrite newer weights
         stats = self.behind.step(loss_scale=loss_scale)
-        if self.mesh.device_is_async or not stats.skipped:  # all ranks alike
+        if self.mesh.device_is_async or not stats.skipped:  # the same on all ranks
             self._gather()
         return stats
 
     def _gather(self) -> None:
-        """Begin to gather weights, once an optimizer that returns early has written this rank's."""
+        """Begin to all-gather weights, after an optimizer that returns early has written this rank's."""
         if self.behind.returns_early:
             self.behind.wait(self.every)
         self.weights.gather_weights()
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
-        """Return when ``parameters`` are there."""
+        """Return when ``parameters`` have arrived."""
         self.weights.wait(parameters)
 
     def blocks(self) -> Iterable[Block]:
-        """Yield the optimizer's."""
+        """Yield the wrapped optimizer's blocks."""
         return self.behind.blocks()
 
     def meta(self) -> dict[str, Any]:
-        """Return the optimizer's."""
+        """Return the wrapped optimizer's state."""
         return self.behind.meta()
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Hand it to the optimizer."""
+        """Pass the state to the wrapped optimizer."""
         self.behind.load_meta(meta)

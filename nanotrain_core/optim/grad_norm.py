@@ -1,6 +1,6 @@
 """Gradient norm and clipping: the 2-norm of a whole model's gradient, from every rank's blocks of it.
 
-Read from placements, so it is the same number on every layout.
+Computed from placements, so it is the same value on every layout.
 """
 
 from __future__ import annotations
@@ -12,33 +12,32 @@ import torch
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placement
 
-#: Squares that are added up in their own dtype before float64 takes over. A CPU adds one after the other: of
-#: 22 million in float32 it loses 0.2%, of 134 million 2.8%, and gradients are clipped to too large a norm.
-#: A GPU adds in many places at once.
+#: The number of squares that are summed in their own dtype before float64 is used. A CPU adds them
+#: sequentially: over 22 million in float32 it loses 0.2%, over 134 million 2.8%, and the clipped norm is too
+#: large. A GPU adds in parallel.
 LONGEST_SUM = 2**16
 
 
 class GlobalNorm:
-    """The 2-norm of a whole model's gradient, from every rank's blocks of it, step after step.
+    """The 2-norm of a whole model's gradient, from every rank's blocks of it, in each step.
 
     A block held by n ranks counts 1/n on each, so one sum over the world counts every element once,
-    whatever the layout. The result is equal on every rank, bit for bit.
+    whatever the layout. The result is bitwise equal on every rank.
     """
 
     def __init__(self, placements: Sequence[Placement], mesh: Mesh) -> None:
-        """``placements``: of the blocks that :meth:`of` is given, in that order."""
+        """``placements``: those of the blocks passed to :meth:`of`, in that order."""
         self.mesh = mesh
         self.held_by: dict[int, list[int]] = {}
-        """Which blocks, by the number of ranks that hold each."""
+        """Block indices by the number of ranks that hold the block."""
         for number, placement in enumerate(placements):
             self.held_by.setdefault(placement.replicas(mesh.layout), []).append(number)
 
     def of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All-reduce: return the norm.
+        """All-reduce the squared norms, and return the norm.
 
         Returns:
-            A float64 scalar tensor on the mesh's device, whatever the gradients' dtype: a rank may have none
-            to take it from, and would round what others do not.
+            A float64 scalar on the mesh's device, whatever the gradients' dtype: some ranks may have none.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for replicas, numbers in self.held_by.items():
@@ -49,7 +48,7 @@ class GlobalNorm:
 
 
 def norms(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each block as a scalar, those of 16 bits in float32: float16 would overflow."""
+    """Return the 2-norm of each block as a scalar, in float32 for 16-bit blocks: float16 would overflow."""
     wide = [torch.promote_types(block.dtype, torch.float32) for block in blocks]
     if all(block.dtype == dtype for block, dtype in zip(blocks, wide, strict=True)):
         return list(torch._foreach_norm(blocks))  # a few kernels for all of them
@@ -57,18 +56,18 @@ def norms(blocks: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def global_norm(gradients: Iterable[tuple[torch.Tensor, Placement]], mesh: Mesh) -> torch.Tensor:
-    """Return the norm of all gradients of the run, float64: an all-reduce. See :class:`GlobalNorm`."""
+    """All-reduce and return the norm of all gradients of the run, float64. See :class:`GlobalNorm`."""
     pairs = list(gradients)
     return GlobalNorm([placement for _, placement in pairs], mesh).of([gradient for gradient, _ in pairs])
 
 
 def chunks_for_norm(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return all elements of ``gradients`` in tensors as long as their device adds up well."""
+    """Return all elements of ``gradients`` in chunks that their device sums accurately."""
     found: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient.is_cpu and gradient.numel() > LONGEST_SUM:
             found.extend(torch.split(gradient.reshape(-1), LONGEST_SUM))
-        else:  # what is transposed in memory would be added up in that order
+        else:  # tensors transposed in memory would be summed in that order
             found.append(gradient if gradient.is_contiguous() else gradient.reshape(-1))
     return found
 
@@ -76,12 +75,12 @@ def chunks_for_norm(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def named_norms(
     gradients: Iterable[tuple[torch.Tensor, Placement]], names: Sequence[str], mesh: Mesh
 ) -> list[float]:
-    """All-reduce: the 2-norm of each named tensor's gradient, from every rank's blocks or ranges of it.
+    """All-reduce: return the 2-norm of each named tensor's gradient, from every rank's blocks or ranges.
 
-    As :func:`global_norm`, for each name by itself.
+    Like :func:`global_norm`, but separately for each name.
 
     Args:
-        gradients: this rank's.
+        gradients: of this rank.
         names: of the whole model, the same on every rank.
         mesh: of the run.
     """
@@ -96,13 +95,13 @@ def named_norms(
 
 
 def clip_factor(norm: torch.Tensor, limit: float, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the clip coefficient, in (0, 1]: times it, gradients of a global norm have at most ``limit``.
+    """Return the clip coefficient, in (0, 1], that reduces the global gradient norm to at most ``limit``.
 
     Args:
         norm: of all gradients of the run, a scalar.
-        limit: 0 is none, and the coefficient 1.
-        gradients: some of them, at least one, for their dtype: the scalar tensor that is returned has it, or
-            float32 where that has more bits.
+        limit: 0 disables clipping, and the coefficient is 1.
+        gradients: at least one of them, for the dtype of the returned scalar tensor: that dtype, or float32
+            if that has higher precision.
     """
     norm = norm.to(torch.promote_types(torch.float32, gradients[0].dtype))
     return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)

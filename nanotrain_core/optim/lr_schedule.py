@@ -16,14 +16,14 @@ def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return the multiplier of the peak rate as a function of the steps already done, from 0.
 
     Warm-up rises linearly: the first step has 1 / warmup_steps, the last of warm-up the full rate.
-    Decay begins from the full rate and would reach ``final_ratio`` one step after the run's last.
+    Decay begins at the full rate and would reach ``final_ratio`` one step after the run's last step.
 
     Source: cosine from Loshchilov and Hutter, arXiv 1608.03983 (one period, no restart); WSD from
     Hu et al., arXiv 2404.06395 (with linear decay).
     """
     decay = config.decay_steps
     if decay is None:
-        # The first step of a decay still has the full rate: below 2 there would be none.
+        # The first step of a decay still has the full rate: with less than 2 steps there would be no decay.
         decay = max(2, steps // 10) if config.use == "wsd" else max(1, steps - config.warmup_steps)
     decay_begins = steps - decay
 
@@ -40,7 +40,7 @@ def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 class Scheduler(LambdaLR):
-    """Moves on after a skipped step too, the first one included, without torch's warning about it."""
+    """Advances after a skipped step too, even the first, without torch's warning about it."""
 
     def step(self, epoch: int | None = None) -> None:
         with warnings.catch_warnings():
@@ -48,10 +48,10 @@ class Scheduler(LambdaLR):
             super().step(epoch)
 
     def set_peak(self, rate: float, of: float) -> None:
-        """Have the schedule's factors, that of the next step included, multiply another rate.
+        """Apply the schedule's factors, including that of the next step, to another peak rate.
 
         Args:
-            rate: in place of ``of``, the config's. Groups whose rates differ from that keep the ratio.
+            rate: instead of ``of``, the config's. Groups with different rates keep their ratio to it.
         """
         own = [group["initial_lr"] for group in self.optimizer.param_groups]
         self.base_lrs = [rate if each == of else each * rate / of for each in own]
@@ -66,7 +66,7 @@ def lr_scheduler(
 ) -> Scheduler:
     """Return the scheduler of a run of ``steps`` optimizer steps, ``done`` of them before a resume.
 
-    The rate is a function of the step alone, so a resumed run may change its peak.
+    The rate depends only on the step, so a resumed run may change its peak.
     """
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

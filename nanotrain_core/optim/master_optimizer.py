@@ -1,8 +1,8 @@
-"""Steps a ``torch.optim`` optimizer on the master weights of what this rank updates.
+"""Steps a ``torch.optim`` optimizer on the master weights of this rank's pieces.
 
 A rank updates whole parameters or, with optimizer-state sharding (``zero12``), ranges of them. Plain masters
 (float32 tensors) are updated all at once; others (4-bit or offloaded ones) are decoded, updated and encoded
-wave by wave.
+in waves.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
 
-#: Elements of weights that are loaded from their masters at a time: 64 MB in float32.
+#: Elements of weights that are loaded from their masters at once: 64 MB in float32.
 WAVE = 2**24
 
 
 class MasterOptimizer(Optimizer):
-    """Steps a ``torch.optim`` optimizer on the masters; subclasses say which, and its state.
+    """Steps a ``torch.optim`` optimizer on the masters; subclasses define the optimizer and its state.
 
     See :class:`~nanotrain_core.contracts.Optimizer`.
     """
@@ -43,27 +43,28 @@ class MasterOptimizer(Optimizer):
         self.config = config
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch optimizer for parameter groups, which have the :meth:`options` of their slots.
+        """Return the torch optimizer for parameter groups with the :meth:`options` of their slots.
 
-        Of ``adamw`` it is torch's fused AdamW (``fused_adamw.py``), or one for moments of other dtypes.
+        For ``adamw`` it is torch's fused AdamW (``fused_adamw.py``), or a variant with moments of other
+        dtypes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
 
     def options(self, slot: Slot) -> dict[str, Any]:
-        """Return the options of the parameter group of a slot: those with equal ones share a group.
+        """Return the options of the parameter group of a slot: slots with equal options share a group.
 
-        Here matrices have the config's ``weight_decay``, if it has that key, and all else has 0.
-        ``slot.placement`` has the name, the whole shape, and the role: embeddings are ``Role.VOCAB``.
+        By default matrices have the config's ``weight_decay``, if it has that key, and everything else has 0.
+        ``slot.placement`` has the name, the global shape, and the role: embeddings are ``Role.VOCAB``.
         """
         matrix = len(slot.placement.global_shape) > 1
         return {"weight_decay": getattr(self.config, "weight_decay", 0.0) if matrix else 0.0}
 
     def precondition(self, gradients: list[torch.Tensor]) -> None:
-        """Replace gradients, which are in the order of ``slots``, after clipping and before any update.
+        """Replace gradients, in the order of ``slots``, after clipping and before any update.
 
-        Called on all ranks in the same steps, so it may use collectives: what needs whole matrices gathers
-        them here, with :class:`~nanotrain_core.optim.whole_tensors.WholeTensors`. Not called for a step that
-        is skipped.
+        Called on all ranks in the same steps, so it may use collectives: an update that needs whole matrices
+        gathers them here, with :class:`~nanotrain_core.optim.whole_tensors.WholeTensors`. Not called for a
+        step that is skipped.
         """
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,20 +72,20 @@ class MasterOptimizer(Optimizer):
         raise NotImplementedError(f"{type(self).__name__} has no initial_state(weight)")
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return a slot's initial state, where that depends on more than the weight."""
+        """Return a slot's initial state, where it depends on more than the weight."""
         return self.initial_state(slot.weight)
 
     def place(self, name: str, slot: Slot) -> Piece:
-        """Return where a tensor of a slot's state sits: where its weight does."""
+        """Return the placement of a tensor of a slot's state: by default its weight's."""
         return slot.piece
 
     @property
     def carries(self) -> bool:
-        """Whether :meth:`carry` works with this config."""
+        """Whether :meth:`carry` is supported with this config."""
         return False
 
     def carry(self, slot: Slot, error: torch.Tensor) -> None:
-        """Add to a slot's momentum what makes later steps move its weight by ``error``, at a rate above 0."""
+        """Add to a slot's momentum so that later steps move its weight by ``error``, at a rate above 0."""
         raise NotImplementedError(f"{type(self).__name__} carries errors and has no carry(slot, error)")
 
     def setup(
@@ -94,7 +95,7 @@ class MasterOptimizer(Optimizer):
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Make masters and allocate state."""
+        """Create masters and allocate state."""
         self.gradients, self.mesh = gradients, mesh
         self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
         self.inner = self.make(self._groups())
@@ -110,7 +111,7 @@ class MasterOptimizer(Optimizer):
         self._require_error_feedback()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups of slots with the same options; without any slot one that is empty."""
+        """Return parameter groups of slots with equal options; without slots, one empty group."""
         groups: list[dict[str, Any]] = []
         for slot in self.slots:
             options = self.options(slot)
@@ -121,7 +122,7 @@ class MasterOptimizer(Optimizer):
         return groups or [{"params": [], "weight_decay": 0.0}]
 
     def _require_error_feedback(self) -> None:
-        """Refuse lossy masters without error feedback: their weights would stand still or wander."""
+        """Reject lossy masters without error feedback: their weights would stall or drift."""
         lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
         if lossy and not self.carries:
             raise NanotrainError(
@@ -141,11 +142,11 @@ class MasterOptimizer(Optimizer):
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
-        # What a class computes before the update is not meant for a step that is skipped.
+        # Gradients must not be preconditioned in a step that is skipped.
         no_precondition = type(self).precondition is MasterOptimizer.precondition
         can_skip = no_precondition and not self.encoded and self.skips_on_device
         on_device = self.mesh.device_is_async and can_skip
-        if not on_device and skipped:  # the one place of a step where the host waits for the device
+        if not on_device and skipped:  # the only host synchronization in a step
             return StepStats(norm, skipped=True)
         self._rescale(gradients, norm, loss_scale)
         self.precondition(gradients)
@@ -154,14 +155,14 @@ class MasterOptimizer(Optimizer):
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether :meth:`update_plain` heeds ``found_inf``; if not, the host waits for each step's norm."""
+        """Whether :meth:`update_plain` supports ``found_inf``; if not, the host waits for the norm."""
         return False
 
     def _update(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        """Update plain masters all at once, and all others wave by wave."""
+        """Update plain masters all at once, and all others in waves."""
         if self.plain.slots:
             self.update_plain(gradients, found_inf)
-            self.plain.write_back()  # of a skipped step, what is there already
+            self.plain.write_back()  # a skipped step writes the existing values
         gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
             for slot in wave:
@@ -177,9 +178,9 @@ class MasterOptimizer(Optimizer):
     def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
 
-        If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay what they are, bit by
-        bit. It is None unless :attr:`skips_on_device`. By default it is handed to ``inner``, as torch's fused
-        optimizers are by its gradient scaler.
+        If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay bitwise unchanged. It
+        is None unless :attr:`skips_on_device`. By default it is passed to ``inner``, as torch's gradient
+        scaler passes it to fused optimizers.
         """
         for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
             weight.grad = gradients[number]
@@ -189,14 +190,14 @@ class MasterOptimizer(Optimizer):
             weight.grad = None
 
     def _rescale(self, gradients: list[torch.Tensor], norm: torch.Tensor, loss_scale: float) -> None:
-        """Divide by the loss scale and clip in one pass, without waiting for the device."""
+        """Divide by the loss scale and clip in one pass, without a device synchronization."""
         limit = self.config.clip_norm
-        if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no share of a small model
+        if not gradients or (not limit and loss_scale == 1.0):  # a rank may have no shard of a small model
             return
         torch._foreach_mul_(gradients, clip_factor(norm, limit, gradients) / loss_scale)
 
     def blocks(self) -> Iterable[Block]:
-        """Yield masters and state, each named after its parameter. Ranges of one share its scalars."""
+        """Yield masters and state, each named after its parameter, whose ranges share its scalars."""
         seen: set[str] = set()
         for slot in self.slots:
             for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
@@ -207,11 +208,11 @@ class MasterOptimizer(Optimizer):
                     seen.add(scalar)
 
     def meta(self) -> dict[str, Any]:
-        """All state is in :meth:`blocks`."""
+        """Return nothing: all state is in :meth:`blocks`."""
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Give all ranges of a parameter the scalars that were read into the first."""
+        """Copy the scalars that were read into the first range of a parameter to all its ranges."""
         first: dict[str, dict[str, torch.Tensor]] = {}
         for slot in self.slots:
             state = {**slot.master.state(), **self.inner.state[slot.weight]}
@@ -221,19 +222,19 @@ class MasterOptimizer(Optimizer):
 
 
 class Slot:
-    """One piece as an optimizer sees it: its master, and the tensor that torch updates.
+    """One piece in the optimizer: its master, and the tensor that torch updates.
 
-    That tensor is the master's own storage if it is plain. Otherwise it has the weight from :meth:`load` to
-    :meth:`store` only, since a master may decode it for that.
+    That tensor is the master's own storage if it is plain. Otherwise it holds the weight only from
+    :meth:`load` to :meth:`store`, since a master may decode it for that.
     """
 
     group: dict[str, Any]
-    """Of ``inner.param_groups``, where :attr:`weight` is: its learning rate stands there."""
+    """The group of ``inner.param_groups`` that contains :attr:`weight`, with its learning rate."""
 
     def __init__(self, piece: Piece, master: MasterWeight) -> None:
         self.piece, self.master = piece, master
         self.feedback = master if isinstance(master, ErrorFeedback) else None
-        #: Master and model weight of a plain (float32) master; None of others.
+        #: Master and model weight of a plain (float32) master; None for others.
         self.plain = master.plain
         self.parameter, self.placement = piece.parameter, piece.placement
         held = self.plain[0] if self.plain else master.load()
@@ -241,11 +242,11 @@ class Slot:
         self.size = self.weight.numel()
 
     def load(self) -> None:
-        """Show torch the weight."""
+        """Load the weight into the tensor that torch updates."""
         self.weight.data = self.master.load().detach()
 
     def store(self) -> torch.Tensor | None:
-        """Keep the weight; return what was lost of it, if the optimizer is to carry that."""
+        """Store the weight; return the rounding error, if the optimizer carries it."""
         value = self.weight.detach()
         self.master.store(value)
         lost = None if self.feedback is None else self.feedback.error(value)
@@ -253,17 +254,17 @@ class Slot:
         return lost
 
     def forget(self) -> None:
-        """Let go of the weight and its gradient."""
+        """Release the weight and its gradient."""
         self.weight.grad = None
         self.weight.data = self.weight.data.new_empty(0)
 
 
 class PlainWeights:
-    """All slots whose masters torch updates in place, in lists that stay the same from step to step."""
+    """All slots whose masters torch updates in place, in lists that are reused from step to step."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.numbers = [number for number, slot in enumerate(slots) if slot.plain]
-        """Of each among all slots."""
+        """Their indices among all slots."""
         self.slots = [slots[number] for number in self.numbers]
         self.weights = [slot.weight for slot in self.slots]
         pairs = [slot.plain for slot in self.slots if slot.plain]
@@ -272,15 +273,15 @@ class PlainWeights:
         self.copies = [weight for _, weight in copied]
 
     def write_back(self) -> None:
-        """Round every master into its weight of the model."""
+        """Round every master into its model weight."""
         if self.copies:
             torch._foreach_copy_(self.copies, self.masters)
 
 
 def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) -> None:
-    """Step, or have ``inner`` skip the step on the device if ``found_inf`` is 1 there.
+    """Step, or make ``inner`` skip the step on the device if ``found_inf`` is 1.
 
-    ``inner`` must heed its attribute ``found_inf``, as torch's fused optimizers do for a gradient scaler.
+    ``inner`` must support the attribute ``found_inf``, as torch's fused optimizers do for a gradient scaler.
     """
     if found_inf is None:
         inner.step()
@@ -293,7 +294,7 @@ def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) ->
 
 
 def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
-    """Yield slots in their order, together as many as have at most ``limit`` elements, or one larger one."""
+    """Yield slots in order, in waves of at most ``limit`` elements or of one larger slot."""
     wave: list[Slot] = []
     size = 0
     for slot in slots:
@@ -308,7 +309,7 @@ def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
 
 @contextmanager
 def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
-    """Have ``inner`` see the weights of these slots alone: all others are not loaded."""
+    """Make ``inner`` see only the weights of these slots: all others are not loaded."""
     groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
     try:
         for group in groups:

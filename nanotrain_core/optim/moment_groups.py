@@ -1,4 +1,4 @@
-"""Neighbours that share a scale in 8-bit moments, and the splits that would cut them. Never imports torch."""
+"""Scale groups of 8-bit moments, and layouts that would split them. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
-#: Neighbours in a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a multiple of it.
+#: Consecutive elements of a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a
+#: multiple.
 GROUP = 32
 
 
 def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse 8-bit moments of rows that the layout cuts within a group, where the model says its rows.
+    """Reject 8-bit moments of rows that the layout splits within a group, where the model declares its rows.
 
-    Of other models the ranks refuse it. Rows that are no multiple of a group keep float32 moments anyway.
+    For other models the ranks reject it. Rows that are not a multiple of a group keep float32 moments anyway.
     """
     if config.moment_dtype != "int8":
         return

@@ -1,20 +1,21 @@
 """Low-precision optimizer states: AdamW's moments in float32, in bfloat16, or companded to 8 bits.
 
-They are dequantized to the master's dtype, updated by the same kernel as always, and quantized again (to
-nearest), one piece after the other: what is dequantized at any time is the moments of one piece.
+They are dequantized to the master's dtype, updated by the usual kernel, and quantized again (rounding to
+nearest), one piece after the other: only the moments of one piece are dequantized at any time.
 
-``bfloat16`` is DeepSeek-V3's choice. Such a number changes by at least 2^-9 of itself or not at all. Each
+``bfloat16`` is DeepSeek-V3's choice. A bfloat16 value changes by at least 2^-9 of itself or not at all. Each
 step moves the second moment by up to 1 - beta2 of itself, so beta2 should be 0.99 or less: at 0.999 it
-stands still where gradients are steady.
+does not move where gradients are steady.
 
-``int8`` is FlashOptim's: groups of 32 neighbours in a row share a scale, and moments are companded before
-they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the second to
-its root. Two differences. Scales are bfloat16, rounded up, so that nothing is cut off and the second
-moment's need no root. And a second moment above 0 never becomes 0, by which the update would be divided; it
-is taken for 1/255 of the root of its group's largest, so that the update is too small, not far too large.
+``int8`` is FlashOptim's: groups of 32 consecutive elements of a row share a scale, and moments are companded
+before they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the
+second to its root. There are two differences. Scales are bfloat16, rounded up, so that nothing is clipped and
+the second moment's need no root. And a nonzero second moment never becomes 0, by which the update would be
+divided; it is taken as 1/255 of the root of its group's largest, so that the update is too small, not far too
+large.
 
-Groups lie in rows of the whole tensor, so they are the same on every layout, and codes and scales move
-between layouts bit by bit. Tensors whose rows are no multiple of a group keep float32 moments.
+Groups lie in rows of the global tensor, so they are the same on every layout, and codes and scales are
+resharded between layouts bit by bit. Tensors whose rows are not a multiple of a group keep float32 moments.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Gonzalez Ortiz et al., "FlashOptim", arXiv 2602.23349,
 section 3.2.
@@ -43,12 +44,12 @@ def initial_moments(weight: torch.Tensor, piece: Piece, dtype: str, *, carries: 
 
     Args:
         weight: as the optimizer sees it, in its dtype.
-        piece: where that sits in the whole model.
+        piece: its position in the global tensor.
         dtype: the key ``optimizer.moment_dtype``.
         carries: whether the first moment carries rounding errors, for which eight bits are too few.
 
     Raises:
-        NanotrainError: a group would lie on several ranks.
+        NanotrainError: a group would be split between ranks.
     """
     if dtype == "float32" or (dtype == "int8" and not in_groups(piece)):
         return {name: torch.zeros_like(weight) for name in (FIRST, SECOND)}
@@ -60,7 +61,7 @@ def initial_moments(weight: torch.Tensor, piece: Piece, dtype: str, *, carries: 
 
 
 def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
-    """Return codes as many as weights, and a scale for each group, all zero."""
+    """Return codes for as many elements as there are weights, and a scale for each group, all zero."""
     shape = [*weight.shape[:-1], weight.shape[-1] // GROUP]
     return {
         f"{name}{CODE}": torch.zeros_like(weight, dtype=dtype),
@@ -69,10 +70,10 @@ def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
 
 
 def in_groups(piece: Piece) -> bool:
-    """Return whether the rows of the whole tensor are groups.
+    """Return whether the rows of the global tensor consist of whole groups.
 
     Raises:
-        NanotrainError: they are, but this rank's part of a row is not.
+        NanotrainError: they do, but this rank's part of a row does not.
     """
     placement = piece.placement
     if not placement.global_shape or placement.global_shape[-1] % GROUP:
@@ -89,7 +90,7 @@ def in_groups(piece: Piece) -> bool:
 
 
 def grouped(piece: Piece) -> Piece:
-    """Return where the scales of a piece sit, in a tensor with rows shorter by :data:`GROUP`."""
+    """Return the placement of a piece's scales, in a tensor with rows :data:`GROUP` times shorter."""
     placement = piece.placement
 
     def shorter(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -106,7 +107,7 @@ def grouped(piece: Piece) -> Piece:
 
 
 def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a moment in ``dtype``: the live tensor if it is kept so."""
+    """Return a moment in ``dtype``: the live tensor if it is stored in it."""
     if name in state:
         return state[name].to(dtype)
     code, scale = state[name + CODE], state[name + SCALE]
@@ -116,7 +117,7 @@ def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | None = None) -> None:
-    """Keep a moment, rounded to nearest; what was there if ``unless``, a scalar on the device, is 1."""
+    """Store a moment, rounded to nearest; keep the old value if ``unless``, a scalar on the device, is 1."""
     if name in state:
         state[name].copy_(value)
         return
@@ -131,39 +132,39 @@ def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | N
 
 
 def rounded_up(positive: torch.Tensor) -> torch.Tensor:
-    """Return the bfloat16 numbers not below ``positive``, in float32."""
+    """Return ``positive`` rounded up to bfloat16 values, in float32."""
     return ((positive.contiguous().view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
 
 
 def compress_first(ratio: torch.Tensor) -> torch.Tensor:
-    """Return codes -127 to 127 of numbers between -1 and 1."""
+    """Return codes -127 to 127 for values between -1 and 1."""
     return (ratio * (2 * 127) / (1 + ratio.abs())).round_()
 
 
 def expand_first(code: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`compress_first`."""
+    """Invert :func:`compress_first`."""
     return code / (2 * 127 - code.abs())
 
 
 def compress_second(ratio: torch.Tensor) -> torch.Tensor:
-    """Return codes 0 to 255 of numbers between 0 and 1: 0 of nothing but 0."""
+    """Return codes 0 to 255 for values between 0 and 1; only 0 has code 0."""
     return (ratio.sqrt() * 255).round_().maximum((ratio > 0).float())
 
 
 def expand_second(code: torch.Tensor) -> torch.Tensor:
-    """Undo :func:`compress_second`. On CUDA torch multiplies by 1 / a Python number: this divides."""
+    """Invert :func:`compress_second`. On CUDA torch multiplies by 1 / a Python number: this divides."""
     return (code / code.new_full((), 255)).square_()
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` on state whose moments have fewer bits than the weight."""
+    """``torch.optim.AdamW`` with moments of lower precision than the weight."""
 
     found_inf: torch.Tensor | None = None
-    """1 on the device where a step is to change nothing, as of torch's fused optimizers."""
+    """1 on the device if the step must change nothing, as in torch's fused optimizers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every weight that has a gradient. No closure is ever called."""
+        """Update every weight that has a gradient. No closure is called."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:

@@ -11,7 +11,7 @@ from nanotrain_core.optim.master_optimizer import MasterOptimizer, Slot
 
 
 class SGD(MasterOptimizer):
-    """Gradient descent, with heavy-ball momentum if asked."""
+    """Gradient descent, with optional heavy-ball momentum."""
 
     config: SGDConfig
 
@@ -22,11 +22,11 @@ class SGD(MasterOptimizer):
 
     @property
     def skips_on_device(self) -> bool:
-        """The fused kernel does."""
+        """The fused kernel supports it."""
         return bool(self.inner.defaults["fused"])
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the velocity at zero; torch starts it at the first gradient, which is the same."""
+        """Return the velocity at zero; torch initialises it to the first gradient, with the same result."""
         return {"momentum_buffer": torch.zeros_like(weight)} if self.config.momentum else {}
 
     @property
@@ -35,6 +35,6 @@ class SGD(MasterOptimizer):
         return self.config.momentum > 0
 
     def carry(self, slot: Slot, error: torch.Tensor) -> None:
-        """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, SGDM's form."""
+        """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, for SGDM."""
         velocity = self.inner.state[slot.weight]["momentum_buffer"]
         velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / slot.group["lr"])

@@ -1,7 +1,7 @@
-"""Makes tensors whole of which each rank has pieces: for an optimizer whose update needs whole matrices.
+"""Gathers whole tensors from the ranks' pieces, for an optimizer whose update needs whole matrices.
 
-Ranks may have blocks of a matrix (tensor parallelism) and ranges of these (optimizer-state sharding). Which,
-placements say; this code names no dimension but the pipeline's.
+Ranks may hold blocks of a matrix (tensor parallelism) and ranges of these (optimizer-state sharding), as
+given by placements; this code names no dimension except the pipeline's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, Placement, Shape
 
-#: Elements that one all-gather makes whole, as far as names allow: 128 MiB in float32.
+#: Maximum elements of tensors that one all-gather assembles: 128 MiB in float32; a single one may be larger.
 BUCKET = 32 * 2**20
-#: Where a box sits in the whole tensor, and its shape.
+#: The offset of a box in the global tensor, and its shape.
 Box = tuple[Shape, Shape]
 
 
 def boxes_of(piece: Piece) -> list[Box]:
-    """Return the boxes of the whole tensor that a piece is, in the order of its elements."""
+    """Return the boxes of the global tensor that make up a piece, in the order of its elements."""
     where: Placement = piece.placement
     if piece.span is None:
         return [(where.offset, where.shape)]
@@ -37,10 +37,10 @@ def boxes_of(piece: Piece) -> list[Box]:
 
 
 class WholeTensors:
-    """Gathers tensors shaped as the weights of ``pieces`` on all ranks of a pipeline stage. Collective."""
+    """All-gathers tensors shaped as the weights of ``pieces`` within each pipeline stage. Collective."""
 
     def __init__(self, pieces: Sequence[Piece], mesh: Mesh) -> None:
-        """Agree on who has what: every rank of the world calls it, with the pieces of its own."""
+        """Exchange which rank has which piece: every rank of the world calls it, with its own pieces."""
         self.mesh, self.own = mesh, defaultdict[str, list[Piece]](list)
         for piece in pieces:
             self.own[piece.placement.name].append(piece)
@@ -62,7 +62,7 @@ class WholeTensors:
         self.group = self.mesh.group_of(span) if dims else None
 
     def _leave_out_replicas(self) -> None:
-        """Exchange along dimensions whose ranks have different boxes alone: of others each would send all."""
+        """Restrict communication to dimensions whose ranks have different boxes: the rest is redundant."""
         everyone = dict(zip(self.mesh.ranks(*self.dims), self.boxes, strict=True))
 
         def differs(dim: str) -> bool:
@@ -73,15 +73,15 @@ class WholeTensors:
         self.boxes = [everyone[rank] for rank in self.mesh.ranks(*self.dims)]
 
     def _of_all(self, value: Any) -> list[Any]:
-        """Return every rank's value, of the ranks of this pipeline stage."""
+        """Return the value of every rank of this pipeline stage."""
         return self.mesh.gather(value, *self.dims) if self.dims else [value]
 
     def gather(self, tensors: Mapping[Piece, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor) of all parameters that ranks have pieces of, in one order on all ranks.
+        """Yield (name, whole tensor) of all parameters with pieces on any rank, in one order on all ranks.
 
-        ``tensors`` has one of each piece of this rank, in its weight's shape and in one dtype on all ranks.
+        ``tensors`` has one for each piece of this rank, in its weight's shape and in one dtype on all ranks.
         """
-        if self.dtype is None:  # a rank without any piece receives in the dtype of the others
+        if self.dtype is None:  # a rank without pieces receives in the dtype of the others
             own_dtype = next((tensor.dtype for tensor in tensors.values()), None)
             self.dtype = next((found for found in self._of_all(own_dtype) if found), torch.float32)
         like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
@@ -100,7 +100,7 @@ class WholeTensors:
                 yield name, whole
 
     def _exchanged(self, flat: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return every rank's elements of some parameters, its own too; others may be padded."""
+        """Return every rank's elements of some parameters, including its own; others may be padded."""
         if self.group is None:
             return [flat]
         lengths = [
@@ -124,7 +124,7 @@ class WholeTensors:
 
 
 def _buckets(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
-    """Yield names in order, as many together as fit in ``BUCKET`` elements, but at least one."""
+    """Yield names in order, in buckets of at most ``BUCKET`` elements or of one larger tensor."""
     names: list[str] = []
     elements = 0
     for name in sorted(shapes):

@@ -1,8 +1,8 @@
-"""Recipes: TOML files that say everything about a run, read into one frozen, typed tree.
+"""Recipes: TOML files that specify a run completely, read into one frozen, typed tree.
 
-In the order a recipe passes through them: ``source`` (files and options), ``merge`` (layers, and
-where each value came from), ``resolve`` and ``structure`` (types and components), ``combine`` (do
-they fit together), ``write`` (back to TOML); ``load`` ties them together. ``tree`` has the result.
+In the order of processing: ``source`` (files and options), ``merge`` (layers, and the origin of each
+value), ``resolve`` and ``structure`` (types and components), ``combine`` (compatibility of components),
+``write`` (back to TOML); ``load`` calls them in turn. ``tree`` defines the result.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because plugins import ``recipe.tree`` while the registry that ``load`` needs is loading them.
+    # Imported late, because plugins import ``recipe.tree`` while the registry that ``load`` needs loads them.
     if name in _HOMES:
         from importlib import import_module
 

@@ -1,6 +1,6 @@
-"""What generation keeps of each token, as a model's config alone says it: for reports, without torch.
+"""The KV-cache size and FLOPs of one token, from a model's config alone: for reports, without torch.
 
-A config class may offer it::
+A config class may define::
 
     def cached_token(self):
         return CachedToken(elements=2 * self.layers * self.heads * self.head_size, flops=...)
@@ -15,16 +15,16 @@ import attrs
 
 @attrs.define(frozen=True, kw_only=True)
 class CachedToken:
-    """What one token takes in a model's cache, all layers together."""
+    """The cost of one cached token, over all layers."""
 
     elements: int
-    """Numbers that are kept: keys and values; of latent attention the latent and the rotary key."""
+    """Cached elements: keys and values; for latent attention the latent and the rotary key."""
     flops: float
-    """That a new token costs for it: scores and values, 2 for each multiplication and addition."""
+    """FLOPs for a new token to attend to it: scores and values, 2 for each multiply-add."""
 
 
 def cached_token_of(config: Any) -> CachedToken | None:
-    """Return what ``cached_token()`` of a model's config says; None if it has none."""
+    """Return the result of ``cached_token()`` of a model's config; None if it has none."""
     tell = getattr(config, "cached_token", None)
     found: CachedToken | None = tell() if callable(tell) else None
     return found

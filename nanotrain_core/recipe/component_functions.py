@@ -1,4 +1,4 @@
-"""Calls a function that a component declares (``check``, ``stays_eager``), and checks what it yields."""
+"""Calls a function that a component declares (``check``, ``stays_eager``), and validates what it yields."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def call_declared(
         name: attribute of :class:`~nanotrain_core.component.Component`, a function of
             ``(recipe, config, layout)``.
         selection: the component, with its config.
-        recipe: checked.
-        layout: of its ranks.
+        recipe: the checked recipe.
+        layout: the layout of its ranks.
         registry: the plugins.
-        wanted: attrs class of what it must yield.
+        wanted: the attrs class that it must yield.
 
     Raises:
-        PluginError: the function itself is wrong: it takes other arguments, raised, or gave something else.
+        PluginError: the function itself is wrong: it takes other arguments, raised, or yielded something
+            else.
     """
     function = getattr(registry.get(selection.kind, selection.use), name)
     if function is None:

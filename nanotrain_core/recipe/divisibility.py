@@ -1,11 +1,11 @@
-"""How finely a model can be split, as its config alone says it: for checks before any process starts.
+"""How finely a model can be sharded, from its config alone: for checks before any process starts.
 
-A config class may offer it::
+A config class may define::
 
     def divisibility(self):
         yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
 
-and the check of any wrapper, which knows roles and no models, reads it with :func:`divisibility_of`.
+The check of any wrapper, which knows roles but no models, reads it with :func:`divisibility_of`.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from nanotrain_core.layout.roles import Role
 
 @attrs.define(frozen=True)
 class Divisible:
-    """A number of units that modules of some roles have, and that a degree must divide to split them."""
+    """A number of units in modules of some roles, which a degree must divide to shard them."""
 
     roles: tuple[Role, ...]
     key: str
-    """Of the recipe, where the number is said: ``model.heads``."""
+    """Recipe key that sets the number: ``model.heads``."""
     units: int
     """Heads, rows of the vocabulary, experts: lengths in the ``unit`` of the modules' tags."""
     what: str
-    """What these are, in the plural."""
+    """The name of the units, in the plural."""
     width: bool = False
-    """Of EXPERTS: the width of each, along the ``split`` of the tag, and not their number."""
+    """For EXPERTS: whether these are the width of each expert, along the ``split`` of the tag, not their
+    number."""
     grouped: bool = False
-    """Several ranks may use one unit, as ``grouped`` of the modules' tags says."""
+    """Whether several ranks may use one unit, as with ``grouped`` of the modules' tags."""
     heads: bool = False
-    """Whether these are heads of attention, each of which attends by itself."""
+    """Whether these are attention heads, which are independent of one another."""
     row: int = 0
-    """Length of the rows, of a weight or of a bias, that all units together make up, and that ranks which
-    split them cut: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or it is not said."""
+    """Length of the rows, of a weight or of a bias, that all units together make up and that ranks which
+    shard them split: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or unspecified."""
 
     def fits(self, degree: int) -> bool:
-        """Return whether ``degree`` ranks can split the units."""
+        """Return whether ``degree`` ranks can shard the units."""
         return self.units % degree == 0 or self.grouped
 
     def problem(self, dim: str, degree: int, others: Iterable[Divisible] = ()) -> Problem:
-        """Return a problem: ``degree`` ranks along ``dim`` do not divide the units; and which would.
+        """Return a problem: ``degree`` ranks along ``dim`` do not divide the units; suggest others that do.
 
-        These divide the units of ``others`` as well, which are split by the same ranks.
+        Those also divide the units of ``others``, which the same ranks shard.
         """
         common = gcd(self.units, *(other.units for other in others if not other.grouped))
         return Problem(
@@ -60,13 +61,13 @@ class Divisible:
 
 
 def divisibility_of(config: Any) -> tuple[Divisible, ...] | None:
-    """Return what ``divisibility()`` of a model's config says; None if only the built model can tell."""
+    """Return the result of ``divisibility()`` of a model's config; None if only the built model can tell."""
     tell = getattr(config, "divisibility", None)
     return tuple(tell()) if callable(tell) else None
 
 
 def divisors_near(length: int, degree: int) -> list[int]:
-    """Return the divisors of ``length`` next below and above ``degree``, which is none.
+    """Return the divisors of ``length`` next below and above ``degree``, which is not one itself.
 
     >>> divisors_near(8, 3), divisors_near(8, 16)
     ([2, 4], [8])
@@ -92,7 +93,7 @@ def either(numbers: Sequence[int]) -> str:
 
 
 def too_few(config: Any, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
-    """Yield a problem for each extent of ``roles`` with fewer units than ranks: shares need not be equal."""
+    """Yield a problem for each extent of ``roles`` with fewer units than ranks: shards may be uneven."""
     wanted = {*roles}
     for extent in divisibility_of(config) or ():
         if wanted & {*extent.roles} and extent.units < degree:

@@ -1,4 +1,4 @@
-"""A mapping that cannot change: what a recipe holds where TOML has a free-form table."""
+"""An immutable mapping for free-form TOML tables in a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 class FrozenMapping(Mapping[str, V]):
     """Hashable, picklable and equal to any mapping with the same items.
 
-    ``types.MappingProxyType`` would do, but it can be neither pickled nor, before Python 3.12, hashed.
+    ``types.MappingProxyType`` is not sufficient: it cannot be pickled or, before Python 3.12, hashed.
     """
 
     __slots__ = ("_items",)

@@ -1,4 +1,4 @@
-"""From a file's name to a frozen recipe: read, merge, resolve, check."""
+"""Loads a frozen recipe from a file name: read, merge, resolve, check."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from nanotrain_core.registry.registry import Registry, load_plugins
 
 @attrs.define(frozen=True, eq=False)
 class Resolution:
-    """A recipe that can run, and what was found out on the way."""
+    """A recipe that can run, and remarks on it."""
 
     recipe: Recipe
     registry: Registry
     layout: Layout
     merged: Merged
-    """Knows where each value came from."""
+    """The merged tables, with the origin of each value."""
     notes: tuple[str, ...]
-    """What the user may want to know: versions other than those a resolved recipe was written with, and what
-    could be faster."""
+    """Remarks for the user: versions that differ from those a resolved recipe was written with, and possible
+    performance improvements."""
 
 
 def load_recipe(
@@ -60,9 +60,9 @@ def resolve_recipe(
 
     Args:
         path: a file, or the name of a shipped recipe such as ``laptop``.
-        overrides: TOML lines laid over the file, as from ``--set``.
-        plugins: what to load besides the installed plugins, and what not.
-        ranks: world size; None takes the recipe's ``run.ranks``.
+        overrides: TOML lines that override the file, as from ``--set``.
+        plugins: what to load in addition to the installed plugins, and what not to load.
+        ranks: world size; None uses the recipe's ``run.ranks``.
 
     Raises:
         RecipeError: with one line for every problem found, ``file:line: key: what``.
@@ -110,7 +110,7 @@ def _lines(merged: Merged, problems: Iterable[Problem]) -> list[str]:
 
 
 def _missing_files(written: Mapping[str, str], registry: Registry) -> Iterator[str]:
-    """Yield the local plugins that a resolved recipe was made with and that were not given now."""
+    """Yield the local plugins that a resolved recipe was written with and that are not given now."""
     given = {plugin.distribution for plugin in registry.plugins}
     for name in sorted(set(written) - given):
         if written[name].startswith("sha256-"):
@@ -118,7 +118,7 @@ def _missing_files(written: Mapping[str, str], registry: Registry) -> Iterator[s
 
 
 def _changed_versions(label: str, written: Mapping[str, str], installed: Mapping[str, str]) -> Iterator[str]:
-    """Yield which versions a resolved recipe was written with that are not those of today."""
+    """Yield the versions of a resolved recipe that differ from the installed ones."""
     for name, old in written.items():
         now = installed.get(name, "not used")
         if now != old:

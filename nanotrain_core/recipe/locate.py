@@ -1,4 +1,4 @@
-"""Where in a TOML text each key is written. No TOML reader tells, so this asks one repeatedly."""
+"""The line of each key in a TOML text. No TOML reader provides it, so this parses repeatedly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Return dotted key -> 1-based line at which its statement begins, of a valid TOML text.
+    """Return dotted key -> 1-based line at which its statement begins, for a valid TOML text.
 
-    Parses ever longer prefixes. One that parses ends with a whole statement; the keys that appear
+    It parses ever longer prefixes. One that parses ends with a complete statement; the keys that appear
     with it were written by the lines since the last prefix that parsed. This takes 0.2 s for 300
     lines, and is only done to report an error or to explain a recipe.
     """

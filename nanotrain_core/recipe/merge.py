@@ -1,4 +1,4 @@
-"""Lays the sources of a recipe over each other and remembers where each value came from."""
+"""Merges the sources of a recipe and records the origin of each value."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nanotrain_core.recipe.source import Source
 class Merged:
     """The tables of a whole recipe, not yet typed.
 
-    Tables merge, anything else replaces. A table whose ``use`` changes is replaced whole: the keys
-    of another component would mean nothing. A table of numbers (``parallel.0.overlap=false``)
-    changes items of an array, and the number after the last one appends.
+    Tables merge, anything else replaces. A table whose ``use`` changes is replaced completely: the keys
+    of another component would be meaningless. A table with numeric keys (``parallel.0.overlap=false``)
+    changes items of an array, and the index after the last one appends.
     """
 
     def __init__(self) -> None:
@@ -25,17 +25,17 @@ class Merged:
         self.label = ""
 
     def add(self, source: Source) -> None:
-        """Lay ``source`` over what is there."""
+        """Merge ``source`` over the current tables."""
         for name, value in source.data.items():
             self.tree[name] = self._merge(self.tree.get(name), value, name, source)
         self.label = self.label if source.label.startswith("--") else source.label
 
     def origin(self, key: str) -> Source | None:
-        """Return the source that wrote ``key``, or None if it was left to its default."""
+        """Return the source that set ``key``, or None if it has its default."""
         return self._origins.get(key)
 
     def place(self, key: str) -> str:
-        """Return ``file:line`` or the option at which ``key``, or the nearest table around it, was set."""
+        """Return ``file:line`` or the option at which ``key``, or the nearest enclosing table, was set."""
         near = key
         while near and near not in self._origins:
             near = near.rpartition(".")[0]
@@ -73,7 +73,7 @@ class Merged:
         return items
 
     def _record(self, value: Any, key: str, source: Source) -> None:
-        """Forget who wrote ``key`` and all below it before, and write down ``source``."""
+        """Record ``source`` as the origin of ``key`` and everything below it, replacing earlier origins."""
         for old in [old for old in self._origins if old == key or old.startswith(f"{key}.")]:
             del self._origins[old]
         self._origins.update(dict.fromkeys(keys_of(value, key), source))

@@ -1,4 +1,4 @@
-"""Checks the metrics that monitors ask for by name against those that the recipe will have."""
+"""Checks the metrics that monitors refer to by name against those that the recipe publishes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unknown_metrics(recipe: Recipe, registry: Registry) -> Iterator[Problem]:
 
 
 def _advice(pattern: str, declared: Sequence[str], used: set[str], registry: Registry) -> str:
-    """Return which monitor would publish it, or the nearest name that there is."""
+    """Return the monitor that would publish it, or the nearest existing name."""
     for use in registry.names("monitor"):
         names = [metric.name for metric in registry.get("monitor", use).metrics] if use not in used else []
         if any(may_name(pattern, name) for name in names):

@@ -1,4 +1,4 @@
-"""What a recipe says of its model, as a checkpoint keeps it, and whether two such tables are of one model."""
+"""The model's table of a recipe, as checkpoints store it, and whether two tables are of the same model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def model_table(model: Selection) -> dict[str, Any]:
 
 
 def canonical_table(model: Selection) -> dict[str, Any]:
-    """Return what the weights of a model compute, in the one form that all recipes of it share.
+    """Return the keys that define what a model computes, in the canonical form shared by all its recipes.
 
-    That is what the config's method ``canonical()`` returns, where it has one: a value that is left unset
-    stands there as what it means, and a key that nothing reads is missing. Else it is every key as it is.
+    This is the result of the config's method ``canonical()``, where it has one: an unset value is replaced by
+    the value it implies, and a key that nothing reads is removed. Otherwise it is every key unchanged.
     """
     own = getattr(model.config, "canonical", None)
     return {"use": model.use, **(own() if own else attrs.asdict(model.config))}
 
 
 def training_keys(config: Any) -> frozenset[str]:
-    """Return the fields of a model's config that say how it is trained, not what it computes."""
+    """Return the fields of a model's config that affect how it is trained, not what it computes."""
     return frozenset(field.name for field in attrs.fields(type(config)) if field.metadata.get(TRAINING))
 
 
 def without_none(value: Any) -> Any:
-    """Return a table without the keys that TOML cannot write: a saved table spells out every key."""
+    """Return a table without keys that TOML cannot represent: a saved table has every key."""
     if isinstance(value, Mapping):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return value
@@ -47,14 +47,14 @@ def refuse_other_model(
     what: str = "the checkpoint is",
     changing: Collection[str] = (),
 ) -> None:
-    """Compare the model of what was saved with that of a run: equal shapes can still be another function.
+    """Reject the state of another model: even with equal shapes it may compute another function.
 
     Fields marked with ``TRAINING`` may differ.
 
     Args:
-        saved: of :func:`model_table`, perhaps read from JSON.
-        ours: of the run; None: it has none in its recipe.
-        what: subject of the error's text.
+        saved: result of :func:`model_table`, perhaps read from JSON.
+        ours: that of the run; None: its recipe has no model.
+        what: subject of the error message.
         changing: fields that phases of the run change, which may differ too.
 
     Raises:
@@ -74,12 +74,12 @@ def refuse_other_model(
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table as it is read from JSON, which has no tuples."""
+    """Return a table as JSON reads it, without tuples."""
     return dict(json.loads(json.dumps(dict(table))))
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]) -> Iterator[str]:
-    """Yield what differs: keys of both sides first, since they are why one side has more."""
+    """Yield the differences: keys of both sides first, since they explain why one side has more."""
     keys = sorted({*there, *here} - {*free}, key=lambda key: (key != "use", key))
     for key in keys:
         if key in there and key in here:

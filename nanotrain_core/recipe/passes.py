@@ -1,4 +1,4 @@
-"""Whether a schedule's stages and actions make up one step of a model, before anything runs."""
+"""Checks, before anything runs, that a schedule's stages and actions make up one step of a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nanotrain_core.pipeline.simulator import simulate
 
 
 def expect_one_step(schedule: Any, *, layers: int | None, pp: int, microbatches: int) -> None:
-    """Ask for stages, if ``layers`` is known, and actions: each pass once, in an order that can run.
+    """Require stages, if ``layers`` is known, and actions: each pass once, in an order that can run.
 
     Raises:
-        ValueError: with the first rank, stage or action that is wrong.
+        ValueError: the text names the first rank, stage or action that is wrong.
     """
     parts = () if layers is None else schedule.parts(Costs.alike(layers), pp)
     held = [layer for part in parts for layer in range(part.first, part.last)]
@@ -34,10 +34,10 @@ def expect_one_step(schedule: Any, *, layers: int | None, pp: int, microbatches:
 def expect_each_pass(
     schedule: Any, *, pp: int, microbatches: int, parts: Sequence[Part] = ()
 ) -> Sequence[Sequence[Action]]:
-    """Return the actions of every rank, which have each pass once. Cheaper than :func:`expect_one_step`.
+    """Return every rank's actions, checking that each pass occurs once. Cheaper than :func:`expect_one_step`.
 
     Raises:
-        ValueError: with the first rank or action that is wrong.
+        ValueError: the text names the first rank or action that is wrong.
     """
     lists: Sequence[Sequence[Action]] = schedule.actions(pp, microbatches)
     if len(lists) != pp:
@@ -50,7 +50,7 @@ def expect_each_pass(
 
 
 def _expect_each_once(rank: int, actions: Sequence[Action], stages: set[int], microbatches: int) -> None:
-    passes = [(action.kind, action.stage, action.microbatch) for action in actions]  # which hash faster
+    passes = [(action.kind, action.stage, action.microbatch) for action in actions]  # tuples hash faster
     found = set(passes)
     each = list(product(stages, range(microbatches)))
     wanted = {(kind, *one) for kind in ("F", "B") for one in each}
@@ -67,7 +67,7 @@ def _expect_each_once(rank: int, actions: Sequence[Action], stages: set[int], mi
 
 
 def _expect_one_order(lists: Sequence[Sequence[Action]]) -> None:
-    """Stages that send to each other must run microbatches alike: messages are taken as they come."""
+    """Require the same microbatch order in communicating stages: messages are received in order."""
     rank_of = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     for pair in pairwise(sorted(rank_of)):
         for kind in "FB" if rank_of[pair[0]] != rank_of[pair[1]] else "":

@@ -1,4 +1,4 @@
-"""The shape of ``[[phase]]``: numbers of other sections from some token on, constant or moving."""
+"""The ``[[phase]]`` section: values of other sections from some token on, constant or ramped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nanotrain_core.recipe.ranges import Range
 from nanotrain_core.recipe.types import field_types
 
 #: Marks a number or table of a config that a phase may change: ``attrs.field(metadata={CHANGES: True})``.
-#: It must do nothing to the shapes of parameters. The core applies those of ``[batch]`` and
-#: ``optimizer.lr``; a model does its own: :class:`~nanotrain_core.contracts.ChangesInRun`.
+#: It must not affect the shapes of parameters. The core applies changes of ``[batch]`` and
+#: ``optimizer.lr``; a model applies its own: :class:`~nanotrain_core.contracts.ChangesInRun`.
 CHANGES = "nanotrain_changes"
-#: Marks one that a phase may change, but only from one constant to another: a ramp of it is refused.
+#: Marks a field that a phase may change only from one constant to another: a ramp is rejected.
 CONSTANT = "nanotrain_constant"
 #: Sections whose keys a phase can change, where they are marked.
 SECTIONS = ("batch", "model", "optimizer")
-#: The most tokens of a run: more than anybody has.
+#: The maximum number of tokens of a run.
 MOST_TOKENS = 10**18
 
 
@@ -30,26 +30,26 @@ def changeable(config: type) -> tuple[str, ...]:
 
 
 def takes_ramp(config: type, name: str) -> bool:
-    """Return whether a field is a number that a phase may move from one value to another."""
+    """Return whether a field is a number that a phase may ramp."""
     constant = attrs.fields_dict(config)[name].metadata.get(CONSTANT)
     return field_types(config)[name] in (int, float) and not constant
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Ramp:
-    """A number that moves over the tokens of its phase: ``{ end = 2.2e-5, shape = "cosine" }``."""
+    """A number that changes over the tokens of its phase: ``{ end = 2.2e-5, shape = "cosine" }``."""
 
     start: int | float | None = None
-    """Value at the phase's first token. Unset: the one that was in force before."""
+    """Value at the phase's first token. Unset: the previous value."""
     end: int | float
-    """Value behind the phase's last token, which stays."""
+    """Value after the phase's last token, which then stays."""
     shape: Literal["linear", "cosine"] = "linear"
-    """`cosine` is half of a period: slow at both ends."""
+    """`cosine` is half a period: slow at both ends."""
     by: int | float | None = attrs.field(default=None, validator=Range(0.0, 1e300, above=True))
-    """Size of the steps in which it moves. Unset: 1 for integers, and none for other numbers."""
+    """Granularity of the steps in which it changes. Unset: 1 for integers, and none for other numbers."""
 
     def at(self, progress: float, start: float) -> float:
-        """Return the value at ``progress`` through the phase, from 0 to 1, where it begins from ``start``."""
+        """Return the value at ``progress`` through the phase, from 0 to 1, beginning with ``start``."""
         if progress >= 1:
             return self.end
         way = (1 - math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else progress
@@ -68,18 +68,18 @@ class Phase:
     """An item of ``[[phase]]``: in force until the run has trained on ``until_tokens``."""
 
     name: str = ""
-    """What the log calls it."""
+    """Its name in the log."""
     until_tokens: int | None = attrs.field(default=None, validator=Range(1, MOST_TOKENS))
-    """Tokens of the whole run at which the next phase begins. The last phase may do without."""
+    """Tokens of the whole run at which the next phase begins. The last phase may omit it."""
     changes: Mapping[str, Any] = attrs.field(factory=FrozenMapping, converter=_frozen)
     """Key of the recipe -> its value from this phase on: ``optimizer.lr``, ``batch.length``, ``model.yarn``.
-    That is a number, a :class:`Ramp` of numbers, or the config of a table."""
+    Each is a number, a :class:`Ramp` of numbers, or the config of a table."""
 
     def table(self) -> dict[str, Any]:
-        """Return it as it stands in a recipe: keys of a section below that section.
+        """Return it as written in a recipe: keys of a section below that section.
 
-        The name, even if empty, is a key of the table itself: TOML has no header for an array's item that has
-        tables alone, and these would be read as those of the item before.
+        The name, even if empty, is a key of the table itself: TOML has no header for an array item that has
+        only subtables, and these would be parsed as part of the previous item.
         """
         found: dict[str, Any] = {"name": self.name}
         if self.until_tokens is not None:

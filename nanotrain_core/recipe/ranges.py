@@ -1,4 +1,4 @@
-"""``Range``: the numbers that a key of a recipe may have, for its validator and for editors."""
+"""``Range``: the allowed values of a recipe key, for its validator and for editors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import attrs
 
-#: The largest size or count: PyTorch's and NCCL's counts of elements are 32-bit integers in places.
+#: The largest size or count: PyTorch and NCCL use 32-bit element counts in some places.
 LARGEST_COUNT = 2**31 - 1
 #: The largest dimension of a model's tensors.
 LARGEST_SIZE = 2**27
-#: The most layers of a model, which commands list one by one.
+#: The maximum number of layers of a model, which commands list one by one.
 MOST_LAYERS = 10_000
 
 
@@ -18,7 +18,7 @@ MOST_LAYERS = 10_000
 class Range:
     """A validator of an attrs field: ``attrs.field(default=1, validator=Range(1))``.
 
-    The JSON Schema of recipes has its bounds. NaN is in no range.
+    The JSON Schema of recipes contains its bounds. NaN is in no range.
     """
 
     least: float
@@ -33,12 +33,12 @@ class Range:
 
         Args:
             least: an ``int`` for keys that are integers.
-            most: of integers :data:`LARGEST_COUNT` unless given; others need it.
-            above: ``least`` itself is left out.
-            below: ``most`` itself is left out.
+            most: for integers :data:`LARGEST_COUNT` by default; required for others.
+            above: exclude ``least`` itself.
+            below: exclude ``most`` itself.
 
         Raises:
-            TypeError: a range of numbers that are no integers has no upper end.
+            TypeError: a range of non-integers has no upper bound.
         """
         if most is None and not isinstance(least, int):
             raise TypeError("a range of floats needs its upper end")
@@ -49,10 +49,10 @@ class Range:
         return low and (value < self.most if self.below else value <= self.most)
 
     def __call__(self, instance: Any, field: Any, value: Any) -> None:
-        """Refuse a value outside of the range, or a tuple with one; None is left out.
+        """Reject a value outside the range, or a tuple with one; None is ignored.
 
         Raises:
-            ValueError: with what was expected.
+            ValueError: the text says what was expected.
         """
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and number not in self:
@@ -65,7 +65,7 @@ class Range:
         return f"a number {low} {self.least:g} and {high} {self.most:g}"
 
     def schema(self) -> dict[str, float]:
-        """Return the bounds as JSON Schema writes them."""
+        """Return the bounds as JSON Schema keywords."""
         return {
             "exclusiveMinimum" if self.above else "minimum": self.least,
             "exclusiveMaximum" if self.below else "maximum": self.most,

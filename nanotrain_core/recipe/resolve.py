@@ -1,4 +1,4 @@
-"""Gives every section of a merged recipe its type and its component."""
+"""Resolves the type and component of every section of a merged recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLES = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfi
 
 
 class Resolver:
-    """Collects the sections of one recipe, and all problems instead of the first."""
+    """Resolves the sections of one recipe, collecting all problems instead of only the first."""
 
     def __init__(self, merged: Merged, registry: Registry) -> None:
         self.problems: list[Problem] = []
@@ -37,7 +37,7 @@ class Resolver:
         self._registry = registry
 
     def recipe(self) -> Recipe | None:
-        """Return the typed recipe, or None when ``problems`` tell why there is none."""
+        """Return the typed recipe, or None when ``problems`` explain why there is none."""
         sections: dict[str, Any] = {name: self._table(name, config) for name, config in _TABLES.items()}
         for kind in KINDS:
             sections[kind] = self._listed(kind) if kind in LISTED_KINDS else self._single(kind)
@@ -55,7 +55,7 @@ class Resolver:
         return recipe if "steps" in self._tree.get("run", {}) else self._with_steps(recipe)
 
     def _phases(self, sections: Mapping[str, Any]) -> tuple[Phase, ...]:
-        """Return the phases, once the sections that they change are right."""
+        """Return the phases, once the sections that they change are valid."""
         if "phase" not in self._tree or None in (sections[name] for name in SECTIONS):
             return ()
         if None in (getattr(sections[name], "config", sections[name]) for name in SECTIONS):
@@ -66,7 +66,7 @@ class Resolver:
         return phases
 
     def _with_steps(self, recipe: Recipe) -> Recipe | None:
-        """Return a recipe that leaves ``run.steps`` to its phases with as many as they take."""
+        """Return the recipe with ``run.steps`` computed from its phases if it leaves them to determine it."""
         steps, most = steps_of(recipe), LARGEST_COUNT
         if steps is None or steps > most:
             because = "the last phase has no until_tokens" if steps is None else f"its phases take {steps:,}"
@@ -91,7 +91,7 @@ class Resolver:
     def _table(self, name: str, config: type) -> Any:
         table = self._tree.get(name, {})
         if name == "run" and isinstance(table, dict) and "phase" in self._tree:
-            table = {"steps": 1, **table}  # if it is left out, the phases say how many
+            table = {"steps": 1, **table}  # if it is omitted, the phases determine it
         return self._structure(table, config, name)
 
     def _single(self, kind: str) -> Selection | None:
@@ -114,7 +114,7 @@ class Resolver:
         )
 
     def _selection(self, kind: str, key: str, table: Any, header: str) -> Selection | None:
-        """Take ``use`` out of a table and give the rest to that component's config class."""
+        """Take ``use`` out of a table and structure the rest as that component's config class."""
         if not isinstance(table, dict):
             self.problems.append(Problem(key, f"expected a table: write {header}, got {found(table)}"))
             return None
@@ -160,7 +160,7 @@ class Resolver:
                 yield f"{plugin} is broken: {plugin.error}"
 
     def _versions(self, sections: dict[str, Any]) -> FrozenMapping[str]:
-        """Return the versions of what the recipe uses: the core, torch and the plugins it names."""
+        """Return the versions of the distributions that the recipe uses: the core, torch and its plugins."""
         selections = [s for kind in KINDS for s in _as_tuple(sections[kind])]
         used = {self._registry.owner(s.kind, s.use).distribution for s in selections}
         used |= {canonicalize_name(Requirement(line).name) for line in sections["requires"]}

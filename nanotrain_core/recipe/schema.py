@@ -1,4 +1,4 @@
-"""A JSON Schema of recipes, made from the installed plugins, so that an editor can complete and check."""
+"""The JSON Schema of recipes, generated from the installed plugins, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def recipe_schema(registry: Registry) -> Schema:
     """Return a draft-07 schema of a recipe file.
 
     ``use`` selects the definition that the rest of a table must match; a table without ``use``, as
-    in a recipe that extends another, must match one of that kind. Draft 07 because editors know it.
+    in a recipe that extends another, must match one of that kind. Draft 07 because editors support it.
     """
     definitions: Schema = {}
     properties: Schema = {
@@ -55,7 +55,7 @@ def recipe_schema(registry: Registry) -> Schema:
 
 
 def _phase(registry: Registry) -> Schema:
-    """Return the schema of ``[[phase]]``: keys that components let it change, as number, ramp or table."""
+    """Return the schema of ``[[phase]]``: the keys that it may change, as number, ramp or table."""
     phase = _table(Phase, without="changes")
     for kind in SECTIONS:
         configs: list[type] = [BatchConfig]
@@ -95,12 +95,12 @@ def _component(component: Component) -> Schema:
 
 
 def _table(config: type, without: str = "") -> Schema:
-    """Return the schema of an attrs class: types, defaults, and the text under each field but one."""
+    """Return the schema of an attrs class: types, defaults and attribute docstrings, without one field."""
     types, texts = field_types(config), field_docs(config)
     properties = {}
     for field in (field for field in attrs.fields(config) if field.name != without):
         schema = type_schema(types[field.name], _table)
-        for validator in getattr(field.validator, "_validators", (field.validator,)):  # what and_() joins
+        for validator in getattr(field.validator, "_validators", (field.validator,)):  # joined by and_()
             if isinstance(validator, Range):
                 items = schema.get("items", schema)
                 for each in items if isinstance(items, list) else [items]:
@@ -116,7 +116,7 @@ def _table(config: type, without: str = "") -> Schema:
 def field_docs(config: type) -> dict[str, str]:
     """Return field name -> the string literal under it, of a class and its bases.
 
-    Python drops these strings, so they are read from the source, where there is one.
+    Python discards these strings, so they are read from the source, where available.
     """
     texts: dict[str, str] = {}
     for cls in reversed(config.__mro__):

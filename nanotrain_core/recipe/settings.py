@@ -1,4 +1,4 @@
-"""What a run is made of, as plain settings: for sinks that show them beside the curves. Torch-free."""
+"""A run's settings as plain values, for sinks that show them with the metrics. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.write import write_resolved
 
-#: Last words of keys whose values nobody else should see, and what stands in their place.
+#: Last words of keys whose values must not be disclosed, and the placeholder that replaces them.
 SECRETS = frozenset({"webhook", "token", "secret", "password", "key"})
 HIDDEN = "(hidden)"
 
@@ -20,7 +20,7 @@ HIDDEN = "(hidden)"
 def run_settings(recipe: Any) -> dict[str, Any]:
     """Return a resolved recipe, or the config of a script, as nested tables of plain values.
 
-    It is for others' eyes: values of keys such as ``webhook`` and ``token`` are left out.
+    It may be published: values of keys such as ``webhook`` and ``token`` are omitted.
     """
     if isinstance(recipe, Recipe):
         return _shown(tomllib.loads(write_resolved(recipe)))  # type: ignore[no-any-return]
@@ -29,7 +29,7 @@ def run_settings(recipe: Any) -> dict[str, Any]:
 
 
 def is_secret(key: str) -> bool:
-    """Return whether whoever knows the value of a key could use it.
+    """Return whether the value of a key is a secret.
 
     >>> [is_secret(key) for key in ("webhook", "api_key", "tokenizer", "keep", "access_token")]
     [True, True, False, False, True]
@@ -38,7 +38,7 @@ def is_secret(key: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return TOML, or a command with ``--set``, without the values of keys that are secret.
+    """Return TOML, or a command with ``--set``, with the values of secret keys hidden.
 
     >>> print(without_secrets('webhook = "https://hooks.example/T0/S3CRET"  # r.toml:7'))
     webhook = "(hidden)"  # r.toml:7
@@ -57,7 +57,7 @@ def _shown(value: Any) -> Any:
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return settings by dotted key, as ``--set`` takes them; items of a list of tables by number.
+    """Return settings by dotted key, as ``--set`` takes them; items of a list of tables by index.
 
     >>> flat_settings({"run": {"steps": 3}, "monitor": [{"use": "jsonl"}], "names": [1, 2]})
     {'run.steps': 3, 'monitor.0.use': 'jsonl', 'names': '[1, 2]'}
@@ -74,7 +74,7 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, bool | int | float |
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as TOML or JSON could have it: what it cannot as text."""
+    """Return ``value`` as TOML or JSON can represent it, other values as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

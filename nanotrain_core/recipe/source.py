@@ -1,4 +1,4 @@
-"""The places values of a recipe come from: files, ``--set`` options, and the built-in defaults."""
+"""The sources of a recipe's values: files, ``--set`` options, and the built-in defaults."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.suggestions import as_written
 from nanotrain_core.recipe.tree import DEFAULT_USE
 
-#: The deepest key of any recipe has a few: files and plugins that nest more are mistaken, or hostile.
+#: Maximum nesting: recipe keys have few levels, so deeper files and plugins are mistaken or hostile.
 MOST_LEVELS = 32
 TOO_DEEP = f"tables or arrays are nested too deeply; expected at most {MOST_LEVELS} levels"
 
 
 class Source:
-    """One layer of a recipe: its tables as written, and where they were written."""
+    """One layer of a recipe: its tables as written, and their location."""
 
     def __init__(
         self, label: str, data: dict[str, Any], *, text: str = "", folder: Path | None = None
@@ -40,14 +40,14 @@ class Source:
         return key_lines(self._text)
 
     def place(self, key: str) -> str:
-        """Return ``file:line`` of a key or of the nearest table around it, or only the label."""
+        """Return ``file:line`` of a key or of the nearest enclosing table, or only the label."""
         while key and key not in self._lines:
             key = key.rpartition(".")[0]
         return f"{self.label}:{self._lines[key]}" if key else self.label
 
 
 def _is_too_deep(data: dict[str, Any]) -> bool:
-    """Return whether tables and arrays are nested more than :data:`MOST_LEVELS` deep; level by level."""
+    """Return whether tables and arrays are nested more than :data:`MOST_LEVELS` deep, level by level."""
     level: list[Any] = [data]
     for _ in range(MOST_LEVELS):
         below = [each.values() if isinstance(each, dict) else each for each in level]
@@ -56,7 +56,7 @@ def _is_too_deep(data: dict[str, Any]) -> bool:
 
 
 def default_source() -> Source:
-    """Return the layer under every recipe: the components a recipe that names none gets."""
+    """Return the base layer of every recipe: the default components."""
     data: dict[str, Any] = {}
     for kind, use in DEFAULT_USE.items():
         data[kind] = [{"use": name} for name in use] if kind in LISTED_KINDS else {"use": use}
@@ -117,10 +117,10 @@ def file_source(path: Path) -> Source:
 
 
 def file_sources(path: Path) -> list[Source]:
-    """Read a recipe file and those it extends, the most basic first.
+    """Read a recipe file and those it extends, base first.
 
     Raises:
-        RecipeError: one cannot be read, or they extend each other in a circle.
+        RecipeError: one cannot be read, or they extend each other in a cycle.
     """
     chain: list[Source] = []
     seen: list[Path] = []
@@ -137,7 +137,7 @@ def file_sources(path: Path) -> list[Source]:
 
 
 def _parent(source: Source) -> Path | None:
-    """Take ``extends`` out of a source and return the file it means: beside it, or a shipped one."""
+    """Remove ``extends`` from a source and return the file it names: a sibling, or a shipped recipe."""
     name = source.data.pop("extends", None)
     if name is None:
         return None
@@ -180,7 +180,7 @@ def find_recipe(name: str | os.PathLike[str]) -> Path:
 def shipped_recipes() -> dict[str, Path]:
     """Return name -> file of all recipes in ``./recipes`` and in the installation.
 
-    A name is the path below the folder: ``laptop.toml``, ``fragments/deepseek_tiny.toml``.
+    A name is the path relative to the folder: ``laptop.toml``, ``fragments/deepseek_tiny.toml``.
     """
     checkout = Path(__file__).parents[2]
     found = _installed_recipes()
@@ -199,7 +199,7 @@ def _recipes_in(folder: Path) -> dict[str, Path]:
 
 
 def _installed_recipes() -> dict[str, Path]:
-    """Find the recipes that the wheel put under ``share/nanotrain/recipes`` of the environment."""
+    """Find the recipes that the wheel installed under ``share/nanotrain/recipes`` of the environment."""
     try:
         listed = files("nanotrain-core") or ()
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Turns plain tables into typed, frozen configs, strictly, and says precisely what does not fit."""
+"""Converts plain tables into typed, frozen configs, strictly, and reports precisely what does not fit."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from nanotrain_core.recipe.types import (
     members,
 )
 
-#: Python's integers are of any size: what lies beyond these can be no number of a recipe.
+#: Python's integers are unbounded: values beyond these are not valid in a recipe.
 LARGEST_FLOAT, LARGEST_INTEGER = 10**300, 2**63
 
 
 def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
-    """Return an instance of the attrs class ``config`` made from ``table``, and what is wrong with it.
+    """Return an instance of the attrs class ``config`` built from ``table``, and the problems found.
 
-    The instance is None if the types do not fit; validators are asked only when they do.
+    The instance is None if the types do not fit; validators run only when they do.
 
     Args:
-        key: where the table stands in the recipe, for the problems.
+        key: location of the table in the recipe, for the problems.
     """
     try:
-        # All validators are run afterwards, so that each failure is reported, with its own key.
+        # Validators run afterwards, so that each failure is reported, with its own key.
         with attrs.validators.disabled():
             instance: Any = _converter().structure(table, config)
     except Exception as error:
@@ -51,7 +51,7 @@ def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
 
 
 def absolute_paths(table: Any, config: type, key: str, merged: Merged) -> Any:
-    """Return ``table`` with the paths of ``path_field`` fields made absolute, beside who wrote them."""
+    """Return ``table`` with the paths of ``path_field`` fields made absolute, relative to their file."""
     if not isinstance(table, dict):
         return table
     result = dict(table)
@@ -72,7 +72,7 @@ def _absolute(value: Any, folder: os.PathLike[str], words: tuple[str, ...]) -> A
 
 @cache
 def _converter() -> Converter:
-    """cattrs without its coercions: it would take ``"false"`` for true and 3.7 for 3."""
+    """Return cattrs without its coercions, which would turn ``"false"`` into true and 3.7 into 3."""
     converter = Converter(forbid_extra_keys=True)
     for scalar in (bool, int, float, str):
         converter.register_structure_hook(scalar, _scalar)
@@ -139,7 +139,7 @@ def _mapping(converter: Converter, value: Any, type_: Any) -> FrozenMapping[Any]
 
 
 def _union(converter: Converter, value: Any, type_: Any) -> Any:
-    """Take the first member that fits; a union with only one says itself what does not fit."""
+    """Convert to the first member that fits; a union with only one member reports what does not fit."""
     choices = members(type_)
     for choice in choices[:-1]:
         try:
@@ -168,7 +168,7 @@ def _table(converter: Converter, config: type) -> Callable[[Any, Any], Any]:
 
 
 def _problems(error: BaseException, key: str, config: type | None = None) -> Iterator[Problem]:
-    """Walk cattrs' tree of exceptions and yield one Problem for each leaf, under its dotted key."""
+    """Walk cattrs' exception tree and yield one Problem for each leaf, with its dotted key."""
     if isinstance(error, ClassValidationError):
         noted, rest = error.group_exceptions()
         for inner, note in noted:
@@ -193,7 +193,7 @@ def _problems(error: BaseException, key: str, config: type | None = None) -> Ite
 
 
 def _invalid(config: Any, key: str) -> Iterator[Problem]:
-    """Run the validators of a config and of the configs in it."""
+    """Run the validators of a config and of its nested configs."""
     for field in attrs.fields(type(config)):
         value, below = getattr(config, field.name), join(key, field.name)
         if field.validator is not None:
@@ -207,7 +207,7 @@ def _invalid(config: Any, key: str) -> Iterator[Problem]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the configs that a field's value is or holds."""
+    """Yield the configs that a field's value is or contains."""
     if attrs.has(type(value)):
         yield "", value
     elif isinstance(value, tuple | FrozenMapping):

@@ -1,4 +1,4 @@
-"""What a user may have meant by what a recipe says, where a list of names is not enough. Torch-free."""
+"""Suggestions for errors in a recipe where the nearest name is not enough. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
 def for_idle_ranks(dim: str, model: Selection, registry: Registry) -> str:
-    """Return what makes use of ranks along a dimension, if anything can."""
+    """Return what would use the ranks along a dimension, if anything can."""
     if dim in ("ep", "etp"):
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):
@@ -30,7 +30,7 @@ def with_section(name: str, sections: Mapping[str, Any]) -> str:
     """Return `` (did you mean 'run.steps'?)`` for a key that lacks its section, else an empty string.
 
     Args:
-        sections: the resolved recipe's, tuples where a recipe lists several; None where one is wrong.
+        sections: of the resolved recipe, tuples where a recipe lists several; None for an invalid one.
     """
     for section, value in sections.items():
         items = enumerate(value) if isinstance(value, tuple) else (("", value),)
@@ -42,5 +42,5 @@ def with_section(name: str, sections: Mapping[str, Any]) -> str:
 
 
 def as_written(message: str) -> str:
-    """Write tables that a reader of TOML names as Python tuples as they stand in the file: ``[model]``."""
+    """Format table names, which a TOML reader gives as Python tuples, as in the file: ``[model]``."""
     return re.sub(r"\('([^()]*)',?\)", lambda found: "[" + found[1].replace("', '", ".") + "]", message)

@@ -1,4 +1,4 @@
-"""The shape of a resolved recipe: frozen attrs classes, one per section of the file."""
+"""The structure of a resolved recipe: frozen attrs classes, one per section of the file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nanotrain_core.recipe.ranges import Range
 def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:
     """Return an ``attrs.field`` that holds a path, or a tuple of paths, as ``str``.
 
-    A relative path means: beside the file that wrote it, or in the working directory when it comes
+    A relative path is relative to the file that contains it, or to the working directory when it comes
     from ``--set``. It is made absolute when the recipe is loaded.
 
     Args:
-        words: values that are no path and stay as they are.
+        words: values that are not paths and stay unchanged.
         options: passed to ``attrs.field``.
     """
     metadata = {"nanotrain": "path", "words": words}
@@ -35,21 +35,21 @@ def _fits_a_file_system(instance: Any, field: Any, value: Any) -> None:
             raise ValueError(f"{path[:60]}...: too long for a file's name, of {len(path)} characters")
 
 
-#: Seconds: the longest that anything waits.
+#: Seconds: the maximum of all waiting times.
 FOUR_MONTHS = 1e7
 
-#: Marks a field of a model's config that shapes training, but not what given weights compute:
+#: Marks a field of a model's config that affects training, but not what given weights compute:
 #: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
 TRAINING = "nanotrain_training"
 
 
-#: Backends of ``torch.compile`` that come with torch. Others are entry points, which is how torch finds them.
+#: Backends of ``torch.compile`` included in torch. Others are entry points, through which torch finds them.
 COMPILE_BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "eager")
 
 
 def _compile_backend(instance: Any, field: Any, value: str) -> None:
-    """Refuse a name that torch would not know, without importing torch."""
-    if value in COMPILE_BACKENDS:  # looking through all that is installed would be half of reading a recipe
+    """Reject a name that torch would not know, without importing torch."""
+    if value in COMPILE_BACKENDS:  # a search of all entry points takes half of the time to read a recipe
         return
     others = (point.name for point in entry_points(group="torch_dynamo_backends"))
     known = sorted({*COMPILE_BACKENDS, *others})
@@ -59,7 +59,7 @@ def _compile_backend(instance: Any, field: Any, value: str) -> None:
 
 
 def _folder_name(instance: Any, field: Any, value: str) -> None:
-    """Refuse what would be another folder than one in ``runs``, or what no file system takes."""
+    """Reject a name that would leave the folder ``runs``, or that no file system accepts."""
     plain = value.isprintable() and value == value.strip() and len(os.fsencode(value)) <= 200
     if not plain or not all(part and part[0] not in ".-" for part in value.split("/")):
         raise ValueError(
@@ -70,7 +70,7 @@ def _folder_name(instance: Any, field: Any, value: str) -> None:
 
 @attrs.define(frozen=True)
 class Selection:
-    """A component picked by name, with its own table as that component's config class."""
+    """A component selected by name, with its table as that component's config class."""
 
     kind: str
     use: str
@@ -79,48 +79,48 @@ class Selection:
 
 @attrs.define(frozen=True, kw_only=True)
 class RunConfig:
-    """``[run]``: what is run, for how long, where its results go."""
+    """``[run]``: what is run, for how long, and where its results are written."""
 
     name: str = attrs.field(default="run", validator=_folder_name)
-    """Names the run folder, ``runs/<name>``."""
+    """Name of the run folder, ``runs/<name>``."""
     steps: int = attrs.field(validator=Range(1))
-    """Optimizer steps in all. May be left out where phases say how many tokens they take."""
+    """Total optimizer steps. May be omitted where phases say how many tokens they take."""
     seed: int = attrs.field(default=1234, validator=Range(-(2**62), 2**62))
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     ranks: int = attrs.field(default=1, validator=Range(1, 2**20))
     """World size: `--nproc` times `--nnodes` overrides it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes GPUs when there are any."""
+    """`auto` uses GPUs if there are any."""
     share_device: bool = attrs.field(default=False)
-    """For tests: all ranks of a host compute on its first GPU. What they exchange goes through host memory
+    """For tests: all ranks of a host compute on its first GPU. They communicate through host memory
     and gloo; layers stay eager."""
     weights: str | None = path_field(default=None)
-    """What to start from in place of random weights: a Hugging Face folder, what `nanotrain convert` wrote,
-    a checkpoint or a run folder. `--weights` overrides it; a resumed run has its checkpoint's."""
+    """Initial weights instead of random ones: a Hugging Face folder, what `nanotrain convert` wrote,
+    a checkpoint or a run folder. `--weights` overrides it; a resumed run uses its checkpoint's."""
     folder: str | None = attrs.field(default=None, validator=_fits_a_file_system)
     """Run folder. Unset: `runs/<name>`, then `runs/<name>-2` and so on, so that no run is overwritten."""
     log_every: int = attrs.field(default=1, validator=Range(1))
-    """Steps between reports to monitors. Each report makes the host wait for the device."""
+    """Steps between reports to monitors. Each report synchronizes the host with the device."""
     timeout: float = attrs.field(default=300.0, validator=Range(0.001, FOUR_MONTHS))
     """Seconds a collective may take before the run fails."""
     hang_timeout: float = attrs.field(default=240.0, validator=Range(0.0, FOUR_MONTHS))
-    """Seconds without progress after which ranks are named, their stacks kept, and all of them ended; 0 never
-    does. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
+    """Seconds without progress after which ranks are named, their stacks saved, and all of them ended; 0
+    disables it. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
     collective fails first."""
     grace: float = attrs.field(default=120.0, validator=Range(0.001, FOUR_MONTHS))
     """Seconds for a last step and checkpoint after Ctrl-C or SIGTERM; ranks that take longer are ended. Less
     than the cluster waits before it kills."""
     max_restarts: int = attrs.field(default=0, validator=Range(0))
-    """How often all ranks are started again after a failure; `--max-restarts` overrides it."""
+    """How often all ranks are restarted after a failure; `--max-restarts` overrides it."""
     strict_monitors: bool = False
     """Let an exception inside a monitor stop the run."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels only."""
+    """Use only deterministic kernels of torch."""
     compile: Literal["auto", True, False] = "auto"
-    """Compile the forward and backward pass of each layer, and the loss, with `torch.compile`; `auto` does on
-    GPUs. See docs/performance.md for what stays eager."""
+    """Compile the forward and backward pass of each layer, and the loss, with `torch.compile`; `auto` does so
+    on GPUs. See docs/performance.md for what stays eager."""
     compile_backend: str = attrs.field(default="inductor", validator=_compile_backend)
-    """Who compiles, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
+    """Compiler backend, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
 
     @share_device.validator
     def _is_a_gpu(self, field: Any, value: bool) -> None:
@@ -137,28 +137,28 @@ class BatchConfig:
     sequences: int = attrs.field(validator=Range(1), metadata={CHANGES: True})
     """Sequences per optimizer step over the whole run."""
     microbatch: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
-    """Sequences one rank passes through the model at once, at most: the last microbatch of a step may be
+    """Maximum sequences that one rank passes through the model at once: the last microbatch of a step may be
     smaller."""
     length: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
     """Tokens per sequence."""
 
     @property
     def tokens(self) -> int:
-        """Of one optimizer step over the whole run."""
+        """Tokens of one optimizer step over the whole run."""
         return self.sequences * self.length
 
     def microbatches(self, shards: int) -> int:
-        """Return how many microbatches each of so many data-parallel ranks takes in a step.
+        """Return how many microbatches each of ``shards`` data-parallel ranks takes in a step.
 
-        Ranks' sequences differ by one where ``shards`` does not divide them, the number of microbatches never
-        does: ranks meet in collectives of each.
+        Ranks' sequence counts differ by one where ``shards`` does not divide them; the number of microbatches
+        never does, because each has collectives.
         """
         return -(-self.sequences // shards // self.microbatch)
 
 
 @attrs.define(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """``[evaluation]``: loss on data that is never trained on."""
+    """``[evaluation]``: loss on held-out data."""
 
     every: int = attrs.field(default=0, validator=Range(0))
     """Steps between evaluations; 0 evaluates only at the end."""
@@ -178,17 +178,17 @@ class ScheduleConfig:
     """Steps of decay, at the end of the run. Unset: all after warm-up; for `wsd` a tenth of the run, at least
     2."""
     final_ratio: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
-    """Rate that the decay leads to, as a fraction of `lr`: it would be reached one step after the run."""
+    """Final rate of the decay, as a fraction of `lr`: it would be reached one step after the run."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What every optimizer's table has; an optimizer's config class derives from this."""
+    """The common keys of every optimizer's table; an optimizer's config class derives from this."""
 
     lr: float = attrs.field(default=1e-3, validator=Range(0.0, 1e3, above=True), metadata={CHANGES: True})
     """Peak learning rate."""
     clip_norm: float = attrs.field(default=1.0, validator=Range(0.0, 1e12))
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 never clips."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0 never clips."""
     lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
     """Learning rate over the steps of the run."""
 
@@ -199,7 +199,7 @@ def _frozen(versions: Mapping[str, str]) -> Mapping[str, str]:
 
 @attrs.define(frozen=True, kw_only=True)
 class Recipe:
-    """A whole resolved recipe. Nothing changes it after it is built."""
+    """A whole resolved recipe. Immutable once built."""
 
     run: RunConfig
     batch: BatchConfig
@@ -219,7 +219,7 @@ class Recipe:
     requires: tuple[str, ...] = ()
     """Distributions the recipe needs, as version specifiers: `nanotrain-ddp>=0.1`."""
     versions: Mapping[str, str] = attrs.field(factory=FrozenMapping, converter=_frozen)
-    """Of core, torch and plugins when it was resolved; written to the run folder."""
+    """Versions of core, torch and plugins when it was resolved; written to the run folder."""
 
     def selections(self) -> tuple[Selection, ...]:
         """Return every selected component, in the order a run builds them."""
@@ -237,7 +237,7 @@ class Recipe:
         )
 
 
-#: What a recipe that leaves a section out gets. ``model`` has no default.
+#: The defaults for sections that a recipe omits. ``model`` has no default.
 DEFAULT_USE: dict[str, str | tuple[str, ...]] = {
     "topology": "grid",
     "kernels": "auto",

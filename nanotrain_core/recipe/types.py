@@ -1,4 +1,4 @@
-"""The types a config field may have, and how each reads to a user and in JSON Schema."""
+"""The types a config field may have, and how each is shown to a user and in JSON Schema."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def members(type_: Any) -> tuple[Any, ...]:
 
 
 def expected(type_: Any) -> str:
-    """Return in words what a value of ``type_`` looks like in TOML: ``an integer``."""
+    """Describe what a value of ``type_`` looks like in TOML: ``an integer``."""
     if type_ in _SCALARS:
         return _SCALARS[type_][1]
     if is_literal(type_):
@@ -59,7 +59,7 @@ def expected(type_: Any) -> str:
 
 
 def found(value: Any) -> str:
-    """Return in words what stands in the file instead: ``the string 'x'``."""
+    """Describe what is in the file instead: ``the string 'x'``."""
     name = _TOML_NAMES.get(type(value), type(value).__name__)
     return f"the {name}" if isinstance(value, list | dict) else f"the {name} {_toml(value)}"
 
@@ -76,7 +76,7 @@ def type_schema(type_: Any, table: Callable[[type], dict[str, Any]] = _any_table
     """Return the draft-07 JSON Schema of a field's type; ``table`` returns that of an attrs class in it.
 
     Raises:
-        TypeError: a recipe cannot hold that type.
+        TypeError: a recipe cannot represent that type.
     """
     arguments = get_args(type_)
     if type_ in _SCALARS:
@@ -111,7 +111,7 @@ def _unsupported(type_: Any) -> str:
 
 
 def check_config_types(config: type) -> None:
-    """Check that a recipe can hold every field of an attrs class.
+    """Check that a recipe can represent every field of an attrs class.
 
     Raises:
         TypeError: it cannot; the text names class and field.

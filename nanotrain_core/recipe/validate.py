@@ -26,15 +26,15 @@ from nanotrain_core.registry.registry import Registry
 if TYPE_CHECKING:  # contracts import torch
     from nanotrain_core.contracts import Topology
 
-#: Of a step, on a rank: each is an action of the schedule, which is checked one by one.
+#: Maximum per rank and step: each is an action of the schedule, which is checked individually.
 MOST_MICROBATCHES = 16_384
-#: World sizes to look for one that the degrees of a recipe fit.
+#: World sizes to search for one that the degrees of a recipe fit.
 MOST = 4096
 
 
 @attrs.define(frozen=True)
 class Member:
-    """One selected component and where the recipe selects it."""
+    """One selected component and its location in the recipe."""
 
     key: str
     selection: Selection
@@ -42,7 +42,7 @@ class Member:
 
     @property
     def word(self) -> str:
-        """How ``Component.conflicts`` names it."""
+        """Its name in ``Component.conflicts``."""
         return f"{self.selection.kind}:{self.selection.use}"
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def check_combination(recipe: Recipe, registry: Registry) -> Layout:
 
 
 def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, list[Problem]]:
-    """Return the layout, None if the degrees do not fit, and every reason against the combination."""
+    """Return the layout, None if the degrees do not fit, and every problem of the combination."""
     members = _members(recipe, registry)
     problems = [*_twice(members), *_capabilities(members, registry)]
     absent = list(_modules(members))
@@ -75,9 +75,9 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
         problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]
         near = _nearest(topology, recipe.run.ranks)
-        if near is not None:  # what the degrees cannot do on any number of ranks is reported with that
+        if near is not None:  # problems at any number of ranks are reported together with that
             mismatches = list(_dimensions(members, near, recipe, registry))
-            unready = mismatches or any(_batch(recipe, near))  # which only so many ranks would have
+            unready = mismatches or any(_batch(recipe, near))  # problems of this number of ranks only
             problems += mismatches if unready else _stages(recipe, near, registry)
             problems += _own_checks(members, recipe, near, registry)
         return None, problems
@@ -99,7 +99,7 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
 
 
 def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Problem]:
-    """Check the recipe at the beginning of each phase and where ramps end, and batches of sizes between."""
+    """Check the recipe at the beginning of each phase and the end of ramps, and the batch sizes between."""
     decays = recipe.optimizer.config.lr_schedule.use
     changing = [number for number, phase in enumerate(recipe.phase) if "optimizer.lr" in phase.changes]
     if changing and decays != "constant":
@@ -120,7 +120,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         found += ((number, problem) for problem in wrong)
     dp = layout.size("dp") if "dp" in layout.dims else 1
     for number, sizes in timeline.ramps():
-        for size in sizes[:dp]:  # remainders by the ranks that share a batch then repeat
+        for size in sizes[:dp]:  # remainders by the data-parallel size then repeat
             found += ((number, problem) for problem in _batch(timeline.with_batch(number, size), layout))
     if not found:
         found += _ramped_stages(timeline, layout, registry)
@@ -150,15 +150,15 @@ def _changes_length(use: str, registry: Registry) -> bool:
 
 
 def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
-    """Ask the schedule for the smallest number of microbatches of each remainder by twice pp.
+    """Check the schedule with the smallest number of microbatches of each remainder by twice pp.
 
-    Those are what schedules refuse between two sizes that they take; all sizes would take long.
+    Schedules reject numbers of microbatches only by remainder; checking all sizes would take long.
     """
     around = 2 * pipeline_of(layout)
     dp = layout.size("dp") if "dp" in layout.dims else 1
     for number, sizes in timeline.ramps():
         batch, seen = timeline.with_batch(number, 1).batch, set[int]()
-        period = around * dp * batch.microbatch  # in which remainders repeat
+        period = around * dp * batch.microbatch  # period of the remainders
         for size in sizes[:period] if sizes.step > 0 else sizes[::-1][:period]:
             count = attrs.evolve(batch, sequences=size).microbatches(dp)
             if count % around in seen:
@@ -174,7 +174,7 @@ def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> It
 
 
 def _nearest(topology: Topology, ranks: int) -> Layout | None:
-    """Return a layout of the same degrees: of as many ranks as come near, fewer if possible."""
+    """Return a layout with the same degrees and the nearest number of ranks, fewer if possible."""
     for number in (*range(ranks - 1, 0, -1), *range(ranks + 1, MOST + 1)):
         with suppress(ValueError):
             return topology.layout(number)
@@ -184,9 +184,9 @@ def _nearest(topology: Topology, ranks: int) -> Layout | None:
 def _stages(
     recipe: Recipe, layout: Layout, registry: Registry, *, between: bool = False
 ) -> Iterator[Problem]:
-    """Ask the schedule for its actions, and for stages where the recipe says how many layers there are.
+    """Check the schedule's actions, and its stages where the recipe gives the number of layers.
 
-    ``between``: whether only that each pass is there once is checked, as between two sizes that were whole.
+    ``between``: whether to check only that each pass occurs once, as between two sizes checked completely.
     """
     schedule = registry.build(recipe.schedule)
     pp, microbatches = pipeline_of(layout), microbatches_of(recipe, layout)
@@ -199,9 +199,9 @@ def _stages(
         yield Problem("schedule", f"'{recipe.schedule.use}': {wrong}")
 
 
-@lru_cache(4096)  # a sweep asks one schedule for the same actions at many degrees
+@lru_cache(4096)  # a sweep requests the same actions of one schedule at many degrees
 def _refusal(schedule: Any, layers: int | None, pp: int, microbatches: int, between: bool) -> str | None:
-    """Return what is wrong with a schedule's stages and actions, which are functions of these numbers."""
+    """Return what is wrong with a schedule's stages and actions, which depend only on these arguments."""
     try:
         if between:
             expect_each_pass(schedule, pp=pp, microbatches=microbatches)
@@ -218,19 +218,19 @@ def pipeline_of(layout: Layout) -> int:
 
 
 def microbatches_of(recipe: Recipe, layout: Layout) -> int:
-    """Return how many microbatches one rank takes in a step."""
+    """Return how many microbatches one rank runs in a step."""
     dp = layout.size("dp") if "dp" in layout.dims else 1
     return recipe.batch.microbatches(dp)
 
 
 def model_layers(recipe: Recipe) -> int | None:
-    """Return the number of layers of a model whose table has ``layers``; others only know when built."""
+    """Return the number of layers of a model whose table has ``layers``; others know it only when built."""
     layers = getattr(recipe.model.config, "layers", None)
     return layers if isinstance(layers, int) else None
 
 
 def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse a decay that would begin during warm-up: the rate would jump."""
+    """Reject a decay that would begin during warm-up: the rate would jump."""
     schedule, steps = recipe.optimizer.config.lr_schedule, recipe.run.steps
     if schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
         yield Problem(
@@ -248,7 +248,7 @@ def _own_checks(
 
 
 def _modules(members: list[Member]) -> Iterator[Problem]:
-    """Check that what will be imported is there."""
+    """Check that the modules to be imported exist."""
     for member in members:
         if not member.component.has_module():
             factory = member.component.factory
@@ -256,7 +256,7 @@ def _modules(members: list[Member]) -> Iterator[Problem]:
 
 
 def _twice(members: list[Member]) -> Iterator[Problem]:
-    """Refuse to apply one wrapper twice; several monitors of one sort are fine."""
+    """Reject a wrapper that is applied twice; several monitors of one kind are allowed."""
     seen: dict[str, Member] = {}
     for member in members:
         if member.selection.kind == "parallel" and member.word in seen:
@@ -274,7 +274,7 @@ def _members(recipe: Recipe, registry: Registry) -> list[Member]:
 
 
 def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem]:
-    """Check what components provide, require and cannot stand, against each other."""
+    """Check what components provide, require and conflict with against each other."""
     for word, meaning in EXCLUSIVE_CAPABILITIES.items():
         providers = [member for member in members if word in member.component.provides]
         for second in providers[1:]:
@@ -297,7 +297,7 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that no rank has an empty microbatch: dp splits its rows, others the tokens of each."""
+    """Check that no rank has an empty microbatch: dp splits rows, other dimensions the tokens of each row."""
     parts, length = layout.size(*layout.sequence_dims), recipe.batch.length
     if length < parts:
         dims = f"{' x '.join(layout.sequence_dims)} = {parts}"
@@ -315,7 +315,7 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
             f"ranks; expected at most {MOST_MICROBATCHES:,} a step: lower it, or raise batch.microbatch"
         )
         yield Problem("batch.sequences", text)
-    elif fewest < microbatches:  # of one sequence each: with larger ones there is always one for the last
+    elif fewest < microbatches:  # with one sequence each: larger microbatches always leave one for the last
         text = (
             f"{batch.sequences} leave some of dp = {dp} ranks without a sequence in the last of "
             f"{microbatches} microbatches, in which all take part; nearest: {nearest}, or "
@@ -329,7 +329,7 @@ def _dimensions(
 ) -> Iterator[Problem]:
     """Check that some component handles each dimension that has more than one rank.
 
-    Data-parallel dimensions need none: the core itself adds up gradients that are partial.
+    Data-parallel dimensions need none: the core itself reduces partial gradients.
     """
     handled = {"dp", "edp"}.union(*(member.component.mesh_dims for member in members))
     for dim in (dim for dim in layout.dims if layout.size(dim) > 1 and dim not in handled):
@@ -339,13 +339,13 @@ def _dimensions(
 
 
 def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]:
-    """Yield what works, but could work better."""
+    """Yield remarks on recipes that work, but could work better."""
     if recipe.phase:
         yield from _phase_remarks(Timeline(recipe), recipe.run.steps)
     if recipe.monitor and not any(
         {"prints_metrics", "records_metrics"} & registry.get("monitor", each.use).provides
         for each in recipe.monitor
-    ):  # an empty list is meant: nobody writes it by accident
+    ):  # an empty list is intentional: nobody writes it by accident
         yield 'no monitor prints or records this run: add [[monitor]] use = "console" and "jsonl"'
     chosen = (registry.get(selection.kind, selection.use) for selection in recipe.selections())
     faster = registry.providers("gradient_sync")
@@ -360,7 +360,7 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
 
 
 def _phase_remarks(timeline: Timeline, steps: int) -> Iterator[str]:
-    """Yield that a run is shorter or longer than its phases."""
+    """Yield a remark if a run is shorter or longer than its phases."""
     reached, ended = timeline.reached(steps), timeline.ended(steps)
     if reached < len(timeline.spans):
         yield f"run.steps = {steps} ends the run before phase.{reached} begins"

@@ -18,12 +18,12 @@ from nanotrain_core.recipe.tree import Recipe, Selection
 
 
 def write_resolved(recipe: Recipe) -> str:
-    """Return ``recipe`` as TOML with every default spelled out. Loading it gives an equal recipe."""
+    """Return ``recipe`` as TOML with every default written out. Loading it gives an equal recipe."""
     tables = {field.name: plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
     for optional in ("requires", "versions", "phase"):
         if not tables[optional]:
             del tables[optional]
-    # TOML wants plain keys before the first table: here, requirements and the kinds with no component.
+    # TOML requires plain keys before the first table: here, requirements and the kinds with no component.
     arrays = {name: value for name, value in tables.items() if not value or name == "requires"}
     return _dump(arrays | tables)
 
@@ -31,8 +31,8 @@ def write_resolved(recipe: Recipe) -> str:
 def _dump(tables: dict[str, Any]) -> str:
     """Return TOML with one ``[[kind]]`` for each item of a listed kind.
 
-    tomli-w would write short items on one line. So items are written as tables with numbers for
-    names, whose headers are then changed.
+    tomli-w would write short items on one line. So items are written as tables with numeric
+    names, whose headers are then replaced.
     """
     listed = (*sorted(LISTED_KINDS), "phase")
     for kind in listed:
@@ -40,12 +40,12 @@ def _dump(tables: dict[str, Any]) -> str:
             tables[kind] = {str(number): table for number, table in enumerate(tables[kind])}
     kinds = "|".join(listed)
     text = re.sub(rf"^\[({kinds})\.\d+\]$", r"[[\1]]", tomli_w.dumps(tables), flags=re.MULTILINE)
-    # A table, or an array of tables, of the item that was written last.
+    # A table, or an array of tables, of the last item.
     return re.sub(rf"^(\[\[?)({kinds})\.\d+\.", r"\1\2.", text, flags=re.MULTILINE)
 
 
 def write_model(selection: Selection) -> str:
-    """Return the table ``[model]`` of a selected model, every default spelled out: a recipe can extend it."""
+    """Return the table ``[model]`` of a selected model, every default written out: a recipe can extend it."""
     return tomli_w.dumps({"model": plain(selection)})
 
 
@@ -55,7 +55,7 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def explain(recipe: Recipe, merged: Merged) -> str:
-    """Return the resolved recipe with a comment on each value that says where it came from."""
+    """Return the resolved recipe with a comment on each value that gives its origin."""
     text = write_resolved(attrs.evolve(recipe, versions={}))
     lines = text.splitlines()
     width = min(48, max(map(len, lines)))

@@ -1,1 +1,1 @@
-"""Registry: plugins are found, loaded one by one, and their components looked up by name."""
+"""Registry: discovers plugins, loads each separately, and looks up their components by name."""

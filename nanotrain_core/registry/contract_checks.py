@@ -1,4 +1,4 @@
-"""Does a built object have what the contract of its kind asks for? By name only: signatures show in use."""
+"""Checks that a built object has the members of its kind's contract. By name only: signatures fail in use."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
 
 
 def misspelt_methods(contract: type, built: Any) -> Iterator[tuple[str, str]]:
-    """Yield public methods of ``built`` that look like ones of a base class of which it overrides none.
+    """Yield public methods of ``built`` that resemble methods of a base class of which it overrides none.
 
-    Defaults of a base class hide a misspelt override: it would never run, without an error.
+    A base class's defaults hide a misspelt override: it would silently never be called.
     """
     kind = type(built)
     if getattr(contract, "_is_protocol", False) or contract not in kind.__mro__:

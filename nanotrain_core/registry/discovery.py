@@ -1,8 +1,8 @@
-"""Finds plugins and loads each on its own, so that a broken one harms only who needs it.
+"""Discovers plugins and loads each separately, so that a broken one affects only its own users.
 
-pluggy's own loader skips a duplicate name silently, stops at the first import error and takes the
-order of the file system. Here each plugin gets a manager of its own, in the order of names, and
-whatever goes wrong is kept as that plugin's error.
+pluggy's own loader skips a duplicate name silently, stops at the first import error and uses the
+order of the file system. Here each plugin gets its own plugin manager, in the order of names, and
+any failure is recorded as that plugin's error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 from nanotrain_core.registry.local_plugins import local_plugins
 
-#: Entry-point group in which a distribution names its plugins.
+#: Entry-point group in which a distribution lists its plugins.
 GROUP = "nanotrain.plugins"
 
 
@@ -45,7 +45,7 @@ def _strings(words: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.define(frozen=True, kw_only=True)
 class PluginArguments:
-    """Which plugins to load besides the installed ones, and which not. Every rank needs the same."""
+    """Plugins to load in addition to the installed ones, and those not to load. The same on every rank."""
 
     local: tuple[str, ...] = attrs.field(default=(), converter=_absolute)
     """Files and folders given with ``--plugin``, each once."""
@@ -58,23 +58,23 @@ class PluginInfo:
     """One plugin, as ``nanotrain plugins`` shows it."""
 
     name: str
-    """Of its entry point; of a local file or package, its name without ``.py``."""
+    """Name of its entry point; for a local file or package, its name without ``.py``."""
     distribution: str
-    """What ``pip`` calls it; of a local file or package, its name."""
+    """Name known to ``pip``; for a local file or package, its name."""
     version: str
-    """Of the distribution; of a local plugin, a hash of its code."""
+    """Version of the distribution; for a local plugin, a hash of its code."""
     module: str
-    """What is imported: a module, or the path of a local plugin."""
+    """The imported module, or the path of a local plugin."""
     error: str | None = None
     """Why it cannot be used; None when it can."""
     components: tuple[tuple[str, Component], ...] = ()
-    """(kind, component) of everything it announced."""
+    """(kind, component) of everything it registered."""
     commands: tuple[Command, ...] = ()
     requires_core: str = ""
-    """The versions of nanotrain-core that it asks for, for example ``>=0.1,<0.2``."""
+    """The versions of nanotrain-core that it requires, for example ``>=0.1,<0.2``."""
     local: bool = False
     imports_torch: bool = False
-    """Whether loading it brought torch into this process: it then slows every command down."""
+    """Whether loading it imported torch into this process, which makes every command slower."""
 
     def __str__(self) -> str:
         return f"plugin '{self.name}' ({self.distribution} {self.version})"
@@ -102,7 +102,7 @@ def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
 def _installed(entry: EntryPoint) -> tuple[PluginInfo, Import]:
     distribution = entry.dist
     assert distribution is not None, "importlib.metadata sets dist on all that entry_points() returns"
-    metadata = distribution.metadata  # read and parsed anew whenever it is asked for
+    metadata = distribution.metadata  # parsed anew at every access
     info = PluginInfo(
         name=entry.name,
         distribution=canonicalize_name(metadata["Name"]),
@@ -167,7 +167,7 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
         _check_core(info.requires_core)
         _announce(importer(), components, commands)
     except Preempted:
-        raise  # it only happened to come here
+        raise  # unrelated to the plugin
     except PluginError as error:
         problem = str(error)
     except ModuleNotFoundError as error:
@@ -187,7 +187,7 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
 
 
 def _unfound(info: PluginInfo, missing: str | None) -> str:
-    """Return where it is written that the missing module is the plugin itself; nothing if it is another."""
+    """Return where the name is written if the missing module is the plugin itself; otherwise nothing."""
     own = (
         not info.local
         and missing is not None
@@ -204,7 +204,7 @@ def _check_core(specifier: str) -> None:
 
 
 def _known_field(text: str) -> str:
-    """Return the nearest field of Component for Python's text about a keyword it does not have."""
+    """Return the nearest field of Component, from Python's error about an unknown keyword."""
     unknown = re.search(r"Component.*unexpected keyword argument '(\w+)'", text)
     return did_you_mean(unknown.group(1), [f.name for f in attrs.fields(Component)]) if unknown else ""
 
@@ -213,7 +213,7 @@ def _announce(module: Any, components: list[tuple[str, Component]], commands: li
     """Call the hooks of one plugin and append what it registers.
 
     Raises:
-        PluginError: a hook or a component is not as the contract wants it.
+        PluginError: a hook or a component violates the contract.
     """
     manager = pluggy.PluginManager("nanotrain")
     manager.add_hookspecs(hookspecs)
@@ -250,7 +250,7 @@ def _hooks() -> tuple[str, ...]:
 
 
 def _known_hooks(text: str) -> str:
-    """Return pluggy's complaint without the module's repr, and the nearest of the hooks there are."""
+    """Return pluggy's error without the module's repr, and the nearest existing hook."""
     unknown = re.search(r"unknown hook '(\w+)'", text)
     if unknown:
         return f"unknown hook '{unknown.group(1)}'{did_you_mean(unknown.group(1), _hooks())}"
@@ -265,7 +265,7 @@ def _check_hooks(module: Any, manager: pluggy.PluginManager) -> None:
         for implementation in caller.get_hookimpls():
             for parameter in inspect.signature(implementation.function).parameters.values():
                 if parameter.default is not parameter.empty:
-                    # pluggy 1.6 passes such a default and ignores the caller's value, 1.7 the reverse.
+                    # pluggy 1.6 passes such a default and ignores the caller's value, 1.7 does the opposite.
                     raise PluginError(f"{caller.name}: argument '{parameter.name}' must not have a default")
 
 
@@ -301,7 +301,7 @@ def _check_command(command: Command, earlier: list[Command]) -> None:
 
 
 def _is_frozen(config: Any) -> bool:
-    """Try to change an instance: attrs has no public way to ask before 25.4."""
+    """Return whether an instance is frozen by trying to modify it: attrs has no public check before 25.4."""
     if not (isinstance(config, type) and attrs.has(config)):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What ``--plugin PATH`` may name: a file, the folder of a package, or that of a distribution."""
+"""Loads what ``--plugin PATH`` names: a file, the folder of a package, or that of a distribution."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class LocalPlugin:
     """A plugin that is not installed."""
 
     name: str
-    """Of its file without ``.py``, of its package, or of its entry point."""
+    """Name of its file without ``.py``, of its package, or of its entry point."""
     distribution: str
-    """Name of the file or folder, or what pyproject.toml calls the distribution."""
+    """Name of the file or folder, or the distribution's name in pyproject.toml."""
     dependencies: tuple[str, ...] = ()
-    """As pyproject.toml states them."""
+    """As declared in pyproject.toml."""
     files: tuple[Path, ...]
-    """Its code."""
+    """Its code files."""
     load: Callable[[], Any]
     """Imports it; raises whatever its code raises."""
 
     def digest(self) -> str:
-        """Return a hash of its code, in the place of a version."""
+        """Return a hash of its code, used as its version."""
         found = hashlib.sha256()
         for file in self.files:
             found.update(file.read_bytes())
@@ -72,9 +72,9 @@ def local_plugins(path: Path, group: str) -> Iterator[LocalPlugin]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that ``f"{__name__}:Thing"`` works as a factory.
+    """Import a file under a unique name, so that ``f"{__name__}:Thing"`` works as a factory.
 
-    It has a hash of where the file is: another of the same name, in another folder, would take its place.
+    The name contains a hash of the path: another file of the same name would replace it otherwise.
     """
     if path.suffix != ".py":
         raise PluginError("not a Python file: its name must end in .py")
@@ -99,7 +99,7 @@ def _import(name: str, path: Path) -> ModuleType:
 
 
 def _package(path: Path) -> LocalPlugin:
-    """Return the plugin that a package is. It is imported under its own name, which its modules may use."""
+    """Return the plugin of a package. It is imported under its own name, which its modules may use."""
     name = path.name
     if not name.isidentifier():
         raise PluginError(f"{path}: a package's folder is named as a module: letters, digits, underscores")
@@ -148,14 +148,14 @@ def _loader(entry: EntryPoint, top: str, root: Path) -> Callable[[], Any]:
     def load() -> Any:
         _refuse_another(top, root / top)
         if str(root) not in sys.path:
-            sys.path.append(str(root))  # last: nothing in it may hide a module of Python or of others
+            sys.path.append(str(root))  # last: it must not hide other modules
         return entry.load()
 
     return load
 
 
 def _refuse_another(name: str, path: Path) -> None:
-    """Refuse a module whose name another has already, which would be imported in its stead."""
+    """Reject a module whose name is already taken by another, which would be imported instead."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return
@@ -167,5 +167,5 @@ def _refuse_another(name: str, path: Path) -> None:
 
 
 def _code(folder: Path) -> tuple[Path, ...]:
-    """Return the Python files of a package, in one order everywhere."""
+    """Return the Python files of a package, in the same order everywhere."""
     return tuple(sorted(folder.rglob("*.py"))) if (folder / "__init__.py").is_file() else ()

@@ -18,7 +18,7 @@ from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, discover
 
-#: Commands of this project that are not part of the core: for ``pip install``.
+#: Commands of this project outside the core: for ``pip install`` hints.
 FIRST_PARTY_COMMANDS = {
     "data": "nanotrain-data",
     "doctor": "nanotrain-doctor",
@@ -32,7 +32,7 @@ FIRST_PARTY_COMMANDS = {
     "top": "nanotrain-report",
 }
 
-#: Where the components of this project live that are not part of the core: for ``pip install``.
+#: Distributions of this project's components outside the core: for ``pip install`` hints.
 FIRST_PARTY = {
     ("kernels", "cpu"): "nanotrain-cpu",
     ("kernels", "cuda"): "nanotrain-cuda",
@@ -69,7 +69,7 @@ FIRST_PARTY = {
 
 @attrs.define(frozen=True)
 class Registry:
-    """All plugins of this process and the components they announced."""
+    """All plugins of this process and the components they registered."""
 
     plugins: tuple[PluginInfo, ...]
 
@@ -78,7 +78,7 @@ class Registry:
         return tuple(plugin for plugin in self.plugins if plugin.error)
 
     def offers(self, kind: str, use: str) -> tuple[tuple[PluginInfo, Component], ...]:
-        """Return every (plugin, component) of that kind and name: more than one is a clash."""
+        """Return every (plugin, component) of that kind and name: more than one is a conflict."""
         return tuple(
             (plugin, component)
             for plugin in self.plugins
@@ -93,19 +93,19 @@ class Registry:
         return tuple(sorted({c.name for plugin in usable for k, c in plugin.components if k == kind}))
 
     def clashes(self) -> tuple[str, ...]:
-        """Return one line per name that several plugins announce."""
+        """Return one line per name that several plugins register."""
         keys = [(kind, name) for kind in KINDS for name in self.names(kind)]
         found = [self._clash(*key) for key in keys if len(self.offers(*key)) > 1]
         owners = {name: self._owners_of_command(name) for name in self.commands()}
         return tuple(found + [_clash("command", *each) for each in owners.items() if len(each[1]) > 1])
 
     def commands(self) -> dict[str, Command]:
-        """Return the commands that plugins add, by name, sorted; of a clash the first."""
+        """Return the commands that plugins add, by name, sorted; in a conflict the first."""
         found = [c for plugin in reversed(self.plugins) if not plugin.error for c in plugin.commands]
         return {c.name: c for c in sorted(found, key=lambda command: command.name) if not c.extends}
 
     def extensions(self, name: str) -> list[Command]:
-        """Return what plugins add to another's command of that name."""
+        """Return the extensions that plugins add to the command of that name."""
         found = [c for plugin in self.plugins if not plugin.error for c in plugin.commands]
         return [c for c in found if c.name == name and c.extends]
 
@@ -129,7 +129,7 @@ class Registry:
         """Return the component a recipe selects.
 
         Raises:
-            PluginError: no plugin or several announce it, or the one that does is broken.
+            PluginError: no plugin or several register it, or the plugin that does is broken.
         """
         offers = self.offers(kind, use)
         if len(offers) > 1:
@@ -142,8 +142,8 @@ class Registry:
         """Return the object behind a selected component.
 
         Raises:
-            PluginError: the factory cannot be imported, raises, or returns an object that lacks part of
-                the contract of its kind. An unexpected exception is the ``__cause__``.
+            PluginError: the factory cannot be imported, raises, or returns an object that lacks part of the
+                contract of its kind. An unexpected exception is the ``__cause__``.
         """
         component = self.get(selection.kind, selection.use)
         label = f"{selection.kind} '{selection.use}'"
@@ -159,14 +159,14 @@ class Registry:
             raise PluginError(f"{label}: its factory raised {describe(error)}") from error
         if selection.kind not in TORCH_FREE_KINDS or "torch" in sys.modules:
             from nanotrain_core.registry.contract_checks import (
-                check_contract,  # contracts are written in torch's types
+                check_contract,  # contracts use torch's types
             )
 
             check_contract(label, component, selection.kind, built)
         return built
 
     def owner(self, kind: str, use: str) -> PluginInfo:
-        """Return the plugin that announced a component.
+        """Return the plugin that registered a component.
 
         Raises:
             PluginError: as :meth:`get`.
@@ -185,7 +185,7 @@ class Registry:
         )
 
     def remedies(self, dim: str) -> str:
-        """Return what a recipe must say for ranks along ``dim`` to be used; empty: nothing installed does."""
+        """Return what a recipe must contain to use ranks along ``dim``; empty: no installed plugin can."""
         ways = []
         for kind in KINDS:
             fit = [name for name in self.names(kind) if dim in self.offers(kind, name)[0][1].mesh_dims]
@@ -225,7 +225,7 @@ class Registry:
         )
 
     def _elsewhere(self, use: str) -> str:
-        """Return where a name belongs that is a component of another kind, or a plugin's alone."""
+        """Return where a name belongs that is a component of another kind, or only a plugin's name."""
         for kind in KINDS:
             if use in self.names(kind):
                 return f"{kind} '{use}' stands under {header(kind)}"
@@ -243,16 +243,16 @@ def _clash(kind: str, name: str, plugins: list[PluginInfo]) -> str:
     return f"{kind} '{name}' is announced by {owners}; {options}, or rename the {what}"
 
 
-cached_version = cache(version)  # which reads and parses a file of metadata
+cached_version = cache(version)  # which reads and parses a metadata file
 
 
 def header(kind: str) -> str:
-    """Return how a recipe begins the table of a kind: ``[model]``, ``[[parallel]]``."""
+    """Return the TOML header of a kind's table: ``[model]``, ``[[parallel]]``."""
     return f"[[{kind}]]" if kind in LISTED_KINDS else f"[{kind}]"
 
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:
-    """Return whether a broken plugin is likely the one meant: it may have failed before it announced."""
+    """Return whether a broken plugin is likely the intended one: it may have failed before it registered."""
     announced = any((k, c.name) == (kind, use) for k, c in plugin.components)
     return announced or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
 
