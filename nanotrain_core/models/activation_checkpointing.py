@@ -1,12 +1,12 @@
-"""Activation checkpointing (recompute): layers keep little of a forward pass; backward runs it again.
+"""Activation checkpointing (recompute): layers store few activations; backward recomputes the rest.
 
-Full: of a layer only its input [B, S, D] is kept, the memory of one layer at a time for a third more
-computing. Selective: also what matrix products and attention returned, which take nearly all of the time; the
-rest (norms, RoPE, activation functions, casts) is computed again.
+Full: only a layer's input [B, S, D] is stored, so one layer's activations exist at a time, for a third more
+    computation. Selective: the results of matrix products and attention are stored too, which take nearly all
+    of the time; the rest (norms, RoPE, activation functions, casts) is recomputed.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5. torch's
-``torch.utils.checkpoint``, not reentrant, does it.
+    "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5. Implemented
+    with torch's ``torch.utils.checkpoint``, not reentrant.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
 
-#: Operators whose results selective checkpointing keeps, as far as this build of PyTorch has them. Products
-#: in batches are not among them: they are parts of attention, with results as large as a sequence is long.
+#: Operators whose results selective checkpointing stores, if this build of PyTorch has them. Batched products
+#: are not among them: they are parts of attention, with results quadratic in the sequence length.
 KEPT = (
     "aten::mm",
     "aten::addmm",
@@ -52,7 +52,7 @@ class Recompute(Parallel):
         self.config = config
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Checkpoint the activations of modules of role BLOCK; placements stay as they are."""
+        """Checkpoint the activations of modules of role BLOCK; placements are unchanged."""
         recompute_blocks(part, every=self.config.every, selective=self.config.granularity == "selective")
         return part
 
@@ -76,9 +76,9 @@ def blocks(part: nn.Module) -> Iterator[nn.Module]:
 def recompute(
     before: Callable[..., Any] | None, block: nn.Module, *args: Any, selective: bool = False, **kwargs: Any
 ) -> Any:
-    """Call ``block`` as it was called ``before``, by its own class if by none, and keep its input alone.
+    """Call ``block`` as ``before`` did, or with its class's forward if None, storing only its input.
 
-    ``selective``: and the results of :data:`KEPT` operators.
+    ``selective``: also store the results of :data:`KEPT` operators.
     """
     forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():
@@ -89,6 +89,6 @@ def recompute(
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # One that writes to its caller's memory is called again: that memory may be written to by others, too.
+    # An operator that writes into an argument is run again: others may write to that memory, too.
     kept = operator.name().partition(".")[0] in KEPT and not operator._schema.is_mutable
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

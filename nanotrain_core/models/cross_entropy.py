@@ -1,11 +1,11 @@
-"""Output projection and cross-entropy together, a few rows of logits at a time.
+"""Fused output projection and cross-entropy, a few rows of logits at a time.
 
 The logits of a batch are the largest tensor of a training step: 8192 tokens and a vocabulary of 128k
-make 4 GB. Here the projection, the loss and both gradients of a chunk are computed while its logits
-are at hand, so that only one chunk of them ever exists.
+take 4 GB. Here the projection, the loss and both gradients of a chunk are computed while its logits
+exist, so that only one chunk of them exists at a time.
 
-Shapes: T tokens, D width, V vocabulary, or this rank's part of it, C tokens of one chunk, P columns of logits
-that are stored, R ranks that share the vocabulary.
+Shapes: T tokens, D width, V vocabulary, or this rank's shard of it, C tokens of one chunk, P columns of
+    logits that are stored, R ranks that shard the vocabulary.
 
 Source of the idea: Hsu et al., "Liger kernel", arXiv 2410.10989, section 3.2.
 """
@@ -26,12 +26,12 @@ from nanotrain_core.batch import IGNORE
 
 @dataclass(frozen=True)
 class SplitVocabulary:
-    """What a rank with only some rows of the output projection must know for the loss over all of them."""
+    """What a rank with a shard of the output projection must know for the loss over all shards."""
 
     first: int
     """The token of its first row."""
     most: int
-    """How many rows the rank with the most has: by it all ranks cut the same chunks."""
+    """Rows of the rank that has the most: all ranks derive the same chunks from it."""
     gather: Callable[[torch.Tensor], torch.Tensor]
     """All-gather: takes this rank's [1, C, 3], returns those of all ranks [R, C, 3]."""
 
@@ -48,14 +48,14 @@ class ChunkLoss(Protocol):
         *,
         gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the summed loss, and with ``gradient`` that of the logits [C, P] in their dtype.
+        """Return the summed loss, and with ``gradient`` its gradient for the logits [C, P] in their dtype.
 
         Args:
-            logits_CP: it may use them up.
+            logits_CP: may be overwritten.
             target_C: the next tokens.
             columns: how many columns are logits, V; in the others the gradient is 0.
-            split: None: the rows of all tokens are here. Else the loss is that of all ranks.
-            gradient: whether that is wanted.
+            split: None: this rank has the whole vocabulary. Otherwise the loss is over all ranks' shards.
+            gradient: whether to compute it.
         """
         ...
 
@@ -66,15 +66,15 @@ class MatMul(Protocol):
     def __call__(
         self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ``left @ right``, or add it to ``total``, which may have a wider dtype, and return that."""
+        """Return ``left @ right``, or ``total`` with it added, which may have a dtype of higher precision."""
         ...
 
 
 def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply as plain PyTorch does: see :class:`MatMul`.
 
-    What is added to a wider total is not rounded before: a sum over thousands of tokens does not fit into
-    float16 at all. A GPU multiplies narrow numbers into float32; a CPU widens float16, and rounds bfloat16.
+    A product added to a higher-precision total is not rounded first: a sum over thousands of tokens overflows
+    float16. A GPU multiplies bf16 or fp16 into float32; a CPU upcasts float16, and rounds bfloat16.
     """
     if total is None:
         return left @ right
@@ -89,23 +89,23 @@ def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None =
 
 @attrs.define(frozen=True)
 class Chunks:
-    """How logits are cut."""
+    """How logits are split into chunks."""
 
     logits: int = 2**27
-    """Of one chunk, about."""
+    """Approximate number of logits in a chunk."""
     tokens: int = 1024
-    """The fewest of one chunk: matrix products of few rows are slow."""
+    """Minimum tokens of a chunk: matrix products with few rows are slow."""
 
     def of(self, tokens: int, columns: int) -> list[slice]:
-        """Return the rows of one chunk after another, whose logits have so many columns."""
+        """Yield the row slices of consecutive chunks of logits with this many columns."""
         size = max(self.tokens, self.logits // columns)
         return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
-#: Of a device with much memory.
+#: For a device with much memory.
 LARGE = Chunks()
 
-#: Rows of hidden states' gradients that are float32 at a time.
+#: Rows of hidden-state gradients converted to float32 at a time.
 WIDE_ROWS = 1024
 
 
@@ -119,8 +119,8 @@ def cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the loss of a chunk and the gradient of its logits: a :class:`ChunkLoss`.
 
-    Numerators of the softmax take the place of logits that are wide enough: torch's log_softmax says the
-    same in fewer words but fills new storage for every chunk.
+    Numerators of the softmax overwrite logits of float32 or wider: torch's log_softmax computes the
+    same in less code but allocates new storage for every chunk.
     """
     wide_CV = logits_CP[:, :columns].to(wide_dtype(logits_CP))
     at_C1, mine_C1 = locate(target_C, columns, split.first if split else None)
@@ -138,10 +138,10 @@ def cross_entropy(
 
 
 def locate(target_C: torch.Tensor, columns: int, first: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of each target [C, 1], and whether it is one of this rank's [C, 1].
+    """Return the column of each target [C, 1], and whether it is on this rank [C, 1].
 
-    Of a target that is not, or is ignored, column 0. Where nobody shares the vocabulary, ``first`` is None,
-    and a wrong target stays one, for whoever indexes with it to fail.
+    For a target that is not, or that is ignored, column 0. If the vocabulary is not sharded, ``first`` is
+    None, and an invalid target is left unchanged, so that indexing with it fails.
     """
     if first is None:
         mine_C = target_C != IGNORE
@@ -153,7 +153,8 @@ def locate(target_C: torch.Tensor, columns: int, first: int | None) -> tuple[tor
 def combine(each_RC3: torch.Tensor) -> torch.Tensor:
     """Return each row's largest logit, the sum of exponentials relative to it, and the target's logit [C, 3].
 
-    Each rank tells these of its own logits. Source: Milakov and Gimelshein, arXiv 1805.02867, equation 4.
+    Each rank computes these from its own logits. Source: Milakov and Gimelshein, arXiv 1805.02867, equation
+    4.
     """
     largest_RC, sums_RC, at_target_RC = each_RC3.unbind(-1)
     top_C = largest_RC.amax(dim=0)
@@ -162,13 +163,13 @@ def combine(each_RC3: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(all_C3: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-    """Return the sum over rows that are not ignored, of what :func:`combine` returned."""
+    """Return the sum of the losses of rows that are not ignored, from the result of :func:`combine`."""
     top_C, total_C, at_target_C = all_C3.unbind(-1)
     return (total_C.log() + top_C - at_target_C).masked_fill(target_C == IGNORE, 0.0).sum()
 
 
 def softmax_scale(own_C3: torch.Tensor, all_C3: torch.Tensor, target_C: torch.Tensor) -> torch.Tensor:
-    """Return what makes this rank's exponentials, relative to its largest, a softmax [C, 1]; 0 if ignored."""
+    """Return the factor that turns this rank's exponentials into a softmax [C, 1]; 0 if ignored."""
     scale_C = (own_C3[:, 0] - all_C3[:, 0]).exp() / all_C3[:, 1]
     return (scale_C * (target_C != IGNORE)).unsqueeze(1)
 
@@ -185,19 +186,19 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``hidden_TD @ weight_VD.T`` against ``target_T``, in nats.
 
-    Targets of :data:`~nanotrain_core.batch.IGNORE` add nothing. The sum is float32, or float64 for
+    Targets of :data:`~nanotrain_core.batch.IGNORE` are not counted. The sum is float32, or float64 for
     float64 inputs.
 
     Args:
-        hidden_TD: what the last norm returned.
+        hidden_TD: output of the last norm.
         weight_VD: of the output projection.
         target_T: the next tokens.
-        split: where ranks share the vocabulary: the loss is that of all, each gradient this rank's part.
-        chunks: how large they are.
-        matmul: makes the three matrix products of each chunk.
-        multiple: matrix products are made of so many columns of logits, or twice as many, and so on: a GPU's
-            kernels for 50,257 columns take several times as long as those for 50,304.
-        loss: computes each chunk's: a run that is compiled has it in one graph.
+        split: set if ranks shard the vocabulary: the loss is over all shards, each gradient is this rank's.
+        chunks: their sizes.
+        matmul: computes the three matrix products of each chunk.
+        multiple: matrix products use this many columns of logits, or a multiple of it: a GPU's kernels for
+            50,257 columns take several times as long as those for 50,304.
+        loss: computes each chunk's loss: a compiled run has it in one graph.
     """
     slices = chunks.of(len(target_T), split.most if split else len(weight_VD))
     missing = -len(weight_VD) % multiple
@@ -215,7 +216,7 @@ def linear_cross_entropy(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Forward: the loss, and its gradients for a loss gradient of 1. Backward: scale them."""
+    """Forward: the loss, and its gradients for an output gradient of 1. Backward: scale them."""
 
     @staticmethod
     def forward(
@@ -248,8 +249,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The sum over tokens stays wide until it is divided by their number: float16 could not hold it. The
-        # gradient of the weight is added to others as wide as it is; where none is wide, autograd rounds it.
+        # The sum over tokens stays in float32 or wider until divided by their number: float16 would overflow.
+        # The weight's gradient is added to others of its dtype; if none is float32, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
         return _times(d_hidden_TD, d_loss), d_weight_VD * d_loss, *(None,) * 6
 
@@ -257,8 +258,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _times(d_hidden_TD: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return ``d_hidden_TD`` times a scalar, which is not rounded to its dtype first.
 
-    Torch rounds it: in bfloat16 all gradients below the head would be off by up to 0.4%, by as much in the
-    whole step, since 1 / count is rarely a number of eight bits. Some rows at a time, to take little memory.
+    Torch would round it: in bfloat16 all gradients below the head would be off by up to 0.4%, all by the same
+    factor in a step, since 1 / count is rarely exact in eight bits. Some rows at a time, to save memory.
     """
     wide = torch.promote_types(d_hidden_TD.dtype, factor.dtype)
     if wide == d_hidden_TD.dtype:
@@ -270,12 +271,12 @@ def _times(d_hidden_TD: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _pad_rows(weight_VD: torch.Tensor, missing: int) -> torch.Tensor:
-    """Return ``weight_VD`` with so many rows of zeros more [P, D]."""
+    """Return ``weight_VD`` padded with this many rows of zeros [P, D]."""
     return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
 
 
 def _cast_and_pad(d_logits_CV: torch.Tensor, dtype: torch.dtype, missing: int) -> torch.Tensor:
-    """Return the gradient of logits in ``dtype`` with so many columns of zeros more [C, P], in one pass."""
+    """Return the gradient of logits in ``dtype``, padded with columns of zeros [C, P], in one pass."""
     if not missing:
         return d_logits_CV.to(dtype)
     rows, columns = d_logits_CV.shape

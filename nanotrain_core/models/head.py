@@ -1,4 +1,4 @@
-"""The head of a language model: its output projection together with the loss.
+"""The head of a language model: output projection fused with the loss.
 
 Shapes: B batch, S sequence, D width, V vocabulary.
 """
@@ -13,9 +13,9 @@ from nanotrain_core.models.ops import TORCH, Ops
 
 
 class Head(nn.Module):
-    """Output projection and next-token loss: one module, so that logits can be split over the vocabulary.
+    """Output projection and next-token loss: one module, so that logits can be sharded over the vocabulary.
 
-    It owns its weight [V, D], or is lent the embedding's at every call when they are tied.
+    It owns its weight [V, D], or receives the embedding's at every call when they are tied.
     """
 
     weight: nn.Parameter | None

@@ -1,4 +1,4 @@
-"""The built-in kernels: ``torch``, and ``auto``, which takes what a plugin provides for the run's device."""
+"""The built-in kernels: ``torch``, and ``auto``, which selects a plugin's kernels for the run's device."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class TorchKernels(Kernels):
-    """Plain PyTorch: the base class, as it is."""
+    """Plain PyTorch: the unmodified base class."""
 
     def __init__(self, config: TorchKernelsConfig) -> None:
         self.config = config
 
     def ops(self, device: torch.device) -> Ops:
-        """Return plain PyTorch; on a GPU the products of the loss have a multiple of 128 columns."""
+        """Return plain PyTorch; on a GPU the loss's products are padded to a multiple of 128 columns."""
         return plain_ops(device)
 
 
 class AutoKernels(Kernels):
-    """Stands for the kernels of the device, until :func:`kernels_for` knows which device that is."""
+    """Placeholder for the device's kernels, until :func:`kernels_for` knows the device."""
 
     def __init__(self, config: AutoKernelsConfig) -> None:
         self.config = config
 
 
 def kernels_for(selection: Selection, registry: Registry, device: torch.device) -> tuple[str, Kernels]:
-    """Return the name and the object of a recipe's kernels; of ``auto``, those for ``device``.
+    """Return the name and the object of a recipe's kernels; for ``auto``, those for ``device``.
 
-    Those are of the one installed component that provides ``kernels:<device type>``, with its default
-    config; where there is none, or several, ``torch``.
+    ``auto`` selects the only installed component that provides ``kernels:<device type>``, with its default
+    config; if there is none, or several, ``torch``.
     """
     use = kernels_of(selection, registry, device.type)
     if use != selection.use:
@@ -47,7 +47,7 @@ def kernels_for(selection: Selection, registry: Registry, device: torch.device) 
 
 
 def installed_kernels(device: torch.device) -> Kernels:
-    """Return what ``auto`` takes for ``device``, where there is no recipe."""
+    """Return the kernels that ``auto`` selects for ``device``, where there is no recipe."""
     from nanotrain_core.registry.registry import load_plugins
 
     return kernels_for(Selection("kernels", "auto", AutoKernelsConfig()), load_plugins(), device)[1]

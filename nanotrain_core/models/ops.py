@@ -1,7 +1,7 @@
-"""The functions that models call, as plain PyTorch: the definition of each, and what runs on a GPU.
+"""The functions that models call, in plain PyTorch: the definition of each.
 
-A model is given a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component
-of kind ``kernels`` replaces some. Constant from then on, they are seen through by ``torch.compile``.
+A model receives a frozen table of them when it is built, and calls ``self.ops.attention(...)``; a component
+of kind ``kernels`` replaces some. The table is constant, so ``torch.compile`` traces through it.
 
 Shapes: B batch, S sequence, T tokens (B S; of keys, those of a sequence so far), D width, H query heads,
 G key and value heads, K size of a query and key, V size of a value or of the vocabulary, F feed-forward
@@ -33,13 +33,13 @@ def attention(
     scale: float | None = None,
     begins_BS: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q k^T ``scale``) v [B, S, H, V] where no token sees a later one.
+    """Return causal attention, softmax(q k^T ``scale``) v [B, S, H, V].
 
-    The queries are those of the last S of T tokens. In training T is S; where a model goes on from a cache,
+    The queries are those of the last S of T tokens. In training T is S; where a model continues from a cache,
     there are more keys. H is a multiple of G: consecutive query heads share a key and value head. ``scale``
-    is 1 / sqrt(K) by default. With ``begins_BS``, given where T is S, token s sees those from
-    ``begins_BS[b, s]`` on alone: documents that share a sequence do not see one another. It is of whole
-    sequences where ranks share them. Source: Vaswani et al., arXiv 1706.03762, equation 1.
+    is 1 / sqrt(K) by default. With ``begins_BS``, allowed if T is S, token s attends only to those from
+    ``begins_BS[b, s]`` on: documents in one sequence are masked from one another. It covers whole
+    sequences where ranks split them. Source: Vaswani et al., arXiv 1706.03762, equation 1.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     shared = q_BSHK.shape[2] != k_BTGK.shape[2]
@@ -48,7 +48,7 @@ def attention(
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B1ST, scale=scale, enable_gqa=shared)
     elif q.shape[2] == k.shape[2]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
-    elif q.shape[2] == 1:  # sees all keys: heads that share one are rows of one product, and no key is copied
+    elif q.shape[2] == 1:  # sees all keys: heads of a group are rows of one product, keys are not copied
         rows_BGRK = q.reshape(len(q), k.shape[1], -1, q.shape[3])
         y = F.scaled_dot_product_attention(rows_BGRK, k, v, scale=scale)
         y = y.reshape(*q.shape[:3], v.shape[3])
@@ -59,7 +59,7 @@ def attention(
 
 
 def seen(begins_BS: Tensor) -> Tensor:
-    """Return which tokens each token sees [B, S, S]: those from where its document begins up to itself."""
+    """Return the mask [B, S, S] of tokens that each token attends to: its document's, up to itself."""
     at_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
     return (at_S >= begins_BS.unsqueeze(-1)) & (at_S <= at_S.unsqueeze(-1))
 
@@ -73,9 +73,9 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rope(x_BSHK: Tensor, cos_S1K: Tensor, sin_S1K: Tensor) -> Tensor:
-    """Return ``x_BSHK`` with number i of each head and number i + K/2 turned by their position's angle.
+    """Return ``x_BSHK`` with elements i and i + K/2 of each head rotated by their position's angle.
 
-    ``cos`` and ``sin`` are what :func:`~nanotrain_core.models.rope.rope_rotation` returns; it is turned in
+    ``cos`` and ``sin`` are the result of :func:`~nanotrain_core.models.rope.rope_rotation`; the rotation uses
     their dtype.
     Source: Su et al., arXiv 2104.09864, equation 34, in the "rotate half" order of Llama's public weights.
     """
@@ -92,8 +92,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows, ``counts_E`` of them, times its transposed weight; there may be none.
 
-    On a GPU in bfloat16 one kernel makes all of them, and the host does not wait for the counts. Elsewhere it
-    does, and in a compiled graph inside of one operator.
+    On a GPU in bfloat16 one kernel computes all of them, and the host does not wait for the counts. Elsewhere
+    it does, and in a compiled graph it does so inside one operator.
     """
     if has_one_kernel(rows_NK, *weight_ENK.shape[1:]):
         return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E)
@@ -107,25 +107,26 @@ def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Ten
 def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """Return the SwiGLU experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them each.
 
-    An expert may have no rows, and there may be none at all. Of experts split along F, a partial sum.
+    An expert may have no rows, and there may be none at all. For experts sharded along F, a partial sum.
     """
     hidden_NF = swiglu(grouped_linear(rows_ND, gate_EFD, counts_E), grouped_linear(rows_ND, up_EFD, counts_E))
     return grouped_linear(hidden_NF, down_EDF, counts_E)
 
 
 def permute(x_TD: Tensor, order_N: Tensor, back_N: Tensor, chosen: int) -> Tensor:
-    """Return rows [N, D]: each token once for each of its ``chosen`` experts, sorted into ``order_N``.
+    """Return rows [N, D]: each token once per expert in ``chosen``, sorted into ``order_N``.
 
-    ``back_N`` is the inverse of that permutation: the backward pass may gather by it, in place of adding.
+    ``back_N`` is the inverse of that permutation: the backward pass may gather with it instead of
+    scatter-adding.
     """
     return x_TD.unsqueeze(1).expand(-1, chosen, -1).flatten(0, 1).index_select(0, order_N)
 
 
 def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: Tensor) -> Tensor:
-    """Return each token's weighted sum [T, D] of its experts' outputs, in the order its router named them.
+    """Return each token's weighted sum [T, D] of its experts' outputs, in its router's order.
 
-    Weighed and added up in float32 at least and rounded once, as Megatron does: router weights rounded to
-    bfloat16 first would be off by up to 0.4%, each expert's output with them.
+    Computed in float32 or wider and rounded once, as in Megatron: router weights rounded to bfloat16 first
+    would be off by up to 0.4%, and each expert's output with them.
     """
     each_TCD = outputs_ND.index_select(0, back_N).view(*weights_TC.shape, outputs_ND.shape[1])
     weights_TC = weights_TC.to(torch.promote_types(weights_TC.dtype, torch.float32))
@@ -134,9 +135,9 @@ def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: T
 
 @dataclass(frozen=True)
 class Around:
-    """A function of the table with another called in its place, which is given it first.
+    """A function of the table, wrapped by another that receives it as the first argument.
 
-    Monitors that look at its calls see those of ``inner``.
+    Monitors that observe its calls see those of ``inner``.
     """
 
     outer: Callable[..., Tensor]
@@ -148,7 +149,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Ops:
-    """Who computes each function of a model. Each field has the signature and meaning of its default."""
+    """The table of a model's functions. Each field has the signature and meaning of its default."""
 
     attention: Callable[..., Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
@@ -160,19 +161,19 @@ class Ops:
     unpermute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = unpermute
 
 
-#: The table of plain PyTorch, for models that are built without a run's kernels.
+#: The plain PyTorch table, for models that are built without a run's kernels.
 TORCH = Ops()
 
 
 def plain_ops(device: torch.device) -> Ops:
-    """Return plain PyTorch for a device: on a GPU the products of the loss have a multiple of 128 columns."""
+    """Return plain PyTorch for a device: on a GPU the loss's products have a multiple of 128 columns."""
     if device.type != "cuda":
         return TORCH
     return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
 
 
 def put_around(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
-    """Return ``ops`` with functions called in place of what it has under their names; the last is outermost.
+    """Return ``ops`` with functions wrapped by those given under their names; the last is outermost.
 
     Raises:
         PluginError: the table has no such field; the nearest is suggested.

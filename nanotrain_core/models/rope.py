@@ -1,10 +1,10 @@
-"""Rotary position embedding: turn pairs of numbers of each query and key by the position's angle.
+"""Rotary position embedding: rotate pairs of elements of each query and key by the position's angle.
 
-Shapes: B batch, S sequence, H heads, K head size, P = K/2 pairs. Number i of a head is paired with number
-i + P (the "rotate half" order of Llama's public weights).
+Shapes: B batch, S sequence, H heads, K head size, P = K/2 pairs. Element i of a head is paired with element i
+    + P (the "rotate half" order of Llama's public weights).
 
-Source: Su et al., arXiv 2104.09864, equation 34. Ways to stretch it to longer sequences name their own; they
-compute what ``modeling_rope_utils`` of Hugging Face's transformers does.
+Source: Su et al., arXiv 2104.09864, equation 34. Methods that extend it to longer sequences name their own
+    source; they compute the same as ``modeling_rope_utils`` of Hugging Face's transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 if TYPE_CHECKING:
     from nanotrain_core.builtin.transformer_config import RopeScalingConfig
 
-#: For each position the cosines of all angles twice over, and their sines, negative in the first half:
-#: each [S, 1, K]. :func:`nanotrain_core.models.ops.rope` turns queries and keys by them.
+#: For each position the cosines of all angles twice, and their sines, negative in the first half:
+#: each [S, 1, K]. :func:`nanotrain_core.models.ops.rope` rotates queries and keys by them.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,8 +34,8 @@ def rope_frequencies(
     """Return radians per position of each pair [K/2], float64.
 
     Args:
-        scaling: how they are stretched to longer sequences.
-        length: of the sequences, on which those of ``dynamic`` depend.
+        scaling: the method that extends them to longer sequences.
+        length: sequence length, on which those of ``dynamic`` depend.
     """
     pair_P = torch.arange(0, head_size, 2, dtype=torch.float64, device=device)
     inv_freq_P = theta ** (-pair_P / head_size)
@@ -43,15 +43,15 @@ def rope_frequencies(
 
 
 def linear(inv_freq_P: torch.Tensor, factor: float) -> torch.Tensor:
-    """Slow all pairs down, as if positions lay closer. Source: Chen et al., arXiv 2306.15595, equation 4."""
+    """Slow all pairs down by position interpolation. Source: Chen et al., arXiv 2306.15595, equation 4."""
     return inv_freq_P / factor
 
 
 def dynamic(inv_freq_P: torch.Tensor, factor: float, original_length: int, length: int) -> torch.Tensor:
-    """Raise the base with the length of a sequence, from the original length on.
+    """Increase the base with the sequence length, beyond the original length.
 
     The base becomes theta (factor length / original_length - (factor - 1)) ** (K / (K - 2)): the fastest pair
-    stays as it is. Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.3 ("Dynamic NTK").
+    is unchanged. Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.3 ("Dynamic NTK").
     """
     size = 2 * len(inv_freq_P)
     grown = factor * max(length, original_length) / original_length - (factor - 1)
@@ -66,7 +66,7 @@ def llama3(
     low_freq_factor: float,
     high_freq_factor: float,
 ) -> torch.Tensor:
-    """Slow down pairs that hardly turn over the original length; those that turn often tell neighbours apart.
+    """Slow down low-frequency pairs; high-frequency pairs, which distinguish neighbours, are unchanged.
 
     Source: ``apply_scaling`` of Meta's Llama 3.1.
     """
@@ -85,12 +85,12 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool = True,
 ) -> torch.Tensor:
-    """Slow down pairs by how often they turn over the original length, along a ramp over their numbers.
+    """Slow down pairs by their number of rotations over the original length, along a linear ramp over pairs.
 
     Source: Peng et al. (YaRN), arXiv 2309.00071, section 3.2.
 
     Args:
-        truncate: begin and end the ramp at whole numbers of pairs.
+        truncate: round the ends of the ramp to whole pairs.
     """
     size = 2 * len(inv_freq_P)
 
@@ -106,7 +106,7 @@ def yarn_frequencies(
     return inv_freq_P * (1 - slowed_P) + inv_freq_P / factor * slowed_P
 
 
-#: ``type`` of a scaling -> its frequencies, from those without, the base, the scaling and the length.
+#: ``type`` of a scaling -> its frequencies, from the unscaled ones, the base, the scaling and the length.
 SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], torch.Tensor]] = {
     "linear": lambda inv_freq_P, theta, s, length: linear(inv_freq_P, s.factor),
     "dynamic": lambda inv_freq_P, theta, s, length: dynamic(inv_freq_P, s.factor, s.original_length, length),
@@ -128,12 +128,12 @@ SCALINGS: Mapping[str, Callable[[torch.Tensor, float, RopeScalingConfig, int], t
 def rope_rotation(
     length: int, inv_freq_P: torch.Tensor, *, like: torch.Tensor, magnitude: float = 1.0, start: int = 0
 ) -> Rotation:
-    """Return what turns ``length`` positions from ``start`` on by ``inv_freq_P`` [K/2], on its device.
+    """Return the rotation of ``length`` positions from ``start`` on by ``inv_freq_P`` [K/2], on its device.
 
-    Computed anew in every forward pass, which costs little: a buffer would come to life uninitialised
-    when a model built on ``meta`` gets its storage, and a table kept from one call to the next would carry
+    Recomputed in every forward pass, which costs little: a buffer would be uninitialised
+    when a model built on ``meta`` gets its storage, and a table cached between calls would carry
     an inference or a fake tensor into training. Angles are float64, because position times frequency loses
-    digits of the angle in float32; the results are float32 (float64 where ``like`` is), times ``magnitude``.
+    precision in float32; the results are float32 (float64 where ``like`` is), times ``magnitude``.
     """
     position_S = torch.arange(start, start + length, dtype=torch.float64, device=inv_freq_P.device)
     angle_S1P = torch.outer(position_S, inv_freq_P).unsqueeze(1)

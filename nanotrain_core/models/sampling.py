@@ -1,4 +1,4 @@
-"""The next token of a text, drawn from the logits of a model.
+"""Sampling of the next token of a text from a model's logits.
 
 Shapes: V vocabulary.
 
@@ -21,20 +21,20 @@ def draw(
 ) -> int:
     """Draw a token from softmax(logits / ``temperature``).
 
-    One number of the generator decides, in double precision on the CPU: layouts, whose logits differ by
-    rounding, draw the same token unless that number lies within rounding of the border between two.
+    One random number of the generator decides, in double precision on the CPU: layouts, whose logits differ
+    by rounding, draw the same token unless that number lies within rounding of the boundary between two.
 
     Args:
         logits_V: of all tokens that may be drawn.
-        generator: of the CPU.
-        temperature: 0 takes the likeliest token.
-        top_k: the likeliest so many are left to draw from, and those as likely as the last of them; 0: all.
-        top_p: the likeliest are left that together reach this probability; 1: all.
+        generator: on the CPU.
+        temperature: 0 selects the likeliest token.
+        top_k: keep this many of the likeliest tokens, and those as likely as the last of them; 0: all.
+        top_p: keep the likeliest tokens that together reach this probability; 1: all.
     """
     logits_V = logits_V.to("cpu", torch.float64)
     if temperature == 0:
         return int(logits_V.argmax())
-    p_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)  # however small it is
+    p_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)  # even for tiny temperatures
     if 0 < top_k < len(p_V):
         p_V = p_V.where(p_V >= p_V.topk(top_k).values[-1], 0.0)
     if top_p < 1:

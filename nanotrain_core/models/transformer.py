@@ -1,7 +1,7 @@
 """The decoder of GPT-2 and Llama, as plain single-device PyTorch.
 
-Shapes: B batch, S sequence, D width, H heads (query, or key and value), K head size, F feed-forward,
-V vocabulary. A wrapper may leave this rank some of the heads, so H is always read off a tensor.
+Shapes: B batch, S sequence, D width, H heads (query, or key and value), K head size, F feed-forward, V
+    vocabulary. A wrapper may leave this rank some of the heads, so H is always read from a tensor.
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al., arXiv 2302.13971 (Llama); Ainslie et al.,
 arXiv 2305.13245 (grouped-query attention).
@@ -30,7 +30,7 @@ from nanotrain_core.pipeline.actions import Costs, Part
 
 
 class Transformer:
-    """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
+    """Dimensions and parts of the model. See :class:`~nanotrain_core.contracts.Model`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config.resolved()
@@ -41,7 +41,7 @@ class Transformer:
 
     @property
     def caches(self) -> bool:
-        """Each token turns all keys anew with ``dynamic``: none that is kept holds."""
+        """With ``dynamic`` scaling each token rotates all keys anew, so no cached key stays valid."""
         scaling = self.config.rope_scaling
         return scaling is None or scaling.type != "dynamic"
 
@@ -51,7 +51,7 @@ class Transformer:
             return TransformerPart(self.config, part, ops)
 
     def change(self, config: TransformerConfig, parts: Iterable[nn.Module]) -> None:
-        """Take RoPE's base and scaling of ``config``: angles are computed in every forward pass."""
+        """Apply RoPE's base and scaling of ``config``: angles are computed in every forward pass."""
         self.config = config.resolved()
         for module in (module for part in parts for module in part.modules()):
             if isinstance(module, TransformerPart):
@@ -64,8 +64,8 @@ class Transformer:
     def flops(self, length: int) -> Costs:
         """Return 3 times the forward pass: 2 FLOPs per weight of a matrix product, and causal attention.
 
-        The head is a matrix product, the embedding a look-up that costs nothing. A token attends to
-        ``length`` / 2 others on average: 2 FLOPs for each number of their keys and of their values.
+        The head is a matrix product, the embedding a lookup at no cost. A token attends to
+        ``length`` / 2 others on average: 2 FLOPs for each element of their keys and of their values.
         """
         c = self.config
         attention = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
@@ -79,7 +79,7 @@ class TransformerPart(nn.Module):
     """Consecutive layers, numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
 
     The last part of a tied model needs the embedding table for the head. It holds its own copy when
-    the first part is elsewhere, under the same name.
+    the first part is on another rank, under the same name.
     """
 
     def __init__(self, config: TransformerConfig, part: Part, ops: Ops) -> None:
@@ -97,14 +97,14 @@ class TransformerPart(nn.Module):
             self.head = tag(Head(config.vocab, config.width, tied=config.tied, ops=ops), Role.HEAD)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
-        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
+        """Run tokens [B, S], or hidden states [B, S, D] of the previous part, through the layers."""
         x_BSD = self._embed(inputs, batch) if self.part.has_embedding else inputs
         cos_sin = self._rotation(batch, x_BSD)
         for number, layer in self.layers.items():
             x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
         if not self.part.has_head:
             return PartOutput(x_BSD)
-        # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
+        # The head receives the table as an argument: `to_empty` would untie a shared Parameter.
         table_VD = self.embed.weight if self.config.tied else None
         # With targets: ops.linear_cross_entropy, which is models/cross_entropy.py.
         output = self.head(self.norm(x_BSD), batch.targets, table_VD)
@@ -121,7 +121,7 @@ class TransformerPart(nn.Module):
         return x_BSD + positions
 
     def _rotation(self, batch: Batch, like: torch.Tensor) -> Rotation | None:
-        """Return RoPE's angles, which go on from document to document: scores depend on differences alone."""
+        """Return RoPE's angles, which continue across documents: scores depend on differences alone."""
         if self.config.positions != "rope":
             return None
         c, length = self.config, batch.tokens.shape[1]
@@ -134,8 +134,8 @@ class TransformerPart(nn.Module):
     def initializer(self, name: str) -> Initializer:
         """Return ones for norms, zeros for biases, and a normal for matrices.
 
-        Matrices that write to the residual stream start smaller, so that its variance does not grow
-        with the number of layers (GPT-2, section 2.3).
+        Matrices that write to the residual stream have a smaller standard deviation, so that its variance
+        does not grow with the number of layers (GPT-2, section 2.3).
         """
         if name.endswith("bias"):
             return Initializer("constant", 0.0)
@@ -172,7 +172,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with as many or fewer key and value heads than query heads."""
+    """Causal attention with at most as many key and value heads as query heads."""
 
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__()

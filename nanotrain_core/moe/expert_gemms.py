@@ -1,4 +1,4 @@
-"""SwiGLU experts whose GEMMs a backend makes, for all experts of the rank at once.
+"""SwiGLU experts whose GEMMs a backend computes, for all experts of the rank at once.
 
 Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
 """
@@ -28,13 +28,13 @@ def use_expert_gemms(
     carriers: Mapping[str, torch.Tensor | None],
     passes: Passes,
 ) -> None:
-    """Have EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
+    """Make EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
 
     Args:
-        module: of that role, with ``gemm_weights`` in its tag: the parameters handed to ``ops.experts``.
-        backends: for each of them; it is read in every call.
-        prepared: of each parameter, what a compiled graph multiplies in its place.
-        carriers: of each parameter, what takes its gradient in a compiled graph; None: the parameter.
+        module: of that role, with ``gemm_weights`` in its tag: the parameters passed to ``ops.experts``.
+        backends: for each of them; read in every call.
+        prepared: for each parameter, what a compiled graph multiplies instead of it.
+        carriers: for each parameter, what receives its gradient in a compiled graph; None: the parameter.
         passes: of the run.
     """
     found = tag_of(module)
@@ -62,7 +62,7 @@ def use_expert_gemms(
 class _Experts(torch.autograd.Function):
     """Forward: y = down(h), h = silu(gate(x)) up(x). Backward recomputes h, and its quantized form too.
 
-    Of gate(x) and up(x) it keeps what ``down``'s backend quantizes them to, if it does.
+    It keeps gate(x) and up(x) as quantized by ``down``'s backend, if that quantizes them.
     """
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Experts(torch.autograd.Function):
         of_gate, of_up, of_down = backends
         weights = gate_EFD, up_EFD, down_EDF
         gate, up, down = _prepared(weights, forms, counts)
-        if of_gate is of_up:  # then they read one form of x
+        if of_gate is of_up:  # then they use the same form of x
             (g_NF, u_NF), x_gate = of_gate.forward(rows_ND, gate, up)
             x_up = x_gate
         else:
@@ -97,7 +97,7 @@ class _Experts(torch.autograd.Function):
         ctx.cuts = (len(forms), len(g), len(u), len(x_gate), len(x_up))
         ctx.save_for_backward(*weights, *forms, *g, *u, *x_gate, *x_up)
         # Activation checkpointing saves detached copies: gradient hooks are on the parameter itself,
-        # and a backend that makes something of a weight once knows it by that.
+        # and a backend that caches a form of a weight identifies the weight by it.
         ctx.parameters = None if torch.compiler.is_compiling() else weights
         return y_ND
 
@@ -123,7 +123,7 @@ class _Experts(torch.autograd.Function):
             lambda: of_up.wgrad(d_u_NF, x_up),
             lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF)),
         )
-        to_each = ctx.needs_input_grad[1:7]  # the weights, or their carriers
+        to_each = ctx.needs_input_grad[1:7]  # for the weights, or their carriers
         wanted = zip(weights, of_weights, to_each[:3], to_each[3:], strict=True)
         made = [
             ctx.passes.weight_gradient(weight, wgrad) if any(needed) else None
@@ -136,7 +136,7 @@ class _Experts(torch.autograd.Function):
 def _prepared(
     weights: Sequence[torch.Tensor], forms: Sequence[torch.Tensor], counts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return each weight with its share of what was prepared."""
+    """Return each weight with its prepared form."""
     rest = iter(forms)
     return [
         as_prepared(weight, tuple(islice(rest, count))) for weight, count in zip(weights, counts, strict=True)
@@ -144,5 +144,5 @@ def _prepared(
 
 
 def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:
-    """Return ``x_NF`` quantized, if the backend holds it so."""
+    """Return ``x_NF`` quantized, if the backend stores it so."""
     return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None

@@ -1,9 +1,9 @@
-"""Products of sorted rows with stacked matrices, as operators of torch's: a graph holds each as one node.
+"""Products of sorted rows with stacked matrices, as torch operators: each is one node in a graph.
 
-How many rows each matrix has is known to the device alone. A graph that asks for it breaks there, or goes on
+Only the device knows how many rows each matrix has. A graph that asks for it breaks there, or continues
 with one unknown size for each expert, which takes minutes to compile. An operator asks when it runs, and
-its output has as many rows as its input. ``F.grouped_mm`` needs no such number, but takes neither float64
-nor, on a GPU, anything but bfloat16.
+its output has as many rows as its input. ``F.grouped_mm`` needs no such number, but supports neither float64
+nor, on a GPU, anything except bfloat16.
 
 Shapes: M rows, sorted, of E matrices; K inputs, N outputs.
 """
@@ -19,29 +19,29 @@ Tensor = torch.Tensor
 
 
 def rows_times(rows_MK: Tensor, right_EKN: Tensor, counts: list[int]) -> Tensor:
-    """Return each matrix's rows, so many of them, times it [M, N]; there may be none."""
+    """Return each matrix's rows, the given number of them, times it [M, N]; there may be none."""
     pieces = zip(torch.split(rows_MK, counts), right_EKN, strict=True)
     return torch.cat([rows @ right_KN for rows, right_KN in pieces])
 
 
 def transposed_times(left_MN: Tensor, right_MK: Tensor, counts: list[int]) -> Tensor:
-    """Return each matrix's rows of ``left``, transposed, times those of ``right`` [E, N, K]; 0 of none."""
+    """Return each matrix's rows of ``left``, transposed, times those of ``right`` [E, N, K]; 0 if none."""
     pieces = zip(torch.split(left_MN, counts), torch.split(right_MK, counts), strict=True)
     return torch.stack([left.T @ right for left, right in pieces])
 
 
 def multiply(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
-    """Return :func:`rows_times`, of counts that a device knows."""
+    """Return :func:`rows_times`, for counts on a device."""
     return rows_times(rows_MK, right_EKN, counts_E.tolist())
 
 
 def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return :func:`transposed_times`, of counts that a device knows."""
+    """Return :func:`transposed_times`, for counts on a device."""
     return transposed_times(left_MN, right_MK, counts_E.tolist())
 
 
 def has_one_kernel(rows: Tensor, *sizes: int) -> bool:
-    """Return whether ``F.grouped_mm`` multiplies ``rows``: on a GPU, in bfloat16, all of whole 16 bytes.
+    """Return whether ``F.grouped_mm`` supports ``rows``: on a GPU, in bfloat16, in multiples of 16 bytes.
 
     Args:
         rows: of the left operand, sorted.
@@ -64,12 +64,12 @@ def transposed_in_one_kernel(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor
 
 
 def _zero_without_rows(found_ENK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return ``found`` with 0 for the matrices without rows, of which ``F.grouped_mm`` defines nothing."""
+    """Return ``found`` with 0 for matrices without rows, for which ``F.grouped_mm`` is undefined."""
     return found_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0)
 
 
 class WithoutRows(torch.autograd.Function):
-    """Identity of stacked weights; backward: the gradient of those without rows is 0."""
+    """Identity of stacked weights; backward: the gradient of weights without rows is 0."""
 
     @staticmethod
     def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class WithoutRows(torch.autograd.Function):
 
 
 def grouped_linear_on_gpu(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each expert's rows times its transposed weight, in one kernel each way, without the host."""
+    """Return each expert's rows times its transposed weight, in one kernel each way, without a host wait."""
     used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
     return in_one_kernel(rows_NK, used.transpose(1, 2), counts_E)
 

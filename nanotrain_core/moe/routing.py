@@ -1,9 +1,9 @@
-"""Mixture of experts: what a router returns, token permutation, and the token counts of load balancing.
+"""Mixture of experts: the router's result, token permutation, and the token counts for load balancing.
 
 A model's router chooses experts and returns a :class:`Routing`. :func:`run_locally` permutes tokens by
-expert, has ``compute`` run the experts and sums their weighted outputs; expert parallelism puts its
-all-to-all in its place (``plugins/ep_deepseek``). ``compute`` gets rows sorted by expert, whether they are
-this rank's tokens or such that other ranks sent.
+expert, calls ``compute`` to run the experts and sums their weighted outputs; expert parallelism replaces it
+by its all-to-all (``plugins/ep_deepseek``). ``compute`` gets rows sorted by expert, of this rank's tokens
+or of tokens received from other ranks.
 
 Shapes: B batch, S sequence, D width, K experts chosen per token, E experts, N rows, one for each token
 and chosen expert.
@@ -26,49 +26,50 @@ from nanotrain_core.models.ops import TORCH, Ops
 
 M = TypeVar("M", bound=nn.Module)
 
-#: Runs experts: rows [N, D] sorted by expert and counts [E], which add up to N, to [N, D].
+#: Runs experts: maps rows [N, D] sorted by expert and counts [E], which sum to N, to [N, D].
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a router decided for a batch of tokens."""
+    """The routing decision for a batch of tokens."""
 
     experts: torch.Tensor
     """Chosen experts [B, S, K], int64."""
     weights: torch.Tensor
-    """What their outputs are multiplied by [B, S, K]."""
+    """Weights of the experts' outputs [B, S, K]."""
     losses: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Sums of balance losses over whole sequences, which the model adds to its part's losses."""
     load: torch.Tensor | None = None
-    """Tokens of each expert [E], int64, over whole sequences: what the model's part adds to the router's
-    count. Not the router itself, which activation checkpointing runs a second time."""
+    """Tokens of each expert [E], int64, over whole sequences, which the model's part adds to the router's
+    count. The router does not add it itself, because activation checkpointing runs it twice."""
     meanwhile: Callable[[], object] | None = None
-    """What a model has to do that needs no expert of these, as its shared experts: who waits for tokens may
-    call it, and the model itself asks for the result afterwards, so a second call must cost nothing."""
+    """Computation of the model that needs none of these experts, such as its shared experts: code that waits
+    for tokens may call it, and the model itself requests the result afterwards, so a second call must be
+    free."""
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order [N] that sorts flattened choices by expert, stably, and each expert's rows [E]."""
+    """Return the order [N] that stably sorts flattened choices by expert, and each expert's rows [E]."""
     return experts.flatten().argsort(stable=True), count_of(experts, count)
 
 
 def inverted(order: torch.Tensor) -> torch.Tensor:
-    """Return the permutation [N] that undoes ``order`` [N]."""
+    """Return the inverse [N] of the permutation ``order`` [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def run_locally(
     compute: Compute, x: torch.Tensor, routing: Routing, experts: int, ops: Ops = TORCH
 ) -> torch.Tensor:
-    """Run experts that are all on this rank: sort, compute, sort back, weigh and add up.
+    """Run experts that are all on this rank: permute, compute, unpermute, weight and sum.
 
     Args:
         compute: see :data:`Compute`.
         x: tokens [..., D].
         routing: of those tokens.
-        experts: how many there are.
-        ops: who permutes.
+        experts: their number.
+        ops: the functions that permute.
 
     Returns:
         [..., D].
@@ -80,7 +81,7 @@ def run_locally(
 
 
 class CountingRouter(nn.Module):
-    """A base class of routers that are given, after each step, how many tokens each of their experts got.
+    """A base class of routers that receive, after each step, how many tokens each of their experts got.
 
     Its ``forward`` returns the count of a pass as ``Routing.load``; the model's part calls :meth:`add_load`
     with it, outside of modules of role BLOCK, which may run twice.
@@ -104,10 +105,10 @@ class CountingRouter(nn.Module):
         return torch.zeros(self.experts, dtype=torch.int64, device=device)
 
     def balance(self, load: torch.Tensor) -> None:
-        """Learn the global ``load`` [E] of a step.
+        """Update the balancing state from the global ``load`` [E] of a step.
 
-        What is kept of it is a buffer, or a frozen parameter, and changed in place: where only the device
-        knows whether the step is skipped, its numbers are put back there.
+        The state is a buffer, or a frozen parameter, modified in place: if only the device
+        knows whether the step is skipped, its values are restored there.
         """
 
 
@@ -129,7 +130,7 @@ def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
-    """All-gather along pp: return whether any rank's part of the model has a router that counts tokens."""
+    """All-gather along pp: return whether any rank's part of the model has a counting router."""
     mine = bool(counting_routers(parts))
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
@@ -137,13 +138,13 @@ def any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
 def balance(
     parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool | torch.Tensor = False
 ) -> dict[str, torch.Tensor]:
-    """Tell every router how many tokens each of its experts got in this step, over the whole batch.
+    """Pass every router the tokens of each of its experts in this step, over the whole batch.
 
-    After a ``skipped`` step routers are not called: it moves nothing. If only the device knows, they are,
-    and their buffers, and parameters that no gradient moves, are put back there if the step was skipped.
+    After a ``skipped`` step routers are not called. If only the device knows, they are called, and their
+    buffers and frozen parameters are restored there if the step was skipped.
 
     All-reduce over the ranks that see different tokens. A router's ``take_load()`` returns its own
-    count [E], int64, of every rank's whole sequences, and forgets it; ``balance(load)`` gets the sum.
+    count [E], int64, for every rank's whole sequences, and resets it; ``balance(load)`` gets the sum.
 
     Returns:
         The global load [E] of each router on this rank, by module name.
@@ -168,10 +169,10 @@ def balance(
 
 @contextmanager
 def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what is done to the state of ``modules``, in place, if ``skipped`` is true on the device.
+    """Undo the block's in-place changes to the state of ``modules`` if ``skipped`` is true on the device.
 
     Raises:
-        PluginError: another tensor has taken the place of one, which cannot be undone.
+        PluginError: a tensor was replaced by another, which cannot be undone.
     """
     modules = list(modules)
     state = [_state_of(module) for module in modules]
@@ -194,7 +195,7 @@ def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return buffers, and parameters that no gradient moves, by name."""
+    """Return buffers and frozen parameters, by name."""
     frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     return {**dict(module.named_buffers()), **frozen}
 
@@ -203,15 +204,15 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class DispatchCodec(Protocol):
-    """How rows travel to the ranks that hold their experts, and in backward their gradients.
+    """The encoding of rows sent to the ranks that hold their experts, and of their gradients in backward.
 
-    A precision may offer a quantized form of them. What comes back from the experts, and
-    gradients on their way back, is not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
+    A precision may provide a quantized encoding. The experts' outputs and the
+    gradients sent back are not encoded: DeepSeek-V3 dispatches in FP8 and combines in BF16.
     Source: arXiv 2412.19437, section 3.3.3.
     """
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [N, D] as [N, C], scales included, in a dtype that collectives carry, as uint8."""
+        """Return rows [N, D] as [N, C], including scales, in a dtype for collectives, such as uint8."""
         ...
 
     def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -223,39 +224,39 @@ _CODEC = "nanotrain_dispatch_codec"
 
 
 def use_dispatch_codec(experts: M, codec: DispatchCodec) -> M:
-    """Have whoever spreads ``experts``, a module of that role, send rows through ``codec``; return it.
+    """Make the wrapper that shards ``experts``, a module of that role, use ``codec``; return the module.
 
-    For a precision's ``convert``, on the module that it leaves in the model.
+    For a precision's ``convert``, on the module that remains in the model.
     """
     setattr(experts, _CODEC, codec)
     return experts
 
 
 def dispatch_codec(experts: nn.Module) -> DispatchCodec | None:
-    """Return the codec to send rows through, or None: as they are."""
+    """Return the codec to send rows through, or None: unencoded."""
     return getattr(experts, _CODEC, None)
 
 
 def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
-    """Return how many bytes this rank has sent to others for its experts, both ways, by module name.
+    """Return the bytes this rank has sent to others for its experts, both ways, by module name.
 
-    Since the beginning, in passes of training, their backward passes and recomputations included, and not in
-    those of an evaluation. Known of experts spread over ranks alone, of those whose
-    wrapper counts: what takes over their module has ``bytes_sent``.
+    Total since the beginning, over training passes, including their backward passes and recomputations but
+    not evaluation. Known only for experts sharded over ranks whose wrapper counts them: the function that
+    takes over their module has ``bytes_sent``.
     """
     return _counted(parts, "bytes_sent")
 
 
 def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:
-    """Return on how many rows this rank's experts computed in their last pass, by module name.
+    """Return the number of rows that this rank's experts computed in their last pass, by module name.
 
-    Known of experts spread over ranks alone: theirs is the load that ranks wait for.
+    Known only for experts sharded over ranks: their load determines how long ranks wait.
     """
     return _counted(parts, "rows")
 
 
 def _counted(parts: Iterable[nn.Module], what: str) -> dict[str, int]:
-    """Return what those who took over experts' modules count under an attribute, by module name."""
+    """Return an attribute, a counter, of the functions that take over experts' modules, by module name."""
     experts = (
         (name, getattr(taken_over_by(module), what, None))
         for part in parts

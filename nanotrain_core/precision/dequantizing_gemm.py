@@ -1,7 +1,7 @@
-"""GEMMs with quantized weights, which are dequantized for each GEMM and forgotten after it.
+"""GEMMs with quantized weights, which are dequantized for each GEMM and released after it.
 
-For a precision that changes how weights are held and nothing else. A weight is dequantized twice in a
-microbatch, for y and for dgrad: only one is ever there as numbers, or that of all experts of a layer.
+For a precision that only changes how weights are stored. A weight is dequantized twice in a
+microbatch, for y and for dgrad: only one is dequantized at any time, or that of all experts of a layer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class DequantizingGEMM:
         self.behind = behind
 
     def grouped(self, counts_E: torch.Tensor) -> DequantizingGEMM:
-        """Return the same for stacked weights."""
+        """Return the same backend for stacked weights."""
         return DequantizingGEMM(self.behind.grouped(counts_E))
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight, and what the other backend keeps of x."""
+        """Return x times each transposed weight, and what the other backend saves of x."""
         outputs = []
         for weight_NK in weights_NK:
             (y_MN,), kept = self.behind.forward(x_MK, dequantize(weight_NK))
@@ -34,7 +34,7 @@ class DequantizingGEMM:
         return outputs, kept
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return what the other backend keeps of x."""
+        """Return what the other backend saves of x."""
         return self.behind.keep(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

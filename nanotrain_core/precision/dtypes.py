@@ -1,4 +1,4 @@
-"""Casting a model without touching what must stay as it is."""
+"""Casts a model, except parameters that must keep their dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def keep_dtype(module: M, *names: str) -> M:
-    """Have every precision leave these parameters of ``module`` in the dtype they were built with.
+    """Make every precision leave these parameters of ``module`` in the dtype they were built with.
 
-    For state that is not a weight, as a router's bias: it counts in steps that bfloat16 cannot hold.
+    For state that is not a weight, such as a router's bias: its steps are too small for bfloat16.
     """
     setattr(module, _ATTRIBUTE, frozenset(names) | getattr(module, _ATTRIBUTE, frozenset()))
     return module
@@ -32,7 +32,7 @@ def kept_dtypes(part: nn.Module) -> dict[str, torch.dtype]:
 
 
 def cast(part: M, dtype: torch.dtype) -> M:
-    """Cast every floating-point parameter below ``part``, on ``meta``, but those of :func:`keep_dtype`."""
+    """Cast every floating-point parameter below ``part``, on ``meta``, except those of :func:`keep_dtype`."""
     kept = kept_dtypes(part)
     for name, parameter in part.named_parameters():
         if name not in kept and parameter.is_floating_point():

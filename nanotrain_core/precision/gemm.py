@@ -1,11 +1,11 @@
-"""A linear layer's forward, dgrad and wgrad, apart: for whoever needs more than ``nn.Linear``.
+"""Separate forward, dgrad and wgrad of a linear layer, for code that ``nn.Linear`` cannot serve.
 
 A precision (FP8, quantized storage), a schedule with W passes, tensor parallelism that overlaps communication
-and CPU kernels all put a :class:`GEMMBackend` behind layers when a run is composed, with :func:`use_gemm`. It
-runs inside all hooks of the layer. Where nobody does, ``nn.Linear`` itself runs, and the experts' function
+and CPU kernels all set a :class:`GEMMBackend` on layers when a run is composed, with :func:`use_gemm`. It
+runs inside all hooks of the layer. Otherwise ``nn.Linear`` itself runs, and the experts' function
 of the model's :class:`~nanotrain_core.models.ops.Ops`.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E.
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ __all__ = [
     "use_gemm",
 ]
 
-#: Roles of layers that are ``x @ weight.T + bias`` and nothing else.
+#: Roles of layers that compute ``x @ weight.T + bias`` and nothing else.
 LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
-#: What is kept, and what makes a layer's input of it; not differentiable.
+#: What is saved, and the function that computes a layer's input from it; not differentiable.
 Recipe = tuple[Kept, Callable[..., torch.Tensor]]
 
 
 class Recomputed:
-    """The input of a linear layer that is made anew in the backward pass, and so need not be kept.
+    """The input of a linear layer that is recomputed in the backward pass, and so need not be saved.
 
-    Who makes it offers it to the layer that reads it; a layer that gets another tensor keeps that. An offer
-    that nobody takes, as in a recomputation that ends early, goes with its tensor.
+    The producer offers it to the layer that reads it; a layer that gets another tensor saves that. An unused
+    offer, as in a recomputation that ends early, is released with its tensor.
     """
 
     def __init__(self) -> None:
         self._offers = WeakTensorKeyDictionary()
         self._traced: tuple[torch.Tensor, Recipe] | None = None
-        """The offer in a graph, which knows no weak references and nothing of a tensor's changes."""
+        """The offer in a graph, which supports neither weak references nor tensor versions."""
 
     def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor]) -> None:
-        """Announce that ``x``, as it is now, is ``make(*of)``."""
+        """Offer to recompute ``x``, in its current version, as ``make(*of)``."""
         if torch.compiler.is_compiling():
             self._traced = x, (of, make)
         else:
             self._offers[x] = x._version, (of, make)
 
     def take(self, x: torch.Tensor) -> Recipe | None:
-        """Return what was offered for ``x``, if it is unchanged, and forget it."""
+        """Return and remove the offer for ``x``, if ``x`` is unchanged."""
         if torch.compiler.is_compiling():
             traced, self._traced = self._traced, None
             return traced[1] if traced is not None and traced[0] is x else None
@@ -85,23 +85,23 @@ class Recomputed:
 
 
 class LinearGEMMs:
-    """What a module computes its GEMMs with, in place of its own."""
+    """The GEMM backends of a module, used instead of its own computation."""
 
     def __init__(self, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
         self.backends = dict(backends)
-        """By parameter; those with one object share their input's form. Read in every call: to put something
-        in between, as a monitor does, replace entries."""
+        """By parameter; parameters with the same object share their input's form. Read in every call: to
+        insert a wrapper, as a monitor does, replace entries."""
         self.passes = passes
         self.place: Place | None = None
-        """Where the next call leaves its wgrad: tensor parallelism sets it, the call takes it."""
+        """Where the next call's wgrad is computed: tensor parallelism sets it, the call removes it."""
         self.recomputed = Recomputed()
         self.prepared: dict[str, Kept] = {}
-        """By parameter, what a compiled graph multiplies in its place: see :func:`prepare_weights`."""
+        """By parameter, what a compiled graph multiplies instead of it: see :func:`prepare_weights`."""
         self.carriers: dict[str, torch.Tensor | None] = {}
-        """By parameter, what takes its gradient in a graph: see :func:`wgrad_carrier`."""
+        """By parameter, what receives its gradient in a graph: see :func:`wgrad_carrier`."""
 
     def prepare(self, module: nn.Module) -> None:
-        """Have at hand what the next call of a graph multiplies, and what takes its wgrads."""
+        """Prepare the operands of a graph's next call, and the receivers of its wgrads."""
         for name, backend in self.backends.items():
             weight = module.get_parameter(name)
             if isinstance(backend, PreparesWeights):
@@ -109,7 +109,7 @@ class LinearGEMMs:
             self.carriers[name] = wgrad_carrier(weight)
 
     def take_place(self) -> Place | None:
-        """Return the place for this call."""
+        """Return the wgrad place for this call."""
         place, self.place = self.place, None
         return place
 
@@ -118,15 +118,15 @@ _ATTRIBUTE = "nanotrain_gemms"
 
 
 def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of ``module`` whose GEMMs can be made elsewhere: see :func:`use_gemm`."""
+    """Return the parameters of ``module`` whose GEMMs can use a backend: see :func:`use_gemm`."""
     found = tag_of(module)
     if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
-        return ()  # a wrapper computes on other rows than it is called with
+        return ()  # a wrapper computes on other rows than the module receives
     return ("weight",) if found.role in LINEAR else tuple(found.gemm_weights)
 
 
 def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
-    """Have ``module`` make the GEMMs of its parameters with ``backends``, inside all its hooks.
+    """Make ``module`` compute the GEMMs of its parameters with ``backends``, inside all its hooks.
 
     Args:
         module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``gemm_weights``.
@@ -144,16 +144,16 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
 
 
 def gemms_of(module: nn.Module) -> LinearGEMMs | None:
-    """Return what :func:`use_gemm` gave ``module``; None: it computes by itself."""
+    """Return what :func:`use_gemm` set on ``module``; None: it computes by itself."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def prepare_weights(modules: Iterable[nn.Module]) -> None:
-    """Have what compiled layers multiply in the place of their weights made, where it does not hold any more.
+    """Prepare what compiled layers multiply instead of their weights, where the previous form is invalid.
 
-    And what takes the gradients of those weights, where they are wider.
+    Also prepare what receives the gradients of those weights, where they have higher precision.
 
-    Call it before each call of their graph, outside of it.
+    Call it before each call of the layers' graph, outside it.
     """
     for module in modules:
         gemms = gemms_of(module)
@@ -162,7 +162,7 @@ def prepare_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Run in a linear layer's place; a hook may have taken its bias out."""
+    """Replaces a linear layer's forward; a hook may have removed its bias."""
     gemms = gemms_of(module)
     assert gemms is not None
     place = gemms.take_place()
@@ -180,7 +180,7 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T. Backward: dgrad now, wgrad now or when the pass, or the place, has it."""
+    """y = x W^T. Backward: dgrad now; wgrad now, or in a W pass or at its place."""
 
     @staticmethod
     def forward(
@@ -200,7 +200,7 @@ class _Linear(torch.autograd.Function):
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
         # Activation checkpointing saves a detached copy: gradient hooks are on the parameter itself,
-        # and a backend that makes something of a weight once knows it by that.
+        # and a backend that caches a form of a weight identifies the weight by it.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)
         ctx.save_for_backward(
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
         make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
         to_weight, to_carrier = ctx.needs_input_grad[1:3]
         needed = to_weight or to_carrier
-        if needed and ctx.again:  # begins now, while dgrad is made
+        if needed and ctx.again:  # begins now and overlaps dgrad
             make = ctx.again(kept[0])
 
         def wgrad() -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Who makes the three GEMMs of a linear layer (forward, dgrad, wgrad): the contract, and plain PyTorch.
+"""The interface for the three GEMMs of a linear layer (forward, dgrad, wgrad), and plain PyTorch.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E.
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from nanotrain_core.moe.grouped_mm import (
     transposed_times,
 )
 
-#: What a backend keeps of an input for wgrad.
+#: What a backend saves of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
 
 
 class GEMMBackend(Protocol):
-    """Makes the three GEMMs of 2-D rows. Nothing here is differentiable: callers do the backward pass."""
+    """Computes the three GEMMs of 2-D rows. Nothing here is differentiable: callers implement backward."""
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight [M, N], and what of x :meth:`wgrad` needs."""
+        """Return x times each transposed weight [M, N], and what :meth:`wgrad` needs of x."""
         ...
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return what :meth:`wgrad` needs of x, which was not kept but recomputed."""
+        """Return what :meth:`wgrad` needs of x, when x was not saved but recomputed."""
         ...
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [M, K]. Outside of graphs the weight is the object :meth:`forward` had."""
+        """Return the gradient of x [M, K]. Outside graphs the weight is the object passed to :meth:`forward`."""
         ...
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
 
-        A run that adds gradients up in float32 adds it as it is; elsewhere autograd rounds it.
+        A run that accumulates gradients in float32 adds it unrounded; elsewhere autograd rounds it.
         """
         ...
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for stacked weights [E, N, K]: rows are sorted, ``counts_E`` of them for each.
+        """Return the backend for stacked weights [E, N, K]: rows are sorted, ``counts_E`` of them for each.
 
         A weight may have no rows, and there may be none at all.
         """
@@ -56,49 +56,49 @@ class GEMMBackend(Protocol):
 
 
 class QuantizedActivations:
-    """An optional mixin of a :class:`GEMMBackend`: keeps activations that x is computed from quantized."""
+    """An optional mixin of a :class:`GEMMBackend`: saves activations from which x is computed quantized."""
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Return what to keep for the backward pass in its place; None: it as it is."""
+        """Return what to save for the backward pass instead of it; None: the tensor itself."""
         return None
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
-        """Return about what was kept."""
+        """Return an approximation of the saved tensor."""
         raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
 
 
 class PreparesWeights:
-    """What a :class:`GEMMBackend` may be as well: one that makes something of each weight once a step.
+    """Optional interface of a :class:`GEMMBackend` that prepares a form of each weight once per step.
 
-    A compiled graph can hold nothing from call to call. What was made of a weight is therefore asked for
-    before the graph runs, handed to it, and ``forward`` and ``dgrad`` get a :class:`Prepared` for the weight.
+    A compiled graph can hold no state between calls. The prepared form of a weight is therefore requested
+    before the graph runs, passed to it, and ``forward`` and ``dgrad`` get a :class:`Prepared` for the weight.
     """
 
     def prepare(self, weight_NK: torch.Tensor) -> Kept:
-        """Return what is multiplied in its place, made once while ``Passes.weights_version`` holds."""
+        """Return the form that is multiplied instead of it, computed once per ``Passes.weights_version``."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A weight [N, K] or [E, N, K] in a compiled graph, of a backend that :class:`PreparesWeights`."""
+    """A weight [N, K] or [E, N, K] in a compiled graph, for a backend that :class:`PreparesWeights`."""
 
     weight: torch.Tensor
     forms: Kept
 
     @property
     def shape(self) -> torch.Size:
-        """Return that of the weight."""
+        """Return the weight's shape."""
         return self.weight.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return that of the weight."""
+        """Return the weight's dtype."""
         return self.weight.dtype
 
 
 def as_prepared(weight: torch.Tensor, forms: Kept) -> torch.Tensor:
-    """Return ``weight`` as a backend is given it: with what was prepared in its place, if anything was."""
+    """Return ``weight`` in the form a backend receives: with its prepared form instead, if there is one."""
     return cast(torch.Tensor, Prepared(weight, forms)) if forms else weight
 
 
@@ -126,15 +126,16 @@ class TorchGEMM:
         return self.matmul(d_y_MN.T, kept[0])
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for stacked weights."""
+        """Return the same backend for stacked weights."""
         return TorchGroupedGEMM(counts_E)
 
 
 class TorchGroupedGEMM:
     """The GEMMs of stacked weights [E, N, K]. See :class:`GEMMBackend`.
 
-    On a GPU in bfloat16 one kernel makes all of a GEMM, and the host does not wait for the counts. Elsewhere
-    they are made one after the other, in a compiled graph inside of an operator, since it cannot know counts.
+    On a GPU in bfloat16 one kernel computes a whole GEMM, and the host does not wait for the counts.
+    Elsewhere they are computed one after the other, in a compiled graph inside an operator, since it cannot
+    know counts.
     """
 
     def __init__(self, counts_E: torch.Tensor) -> None:
@@ -142,7 +143,7 @@ class TorchGroupedGEMM:
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many rows each weight has."""
+        """The number of rows of each weight."""
         return [int(count) for count in self.counts_E.tolist()]
 
     def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
@@ -158,7 +159,7 @@ class TorchGroupedGEMM:
         return self._rows(d_y_MN, weight_ENK)
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
+        """Return each weight's rows of dy, transposed, times those of x; zero for no rows."""
         (x_MK,) = kept
         if has_one_kernel(d_y_MN, x_MK.shape[1]):
             return transposed_in_one_kernel(d_y_MN, x_MK, self.counts_E)
@@ -168,7 +169,7 @@ class TorchGroupedGEMM:
         return transposed_times(d_y_MN, x_MK, self.counts)
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
-        """Return the same for other rows."""
+        """Return the same backend for other rows."""
         return TorchGroupedGEMM(counts_E)
 
     def _rows(self, rows: torch.Tensor, right_EAB: torch.Tensor) -> torch.Tensor:

@@ -11,25 +11,25 @@ from nanotrain_core.builtin.configs import LARGEST_SCALE
 
 
 class NoLossScale:
-    """For dtypes with float32's range: the loss as it is."""
+    """For dtypes with float32's range: the loss is not scaled."""
 
     value = 1.0
 
     def update(self, skipped: bool | torch.Tensor) -> None:
-        """Nothing to learn, and so nothing to read."""
+        """Do nothing, and so read nothing from the device."""
 
     def meta(self) -> dict[str, Any]:
-        """No state."""
+        """Return no state."""
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """No state."""
+        """Restore nothing."""
 
 
 class DynamicLossScale:
     """Doubles after ``growth_interval`` steps without overflow, halves at an overflow.
 
-    Every rank sees the same global gradient norm, so all take the same decision with no further talk.
+    Every rank sees the same global gradient norm, so all decide the same without communication.
 
     Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
     """
@@ -40,7 +40,7 @@ class DynamicLossScale:
         self.good_steps = 0
 
     def update(self, skipped: bool | torch.Tensor) -> None:
-        """Learn whether the last step overflowed: the next loss depends on it, so the host waits to know."""
+        """Update the scale from the last step's overflow: the next loss depends on it, so the host waits."""
         if skipped:
             self.value, self.good_steps = max(self.value / 2, min(self.value, 1.0)), 0
             return
@@ -53,6 +53,6 @@ class DynamicLossScale:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go on from a saved scale."""
+        """Restore a saved scale."""
         self.value = meta.get("value", self.value)
         self.good_steps = meta.get("good_steps", 0)

@@ -1,6 +1,6 @@
-"""A wgrad that is made at a later place of the same backward pass, while something more urgent goes on.
+"""Computes a wgrad at a later place of the same backward pass, overlapping a more urgent operation.
 
-Autograd runs what is ready in the reverse order of forward. Make a place, then call the operation that is
+Autograd runs operations in the reverse order of forward. Make a place, then call the operation that is
 urgent in backward (whose backward is the all-reduce of the dgrad), then the layer: backward is the layer's
 dgrad, the launch of the all-reduce, then the wgrad, which overlaps it.
 """
@@ -15,15 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.pipeline.weight_gradients import Product
 
-#: A tensor to keep for backward, and what begins there to make the input of it and returns what waits for it.
+#: A tensor to save for backward, and a function that begins to compute the input from it and returns a wait.
 Again = tuple[torch.Tensor, Callable[[torch.Tensor], Product]]
 
 
 class Place:
-    """Where in a backward pass one use of a weight has its wgrad made."""
+    """The place in a backward pass where the wgrad of one use of a weight is computed."""
 
     def __init__(self, weight: torch.Tensor, again: Again | None = None) -> None:
-        """``again``: how the layer gets its input in backward, in place of keeping it."""
+        """``again``: how the layer recomputes its input in backward instead of saving it."""
         self.again = again
         self.left: list[Product] = []
         self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class Place:
 
 
 class _Make(torch.autograd.Function):
-    """Forward: a handle. Backward: the wgrad that was left, if one was."""
+    """Forward: a handle. Backward: the deferred wgrad, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, left: list[Product]) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""Quantized storage: weights in a precision's own form, in fewer bytes than their numbers take.
+"""Quantized storage: weights in a precision's own format, in fewer bytes than their dtype takes.
 
-A :class:`PackedWeight` is a parameter like others to autograd, optimizers and gradient syncs: it has a shape,
-a dtype and a gradient. What it does not have is numbers in memory. Whoever computes with them asks for
-:func:`dequantize`, and forgets them afterwards; whoever sends or compares them takes :func:`storage_of`.
-An operation of torch that only reads gets numbers that were dequantized for it, one that writes in place has
-its result quantized again, and one that would look at the memory as another shape is refused, since
-what is written to such a view would be lost.
+A :class:`PackedWeight` is an ordinary parameter to autograd, optimizers and gradient syncs: it has a shape, a
+dtype and a gradient. It has no dequantized values in memory. Code that computes with them calls
+:func:`dequantize`, and releases the result afterwards; code that sends or compares them uses
+:func:`storage_of`. A torch operation that only reads gets values that were dequantized for it, one that
+writes in place has its result quantized again, and one that would reinterpret the memory as another shape is
+rejected, since writes to such a view would be lost.
 
-It is held in rows, each of :data:`~nanotrain_core.layout.placement.RANGE` neighbouring weights with what they
-share, so that every range a rank may be given of a parameter is a range of rows.
+It is stored in rows, each with :data:`~nanotrain_core.layout.placement.RANGE` consecutive weights and the
+values that they share, so that every range of a parameter that a rank may be given is a range of rows.
 
 Shapes: n weights, U rows of W bytes.
 """
@@ -26,43 +26,43 @@ aten = torch.ops.aten
 
 
 class Packing(Protocol):
-    """A form that weights are held in."""
+    """A storage format of weights."""
 
     name: str
-    """Forms of one name hold the same numbers in the same bytes."""
+    """Formats with the same name store the same values in the same bytes."""
     width: int
     """Bytes W of a row."""
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Round flat numbers [n] to those of the form; of some that are already, nothing changes."""
+        """Round flat values [n] to those of the format; already rounded values are unchanged."""
         ...
 
     def pack(self, numbers_n: torch.Tensor) -> torch.Tensor:
-        """Return rows [U, W], uint8, of numbers of the form; the last row is filled up."""
+        """Return rows [U, W], uint8, for values of the format; the last row is padded."""
         ...
 
     def unpack(self, rows_UW: torch.Tensor) -> torch.Tensor:
-        """Return the numbers [U * RANGE] that rows hold, in the dtype that a model computes in."""
+        """Return the values [U * RANGE] stored in rows, in the dtype that a model computes in."""
         ...
 
 
 class Exact:
-    """The numbers of a weight before they were packed, until masters have been made of them."""
+    """The values of a weight before packing, until its masters have been created."""
 
     def __init__(self, flat: torch.Tensor | None) -> None:
         self.flat = flat
 
 
 class PackedWeight(torch.Tensor):
-    """A weight in a precision's own form. Make one with :meth:`of`."""
+    """A weight in a precision's own format. Create one with :meth:`of`."""
 
     rows: torch.Tensor
-    """[U, W], uint8, contiguous: all there is of it."""
+    """[U, W], uint8, contiguous: the only storage."""
     packing: Packing
     exact: Exact
-    """Of the parameter as a whole: its views share one."""
+    """The original values of the whole parameter: its views share them."""
     first: int
-    """Where in the parameter this begins, in weights."""
+    """Offset of this view in the parameter, in weights."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -76,45 +76,45 @@ class PackedWeight(torch.Tensor):
         exact: Exact,
         first: int = 0,
     ) -> PackedWeight:
-        """Hold ``rows``."""
+        """Wrap ``rows``."""
         self: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
         self.rows, self.packing, self.exact, self.first = rows, packing, exact, first
         return self
 
     @classmethod
     def of(cls, numbers: torch.Tensor, packing: Packing) -> PackedWeight:
-        """Round and pack ``numbers``, at hand until :func:`settle`: masters may keep more of them."""
+        """Round and pack ``numbers``, keeping them until :func:`settle`: masters may be more precise."""
         flat = numbers.detach().reshape(-1)
         rows = packing.pack(packing.rounded(flat))
         return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """All is done in ``__new__``."""
+        """Do nothing: ``__new__`` has done everything."""
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return weights ``begin`` to ``end`` of the flattened tensor; ``begin`` is a multiple of RANGE."""
         return self.packing.unpack(self._rows(begin, end))[: end - begin]
 
     def write(self, begin: int, end: int, numbers: torch.Tensor) -> None:
-        """Keep numbers of the form as weights ``begin`` to ``end``: a multiple of RANGE each, or the end."""
+        """Store values of the format as weights ``begin`` to ``end``: multiples of RANGE, or the end."""
         self._rows(begin, end).copy_(self.packing.pack(numbers))
 
     def part(self, begin: int, end: int) -> PackedWeight:
-        """Return a flat range that is held in the same rows; ends as those of :meth:`write`."""
+        """Return a flat range that shares the same rows; its ends are as in :meth:`write`."""
         return self._sharing(self._rows(begin, end), (end - begin,), self.first + begin)
 
     def _rows(self, begin: int, end: int) -> torch.Tensor:
         return self.rows[begin // RANGE : -(-end // RANGE)]
 
     def _sharing(self, rows: torch.Tensor, shape: tuple[int, ...], first: int) -> PackedWeight:
-        """Return what holds these rows of this one."""
+        """Return a view of these rows of this weight."""
         return PackedWeight(rows, self.packing, shape, self.dtype, self.exact, first)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Unpack what an operation reads; see the module for what becomes of writing."""
+        """Dequantize what an operation reads; the module docstring describes writes."""
         first: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default):
             return first._sharing(first.rows, tuple(first.shape), first.first)
@@ -138,39 +138,39 @@ class PackedWeight(torch.Tensor):
         return target
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return what it is, without its numbers."""
+        """Return a description without its values."""
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, in {self.rows.nbytes} bytes)"
 
 
 def dequantize(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a weight, in its shape: a live view, or of a packed one what is unpacked now."""
+    """Return a weight's values, in its shape: a live view, or newly dequantized values of a packed one."""
     if not isinstance(weight, PackedWeight):
         return weight.detach()
     return weight.read(0, weight.numel()).view(weight.shape)
 
 
 def quantize_into(weight: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Hold what was written to the tensor that :func:`dequantize` returned; of a live view that is done."""
+    """Store what was written to the tensor that :func:`dequantize` returned; a no-op for a live view."""
     if isinstance(weight, PackedWeight):
         with torch.no_grad():
             weight.copy_(numbers)
 
 
 def unquantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that a master is made of: before they were packed, if these are still at hand."""
+    """Return the values that a master is created from: those before packing, if still available."""
     if isinstance(weight, PackedWeight) and weight.exact.flat is not None:
         return weight.exact.flat[weight.first : weight.first + weight.numel()].view(weight.shape)
     return dequantize(weight)
 
 
 def settle(weight: torch.Tensor) -> None:
-    """Forget what the numbers of a packed weight were before: its masters have been made."""
+    """Release the original values of a packed weight: its masters have been created."""
     if isinstance(weight, PackedWeight):
         weight.exact.flat = None
 
 
 def storage_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return what is held of a weight, live: itself, or the rows of a packed one."""
+    """Return the live storage of a weight: itself, or the rows of a packed one."""
     return weight.rows if isinstance(weight, PackedWeight) else weight.detach()
 
 
@@ -182,12 +182,12 @@ def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def read_range(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return the numbers of a flat range; ``begin`` is a multiple of RANGE."""
+    """Return the values of a flat range; ``begin`` is a multiple of RANGE."""
     return weight.read(begin, end) if isinstance(weight, PackedWeight) else weight.reshape(-1)[begin:end]
 
 
 def write_range(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
-    """Write flat numbers, of a packed weight's form, into a range: see :meth:`PackedWeight.write`."""
+    """Write flat values, in a packed weight's format, into a range: see :meth:`PackedWeight.write`."""
     if isinstance(weight, PackedWeight):
         weight.write(begin, end, numbers)
     else:
@@ -195,7 +195,7 @@ def write_range(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tenso
 
 
 def memory_like(weight: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return zeroed memory for rows of weights held as this one is: [rows, W], or numbers [rows, RANGE]."""
+    """Return zeroed memory for rows of weights stored as this one is: [rows, W], or values [rows, RANGE]."""
     width, dtype = RANGE, weight.dtype
     if isinstance(weight, PackedWeight):
         width, dtype = weight.packing.width, torch.uint8
@@ -203,7 +203,7 @@ def memory_like(weight: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def move_into(parameter: torch.Tensor, memory: torch.Tensor) -> None:
-    """Have ``parameter`` live at the beginning of ``memory``, which is as :func:`memory_like` returns it."""
+    """Make ``parameter`` use the beginning of ``memory``, as returned by :func:`memory_like`, as storage."""
     if isinstance(parameter, PackedWeight):
         parameter.rows = memory[: len(parameter.rows)].copy_(parameter.rows)
         return
@@ -213,5 +213,5 @@ def move_into(parameter: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def form_of(weight: torch.Tensor) -> str:
-    """Return what tells weights apart that cannot be held in one piece of memory."""
+    """Return a key: only weights with equal keys can share one piece of memory."""
     return weight.packing.name if isinstance(weight, PackedWeight) else str(weight.dtype)

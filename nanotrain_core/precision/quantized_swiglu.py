@@ -1,7 +1,7 @@
-"""silu(gate) * up whose inputs are kept quantized for the backward pass.
+"""silu(gate) * up whose inputs are saved quantized for the backward pass.
 
-Plain autograd keeps three tensors for it, and the linear layer that reads it a fourth. Where that layer's
-GEMM backend can hold quantized activations, only gate and up are kept, in that form, and the output is
+Plain autograd saves three tensors for it, and the linear layer that reads it a fourth. Where that layer's
+GEMM backend supports quantized activations, only gate and up are saved, in that form, and the output is
 recomputed.
 
 Shapes: F feed-forward width.
@@ -27,10 +27,10 @@ from nanotrain_core.precision.gemm import Kept, QuantizedActivations, gemms_of
 
 
 def quantize_swiglu(part: nn.Module) -> None:
-    """Have each feed-forward layer keep its gate and up as the backend of its ROW layer quantizes them.
+    """Make each feed-forward layer save its gate and up as the backend of its ROW layer quantizes them.
 
-    That is a module with a table of functions, ``ops``, and one child of role ROW, which reads what
-    ``ops.swiglu`` returned. Call it once for a part, when its layers have their backends.
+    Such a layer is a module with a table of functions, ``ops``, and one child of role ROW, which reads the
+    result of ``ops.swiglu``. Call it once for a part, after its layers have their backends.
     """
     for module in part.modules():
         ops = vars(module).get("ops")
@@ -40,7 +40,7 @@ def quantize_swiglu(part: nn.Module) -> None:
 
 
 def _backend_of(row: nn.Module) -> QuantizedActivations | None:
-    """Return what quantizes the inputs of ``row``, if something does."""
+    """Return the backend that quantizes the inputs of ``row``, if there is one."""
     gemms = gemms_of(row)
     backend = gemms.backends.get("weight") if gemms else None
     return backend if isinstance(backend, QuantizedActivations) else None
@@ -50,11 +50,11 @@ class QuantizedSwiGLU:
     """The ``swiglu`` of one feed-forward layer."""
 
     def __init__(self, plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], row: nn.Module) -> None:
-        """``plain``: what computes it; ``row``: the layer that reads it."""
+        """``plain``: the unquantized function; ``row``: the layer that reads the result."""
         self.plain, self.row = plain, row
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up [..., F], and offer the layer that reads it how to recompute it."""
+        """Return silu(gate) * up [..., F], and offer its recomputation to the layer that reads it."""
         backend, gemms = _backend_of(self.row), gemms_of(self.row)
         if backend is None or gemms is None or not (torch.is_grad_enabled() and gate.requires_grad):
             return self.plain(gate, up)
@@ -71,8 +71,8 @@ class QuantizedSwiGLU:
 class _Inputs:
     """Dequantizes gate and up [M, F]: for the wgrad of the layer that reads them, and for their own dgrad.
 
-    The second follows on the first and finds what that has made, unless weight gradients are deferred: then
-    both dequantize, so that nothing is held in the run's dtype meanwhile.
+    The second directly follows the first and reuses its result, unless weight gradients are deferred: then
+    both dequantize, so that nothing is held in the run's dtype in between.
     """
 
     def __init__(self, backend: QuantizedActivations, passes: Passes, dtype: torch.dtype) -> None:
@@ -84,12 +84,12 @@ class _Inputs:
         gate_MF, up_MF = found = self._dequantized(kept)
         if (
             not torch.compiler.is_compiling()
-        ):  # a compiler finds by itself what two of its graph have in common
+        ):  # within its graph a compiler finds common subexpressions by itself
             self._last = None if self.passes.splits_backward else found
         return F.silu(gate_MF).mul_(up_MF)
 
     def take(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both, and hold them no longer."""
+        """Return both, and release them."""
         if torch.compiler.is_compiling():
             return self._dequantized(kept)
         found, self._last = self._last, None

@@ -1,4 +1,4 @@
-"""fp64, fp32, bf16 and fp16: which dtype holds weights, activations, gradients and masters."""
+"""fp64, fp32, bf16 and fp16: the dtypes of weights, activations, gradients and masters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LiveMaster(MasterWeight):
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The parameter's own storage is updated, and nothing copied."""
+        """The parameter's own storage is updated; nothing is copied."""
         return self.weight, self.weight
 
     def load(self) -> torch.Tensor:
@@ -35,7 +35,7 @@ class LiveMaster(MasterWeight):
             self.weight.copy_(value)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Nothing beyond the parameter."""
+        """Return no state beyond the parameter."""
         return {}
 
 
@@ -56,7 +56,7 @@ class Float32Master(MasterWeight):
         return self.master
 
     def store(self, value: torch.Tensor) -> None:
-        """Keep ``value`` and round it into the parameter."""
+        """Store ``value`` and round it into the parameter."""
         if value.data_ptr() != self.master.data_ptr():
             self.master.copy_(value)
         self.weight.copy_(value)
@@ -75,11 +75,11 @@ class Uniform(Precision):
         self.loss_scale = loss_scale
 
     def convert(self, part: nn.Module) -> nn.Module:
-        """Cast every parameter but those that a module keeps in a dtype of their own."""
+        """Cast every parameter except those that a module keeps in their own dtype."""
         return cast(part, self.parameter_dtype)
 
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
-        """Return the weight itself if the optimizer can work on it, else a float32 copy."""
+        """Return the weight itself if the optimizer can update it, otherwise a float32 copy."""
         return LiveMaster(weight) if weight.dtype == self.gradient_dtype else Float32Master(weight)
 
 

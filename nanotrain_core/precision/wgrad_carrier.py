@@ -1,9 +1,9 @@
-"""The way of a wgrad out of a compiled graph that is wider than its weight, as a float32 one of bfloat16.
+"""Passes a wgrad out of a compiled graph in higher precision than its weight, such as float32 for bfloat16.
 
-AOTAutograd, which traces a graph's backward pass, knows nothing of a parameter's ``grad_dtype``, and has a
-gradient cast to the dtype of what it is of. In a graph a layer therefore reads its weight detached, and gives
-the gradient to a carrier: an input of the graph without storage, of the gradient's dtype and the weight's
-shape, made outside of the graph. From there it gets to the parameter by eager autograd, as it is.
+AOTAutograd, which traces a graph's backward pass, ignores a parameter's ``grad_dtype`` and casts a
+gradient to the dtype of its tensor. In a graph a layer therefore reads its weight detached, and passes
+the gradient to a carrier: an input of the graph without storage, with the gradient's dtype and the weight's
+shape, created outside the graph. From there eager autograd passes it to the parameter unchanged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 
 def wgrad_carrier(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return what takes the gradient of ``weight`` in the next call of a graph; None: the weight itself does.
+    """Return the receiver of ``weight``'s gradient in a graph's next call; None: the weight itself.
 
-    That is so where there is none, or none of another dtype. Make one for each call, outside of graphs.
+    None if there is no gradient, or none of another dtype. Create one for each call, outside graphs.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
@@ -28,7 +28,7 @@ def wgrad_carrier(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Carry(torch.autograd.Function):
-    """Forward: nothing to read, in the shape of the weight. Backward: the gradient as it is."""
+    """Forward: reads nothing, in the shape of the weight. Backward: the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
