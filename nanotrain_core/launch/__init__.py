@@ -1,1 +1,1 @@
-"""Starts the ranks of a run, lets them meet, and tells how they ended; what one rank's process does."""
+"""Starts the ranks of a run, connects them, and reports how they ended; the main function of a rank."""

@@ -1,4 +1,4 @@
-"""torch's elastic agent, asked before each restart whether there is any point in it."""
+"""torch's elastic agent, with a decision before each restart whether it can help."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
 from nanotrain_core.run import log
 
-#: Rank -> how its process ended: negative for a signal.
+#: Rank -> exit status of its process: negative for a signal.
 ExitCodes = Mapping[int, int]
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this host, and all of them again when one fails."""
+    """Starts the ranks of this host, and restarts all of them when one fails."""
 
     def __init__(
         self,
@@ -34,17 +34,17 @@ class Agent(LocalElasticAgent):
         left: Callable[[], bool] = lambda: False,
         restarted: int = 0,
     ) -> None:
-        """Prepare.
+        """Prepare the agent.
 
         Args:
-            ranks: what to start, where, and how often at most.
-            before_start: called when no rank runs and before they are started, the first time or again: also
-                because another host starts its ranks again.
-            start_again: called with exit codes and the number of the restart; says whether to go on.
-            given_up: called with exit codes when ranks have failed and are not started again.
-            stopped: says whether a signal came, which ends the wait for other hosts.
-            left: says whether this host has left the run to the others.
-            restarted: how often an agent of this launch has started ranks again.
+            ranks: what to start, where, and the maximum number of restarts.
+            before_start: called while no rank runs, before each start: the first, and every restart,
+                including those caused by another host.
+            start_again: called with exit codes and the number of the restart; returns whether to restart.
+            given_up: called with exit codes when ranks have failed and are not restarted.
+            stopped: returns whether a signal was received, which ends the wait for other hosts.
+            left: returns whether this host has left the run to the others.
+            restarted: how often an agent of this launch has restarted ranks.
         """
         self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
         self.given_up, self.left = given_up, left
@@ -56,7 +56,7 @@ class Agent(LocalElasticAgent):
         """Run to the end and return what each local rank returned.
 
         Raises:
-            ChildFailedError: a rank failed, and there were no restarts left or no point in one.
+            ChildFailedError: a rank failed, and there were no restarts left or a restart would not help.
             RendezvousConnectionError: the host that serves the store of all launchers is gone.
         """
         try:
@@ -74,7 +74,7 @@ class Agent(LocalElasticAgent):
         return dict(result.return_values)
 
     def first_of_all(self, mine: Cause) -> Cause:
-        """Return the first cause of this attempt's failure on any host, known here as ``mine``."""
+        """Return the first cause of this attempt's failure on any host, given this host's cause ``mine``."""
         group = self._worker_group
         if self._store is None or group.group_rank is None or (group.group_world_size or 1) < 2:
             return mine
@@ -82,10 +82,10 @@ class Agent(LocalElasticAgent):
         return first_of_all(mine, self._store, group.group_rank, group.group_world_size)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other hosts, unless a signal comes first: no rank is there to be signalled.
+        """Run the rendezvous with the other hosts until a signal is received: no rank exists to be signalled.
 
         Raises:
-            RendezvousClosedError: a signal came, here or on another host, or another host gave up.
+            RendezvousClosedError: a signal was received, here or on another host, or another host gave up.
         """
         met = threading.Event()
         threading.Thread(target=self._close_on_signal, args=(met,), daemon=True).start()
@@ -107,13 +107,13 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Start the ranks again: one failed, which was told, or another host waits to take part."""
+        """Restart the ranks: one failed, which was reported, or another host waits to join."""
         if not self._failed:
             log.say("another host has come, new or in the place of one that is gone: all ranks start again")
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks; use up all restarts if another one would be in vain."""
+        """Return the state of the ranks; use up all restarts if another one would not help."""
         result: RunResult = super()._monitor_workers(worker_group)
         self._failed = bool(result.is_failed())
         if result.is_failed() and self._remaining_restarts:

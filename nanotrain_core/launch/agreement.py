@@ -1,4 +1,4 @@
-"""All ranks compare what they are about to run, before their first collective could hang or lie."""
+"""All ranks compare what they will run, before their first collective could hang or give wrong results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanotrain_core.errors import LaunchError
 
 
 class Store(Protocol):
-    """The part of ``torch.distributed.Store`` used here."""
+    """The subset of ``torch.distributed.Store`` used here."""
 
     def set(self, key: str, value: str) -> Any: ...
 
@@ -36,10 +36,10 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 
 
 def let_all_hear(key: str, store: Store, rank: int, world_size: int) -> None:
-    """Announce that this rank has read ``key``, and on rank 0 await the others: the store may end with it."""
+    """Announce that this rank has read ``key``; rank 0 waits for the others, as the store may end with it."""
     store.set(f"heard/{key}/{rank}", "yes")
     if rank == 0:
-        with contextlib.suppress(RuntimeError):  # one that never comes
+        with contextlib.suppress(RuntimeError):  # one that never arrives
             for other in range(world_size):
                 store.get(f"heard/{key}/{other}")
 

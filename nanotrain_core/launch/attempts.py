@@ -1,9 +1,9 @@
-"""Ranks that are started again find each other, and what went before: no host alone knows that.
+"""Connects restarted ranks with each other and with earlier attempts, which no single host knows.
 
-A launcher counts only the failures of its own host: where another host failed it starts its ranks again
-without counting, and the launcher of a host that was replaced knows of nothing. And torchrun keeps one
+A launcher counts only the failures of its own host: where another host failed it restarts its ranks
+without counting, and the launcher of a replaced host knows nothing. And torchrun keeps one
 store for all attempts, so that what ranks wrote before they failed is still there: also what rank 0 leaves
-for later attempts, where no host counts when one joins.
+for later attempts, where no host counts a host that joins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanotrain_core.errors import LaunchError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Where rank 0 of an attempt leaves a :class:`Past` for those that have the same store.
+#: Where rank 0 of an attempt leaves a :class:`Past` for later attempts with the same store.
 PAST = "past"
 
 
@@ -33,30 +33,30 @@ class Past:
     saved: bool = False
     """Whether it has written a checkpoint of its own."""
     folder: str | None = None
-    """The run folder, where a launcher remembers it."""
+    """The run folder, if a launcher remembers it."""
     failed_at: float | None = None
-    """When a launcher saw the last failure of its own ranks."""
+    """When a launcher detected the last failure of its own ranks."""
 
     def failure(self) -> str | None:
-        """Return :attr:`failed_at` as text, empty if unknown; None if nothing went before."""
+        """Return :attr:`failed_at` as text, empty if unknown; None if there was no earlier attempt."""
         return f"{self.failed_at or ''}" if self.began else None
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float) -> tuple[Store, Past]:
-    """Return a part of ``store`` that no earlier attempt wrote to, and on rank 0 what any host knows.
+    """Return a part of ``store`` unused by earlier attempts, and on rank 0 the past that any host knows.
 
-    Each rank calls under a name that no process had before, and rank 0 answers with the name of the part
-    until it is heard: a call or an answer that an earlier attempt left reaches no one.
+    Each rank calls under a name that no earlier process had, and rank 0 answers with the name of the part
+    until the rank has read it: a call or an answer left by an earlier attempt reaches no rank.
 
     Args:
-        store: one that all ranks reach, used or new.
+        store: a store that all ranks reach, used or new.
         rank: of this process.
         world_size: ranks that call.
         mine: what this rank's host knows.
         timeout: seconds that rank 0 waits for each of the others.
 
     Raises:
-        LaunchError: on rank 0: a rank did not come.
+        LaunchError: on rank 0: a rank did not arrive.
     """
     from torch.distributed import PrefixStore
 
@@ -72,7 +72,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
 
 
 def remember(part: Store, folder: str) -> None:
-    """Leave for later attempts that this launch has begun, beside a ``part`` that :func:`meet` returned."""
+    """Leave this launch's :class:`Past` for later attempts, next to a ``part`` returned by :func:`meet`."""
     from torch.distributed import PrefixStore
 
     assert isinstance(part, PrefixStore)
@@ -80,7 +80,7 @@ def remember(part: Store, folder: str) -> None:
 
 
 def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
-    """Tell ``rank`` of this attempt the name of its part of the store, and return what it knows."""
+    """Send ``rank`` of this attempt the name of its part of the store, and return what it knows."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)

@@ -1,4 +1,4 @@
-"""Why the ranks of an attempt ended: the first cause among all that failed because of it."""
+"""Finds the first cause of an attempt's end among all failures that resulted from it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from nanotrain_core.run.files import read_each, write_text_atomically
 
 @attrs.define(frozen=True)
 class Cause:
-    """What to tell of a failure."""
+    """What to report of a failure."""
 
     text: str
     code: int
     trace: str = ""
     mistake: bool = False
-    """Whether it was said on purpose, as by a :class:`NanotrainError`: it would happen again."""
+    """Whether it was raised on purpose, as a :class:`NanotrainError`: it would happen again."""
     echo: bool = False
-    """Whether it only tells that another rank went away."""
+    """Whether it only reports that another rank is gone."""
 
     def tell(self, what_now: str = "") -> None:
-        """Write it to stderr, and what happens next."""
+        """Print it to stderr, with what happens next."""
         print(self.trace, file=sys.stderr, end="", flush=True)
         log.say(f"{self.text}{what_now}")
 
     def error(self) -> NanotrainError:
-        """Return it as the error that the rank met."""
+        """Return it as the error that the rank raised."""
         return NanotrainError(self.text).with_code(self.code)
 
 
-#: What gloo says when a rank that it waits for is gone, or has not come in time.
+#: gloo's error texts when a rank that it waits for is gone, or has not arrived in time.
 ECHOES = (
     "onnection closed by peer",
     "onnection reset by peer",
@@ -52,27 +52,27 @@ ECHOES = (
 
 
 class PeerLostError(NanotrainError):
-    """Another rank failed or is gone: what those say that only noticed it, with that rank's exit code."""
+    """Another rank failed or is gone: raised by ranks that only noticed it, with that rank's exit code."""
 
 
 def in_one_line(problem: BaseException) -> str:
-    """Return an error's text: what was said on purpose as it is, all else after its kind."""
+    """Return an error's text: alone if it was raised on purpose, otherwise after its class."""
     kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
     return f"{kind}: {problem}".strip(": ")
 
 
 def exit_code_of(problem: BaseException) -> int:
-    """Return the code that a rank ends with for an error that it met."""
+    """Return the exit code of a rank that ends with an error."""
     return problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
 
 
 def is_echo(text: str) -> bool:
-    """Return whether an error only tells that another rank went away."""
+    """Return whether an error only reports that another rank is gone."""
     return any(sign in text for sign in ECHOES)
 
 
 def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
-    """Leave for the launcher why ``rank`` fails; return whether that only tells of another rank."""
+    """Leave for the launcher why ``rank`` fails; return whether that only reports another rank."""
     names_another = isinstance(problem, PeerLostError)
     echo = names_another or is_echo(str(problem))
     on_purpose = isinstance(problem, NanotrainError)
@@ -85,21 +85,21 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
         "trace": None if on_purpose else "".join(traceback.format_exception(problem)),
         "code": exit_code_of(problem),
     }
-    # Whole or not at all: the launcher may read it, or kill this rank, meanwhile.
-    with contextlib.suppress(OSError):  # no space: the exit code is all there is
+    # Atomically: the launcher may read it, or kill this rank, meanwhile.
+    with contextlib.suppress(OSError):  # disk full: only the exit code remains
         write_text_atomically(scratch / f"failure-{rank}.json", json.dumps(failure))
     return echo
 
 
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
-    """Return the first cause: a hang, a crash, a death, a mistake; an echo of these only if alone.
+    """Return the first cause: a hang, a crash, a death, a user error; an echo of these only if alone.
 
-    Ranks that are left get SIGTERM, and may say so: that counts only if nobody knows better.
+    Remaining ranks get SIGTERM, and may report it: that counts only if no better cause is known.
 
     Args:
-        scratch: where ranks left what they met.
-        codes: how the processes of ranks ended.
-        hang: what the launcher said of ranks that hung, and which it has killed.
+        scratch: where ranks left their errors.
+        codes: exit status of each rank's process.
+        hang: the launcher's report of ranks that hung and that it has killed.
     """
     if hang is not None:
         return Cause(hang, Exit.HUNG)
@@ -126,15 +126,15 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         if first.get("names_another"):
             return Cause(first["text"], first["code"], echo=True)
         text = f"rank {first['rank']} failed: {first['text']}"
-        trace = "" if first["echo"] else first["trace"]  # it would show a collective that is innocent
+        trace = "" if first["echo"] else first["trace"]  # it would show an innocent collective
         return Cause(text, Exit.FAILED, trace, echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
 
 
 def _silent(scratch: Path, codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that began, have not come to their end, and left no word of why.
+    """Return the ranks that began, have not reached their end, and left no error.
 
-    One that ends with code 0 is no failure to torch: it names who noticed first.
+    A process that ends with code 0 is no failure to torch: torch names the rank that noticed first.
     """
     began = {int(path.name.removeprefix("pid-")) for path in scratch.glob("pid-*")}
     failed = {rank for rank, code in codes.items() if code > 0}

@@ -1,4 +1,4 @@
-"""The first cause of a failure on any host, reported on all: others only see that a rank went away."""
+"""The first cause of a failure on any host, reported on all: other hosts only see that a rank is gone."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from nanotrain_core.launch.cause import Cause
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Seconds that a launcher waits for what the others know.
+#: Seconds that a launcher waits for the causes of the others.
 PATIENCE = 5.0
 
 
 def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
-    """Return the first cause that any launcher knows; ``mine`` if no other one is better within seconds.
+    """Return the first cause that any launcher knows; ``mine`` if no other is better within seconds.
 
     Args:
         mine: of this host.
-        store: of the launchers, for this attempt alone.
-        host: number of this one.
-        hosts: number of all.
+        store: of the launchers, for this attempt only.
+        host: index of this host.
+        hosts: number of hosts.
     """
     found: dict[int, tuple[float, Cause]] = {host: (time.time(), mine)}
     until = time.monotonic() + PATIENCE
-    with contextlib.suppress(RuntimeError):  # the host that serves the store has gone
+    with contextlib.suppress(RuntimeError):  # the host that serves the store is gone
         store.set(f"cause/{host}", json.dumps([time.time(), attrs.asdict(mine)]))
         while len(found) < hosts and time.monotonic() < until:
             for other in range(hosts):

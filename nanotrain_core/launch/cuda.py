@@ -1,4 +1,4 @@
-"""What torch reads from the environment on GPUs, set where the user has not."""
+"""Environment variables that torch reads on GPUs, set where the user has not set them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from nanotrain_core.watch.collectives import DUMPS
 
 Environment = MutableMapping[str, str]
 
-#: Collectives of each rank that NCCL's flight recorder remembers.
+#: Number of collectives in each rank's NCCL flight recorder.
 REMEMBERED = "2000"
-#: Names of one setting, the present one first.
+#: Names of one setting, the current one first.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 DUMP_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def set_allocator(environment: Environment = os.environ) -> None:
-    """Let torch's allocator extend what it has: sizes that vary leave no holes. Before CUDA is first used."""
+    """Make torch's allocator use expandable segments against fragmentation. Before CUDA is first used."""
     _default(environment, ALLOCATOR, "expandable_segments:True")
 
 
 def record_collectives(folder: Path | None, environment: Environment = os.environ) -> None:
-    """Let NCCL remember its last collectives, and leave them in ``folder`` when one of them times out."""
+    """Make NCCL's flight recorder dump its last collectives to ``folder`` when one of them times out."""
     _default(environment, BUFFER, REMEMBERED)
     _default(environment, ("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
     if folder is not None:
-        with contextlib.suppress(OSError):  # a help for debugging is no reason to end a run
+        with contextlib.suppress(OSError):  # a debugging aid must not end a run
             (folder / DUMPS).mkdir(exist_ok=True)
         _default(environment, DUMP_FILE, str(folder / DUMPS / "rank-"))  # torch appends the rank
 

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Selects the device of a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
     """Return this rank's device, ``shared`` with all others of its host.
 
     Raises:
-        NanotrainError: CUDA was asked for and is not there.
+        NanotrainError: CUDA was requested and is not available.
     """
     import torch
 

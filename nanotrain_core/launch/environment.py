@@ -1,4 +1,4 @@
-"""Which rank this process is, when something else started it: torchrun or Slurm's srun. Torch-free."""
+"""The rank of this process when another launcher started it: torchrun or Slurm's srun. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanotrain_core.errors import LaunchError
 
 @attrs.define(frozen=True)
 class Ranks:
-    """One process's place in the world."""
+    """Rank, world size and local rank of one process."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,7 +24,7 @@ class Ranks:
 
     @classmethod
     def detect(cls, environment: Mapping[str, str] = os.environ) -> Ranks | None:
-        """Return the place that torchrun or srun gave this process, None if neither did.
+        """Return what torchrun or srun set for this process, None if neither started it.
 
         Raises:
             LaunchError: the environment is incomplete or not numeric.
@@ -52,7 +52,7 @@ def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], lau
             raise LaunchError(f"started by {launcher}, but {name} is {text!r} where a number was expected")
         values.append(int(digits))
     rank, world_size, local_rank, local_world_size = values
-    # Slurm lists the tasks of each node, of which only the first is read.
+    # Slurm lists the tasks of each node; only the first is read.
     for place, size in ((0, 1), (2, 3)) if launcher == "torchrun" else ((0, 1),):
         if values[place] >= values[size]:
             text = f"{names[place]} is {values[place]} and {names[size]} {values[size]}"
@@ -61,10 +61,10 @@ def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], lau
 
 
 def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port where rank 0 of a joined run listens.
+    """Return the host and port where rank 0 of a run without our launcher listens.
 
     Raises:
-        LaunchError: nothing says where.
+        LaunchError: neither is set.
     """
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         if not is_port(environment["MASTER_PORT"]):
@@ -77,18 +77,18 @@ def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ
 
 
 def run_name(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what tells a run from all others whose ranks may look at the same port."""
+    """Return what distinguishes a run from all others whose ranks may try the same port."""
     keys = ("SLURM_JOB_ID", "SLURM_STEP_ID") if ranks.launcher == "srun" else ("TORCHELASTIC_RUN_ID",)
     return "/".join([ranks.launcher, str(ranks.world_size), *(environment.get(key, "") for key in keys)])
 
 
 def agent_serves_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun's agent serves the store where ranks meet, so that no rank does."""
+    """Return whether torchrun's agent serves the rendezvous store, so that no rank does."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_port(text: str) -> bool:
-    """Return whether ``text`` is the number of a port."""
+    """Return whether ``text`` is a port number."""
     return text.isdecimal() and 0 < int(text) < 65536
 
 

@@ -1,4 +1,4 @@
-"""Passes signals from the launcher to its ranks, so that they stop together and in order."""
+"""Forwards signals from the launcher to its ranks, so that they stop together and in order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from nanotrain_core.run.working import is_live
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1
-#: Seconds in which the agent sees that all ranks are gone.
+#: Seconds within which the agent detects that all ranks are gone.
 GONE = 3.0
 
 
 class SignalForwarder:
-    """Waits for the agent while handing the first SIGINT, SIGTERM or SIGHUP on to every rank, once.
+    """Waits for the agent while forwarding the first SIGINT, SIGTERM or SIGHUP to every rank, once.
 
     A second signal, or the end of the ``grace`` period, in seconds, kills the ranks; and ends this process
-    where there are none, because it waits for an answer of the place where hosts meet.
+    where there are none, because it waits for the rendezvous host to answer.
     """
 
     def __init__(self, scratch: Path, grace: float, *, saves: bool = True) -> None:
@@ -37,7 +37,7 @@ class SignalForwarder:
         self._since, self._deadline = 0.0, float("inf")
 
     def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
-        """Return the agent's result; call ``meanwhile`` again and again until then."""
+        """Return the agent's result; call ``meanwhile`` repeatedly until then."""
         before = {number: signal.signal(number, self._receive) for number in heeded()}
         try:
             while not agent.done():
@@ -57,14 +57,14 @@ class SignalForwarder:
             self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:
-        """Signal ranks that have not been signalled; those that start late are signalled late."""
+        """Signal ranks that have not been signalled; ranks that start late are signalled late."""
         if self.received is None:
             return
         pids = {*pids_of(self.scratch)} - {0}
         if pids and not self._announced:
             self._announced = True
             if self.received == signal.SIGINT and not is_live(sys.stdout):
-                announce(self.grace)  # a person is waiting; on a terminal rank 0 says it, above its panel
+                announce(self.grace)  # the user waits; on a terminal rank 0 announces it, above its panel
         if time.monotonic() > self._deadline:
             kill(pids, signal.SIGKILL)
             if not pids and time.monotonic() > self._deadline + GONE:

@@ -1,6 +1,6 @@
-"""The hosts of a run, and where their launchers meet: torch's rendezvous.
+"""The hosts of a run, and the rendezvous of their launchers.
 
-On one host that is a file. Several meet in a store which the host of the endpoint serves.
+On one host it is a file. Several hosts use a store which the host of the endpoint serves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from nanotrain_core.launch.environment import is_port
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-#: Seconds that hosts wait for the one that serves their meeting: clusters start some much later.
+#: Seconds that hosts wait for the one that serves the rendezvous: clusters start some much later.
 MEETING = 600
-#: Seconds that the fewest hosts wait for more before they begin without them.
+#: Seconds that the minimum number of hosts waits for more before it begins without them.
 LAST_CALL = 30
 
 
@@ -29,19 +29,19 @@ class Nodes:
     """The hosts of a run."""
 
     count: int = 1
-    """How many, at most."""
+    """Maximum number of hosts."""
     least: int = 0
-    """How many are enough to begin, or to go on when others are gone; 0: all of them."""
+    """Minimum number of hosts to begin, or to continue when others are gone; 0: all of them."""
     nproc: int = 1
-    """Ranks on each."""
+    """Ranks per host."""
     endpoint: str = ""
-    """``host:port`` where the hosts meet."""
+    """``host:port`` of the rendezvous."""
     run_id: str = "nanotrain"
     max_restarts: int = 0
 
     @property
     def local_address(self) -> str | None:
-        """Where the others reach this host's ranks: None has torch find out."""
+        """The address at which other hosts reach this host's ranks: None makes torch find it."""
         return "127.0.0.1" if self.count == 1 else None
 
     def go_on_without_this_one(self) -> bool:
@@ -50,10 +50,10 @@ class Nodes:
         return fewer and not is_here(self.endpoint.rpartition(":")[0].strip("[]"))
 
     def check(self) -> None:
-        """Refuse several hosts that could not find each other.
+        """Reject several hosts that could not find each other.
 
         Raises:
-            LaunchError: there is no endpoint, or it is none.
+            LaunchError: there is no endpoint, or it is invalid.
         """
         if self.count > 1 and not self.endpoint:
             raise LaunchError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on every node")
@@ -73,14 +73,14 @@ def is_here(host: str) -> bool:
 
 
 def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
-    """Return where this launcher meets the others. With several hosts, this connects to the endpoint.
+    """Return this launcher's rendezvous. With several hosts, this connects to the endpoint.
 
     Args:
         nodes: the hosts.
-        scratch: this launcher's private folder, in which ranks of one host meet.
+        scratch: this launcher's private folder, for the rendezvous file of a single host.
 
     Raises:
-        LaunchError: nobody serves the endpoint within :data:`MEETING` seconds.
+        LaunchError: the rendezvous host does not answer within :data:`MEETING` seconds.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -100,4 +100,4 @@ def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
         return get_rendezvous_handler(parameters)
     except RendezvousError as problem:
         error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
-        raise error.with_code(Exit.FAILED) from None  # nobody's mistake: the first host may be late
+        raise error.with_code(Exit.FAILED) from None  # not a user error: the first host may be late

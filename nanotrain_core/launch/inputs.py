@@ -1,6 +1,6 @@
-"""What a run reads on this machine, looked at before its ranks start: data, tokenizer, weights.
+"""Checks a run's inputs on this machine before its ranks start: data, tokenizer, weights.
 
-Apart from the checks of a recipe itself, because a recipe is also read where its data is not, or no longer:
+Separate from the checks of a recipe itself, because a recipe is also read where its data is not available:
 to list checkpoints, to draw a schedule, to resume with a checkpoint's weights. Never imports torch.
 """
 
@@ -23,11 +23,11 @@ from nanotrain_core.run.near import nearby_weights
 
 
 def check_inputs(found: Resolution, *, weights: bool = True) -> None:
-    """Check that what a recipe is to read is there, and fits it.
+    """Check that the inputs of a recipe exist and fit it.
 
     Args:
         found: the recipe.
-        weights: whether ``run.weights`` are read; a resumed run has its checkpoint's.
+        weights: whether ``run.weights`` are read; a resumed run uses its checkpoint's.
 
     Raises:
         RecipeError: with one line for every problem, ``file:line: key: what``.
@@ -50,15 +50,15 @@ def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
 
 
 def survey_of(recipe: Recipe, registry: Registry) -> Survey:
-    """Return what the data component says of sequences of ``batch.length`` tokens.
+    """Return the data component's survey of sequences of ``batch.length`` tokens.
 
-    Nothing is known if it offers no survey. Of a recipe whose phases change the length, see :func:`surveys`.
+    Empty if it offers none. For a recipe whose phases change the length, see :func:`surveys`.
     """
     return _survey(recipe, registry, recipe.batch.length)
 
 
 def surveys(recipe: Recipe, registry: Registry) -> Mapping[int, Survey]:
-    """Return what the data component says of sequences of each length that the run has."""
+    """Return the data component's survey of sequences of each length in the run."""
     return {length: _survey(recipe, registry, length) for length in Timeline(recipe).lengths()}
 
 
@@ -84,7 +84,7 @@ def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
 
 
 def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
-    """Compare with the model's, if its config says how large that is."""
+    """Compare with the model's vocabulary, if its config gives the size."""
     for extent in divisibility_of(recipe.model.config) or ():
         if survey.vocab is not None and Role.VOCAB in extent.roles and extent.units < survey.vocab:
             yield Problem(
@@ -95,7 +95,7 @@ def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
 
 
 def _sequences(found: Resolution) -> Iterator[Problem]:
-    """Check that there are enough for each batch, and any for evaluations that the recipe asks for."""
+    """Check that there are enough for each batch, and some for evaluations that the recipe requests."""
     recipe, evaluation = found.recipe, found.recipe.evaluation
     known, too_few = surveys(recipe, found.registry), set[str]()
     survey = known[recipe.batch.length]

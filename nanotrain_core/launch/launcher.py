@@ -1,6 +1,6 @@
-"""Starts the ranks of a run on this host with torch's elastic agent, and tells how they ended.
+"""Starts the ranks of a run on this host with torch's elastic agent, and reports how they ended.
 
-What torch leaves to its caller is done here, once:
+It handles what torch leaves to its caller:
 
 * Ranks come from a forkserver that has torch loaded: 8 of them reach their first collective in
   about 3 seconds, where spawning takes 8.
@@ -9,11 +9,11 @@ What torch leaves to its caller is done here, once:
 * On one host the rendezvous is a file in a private folder and gloo uses the loopback interface:
   nothing listens on the network.
 * Cores are divided among the ranks.
-* The agent runs in a thread, where it leaves signals alone: it would kill ranks that wait to hand
-  over their result. Signals go to the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
+* The agent runs in a thread, where it ignores signals: it would kill ranks that wait to return
+  their result. Signals reach the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is printed instead, with its rank.
-* Ranks are started again only when that can help: not after a mistake of the user's, nor after a signal.
-* Ranks that hang are found, named and killed (:mod:`nanotrain_core.watch.hang`).
+* Ranks are restarted only when that can help: not after a user error, nor after a signal.
+* Ranks that hang are detected, named and killed (:mod:`nanotrain_core.watch.hang`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
 from nanotrain_core.watch.hang import HangWatch
 
-#: The exit code of ``nanotrain run`` for each status with which a run ends.
+#: The exit code of ``nanotrain run`` for each final status of a run.
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
 
 
@@ -55,7 +55,7 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     """Run ``recipe`` on this host's ranks and return the exit code.
 
     Raises:
-        NanotrainError: something the user can mend went wrong on a rank, or before there were any.
+        NanotrainError: a user error on a rank, or before any rank was started.
     """
     nodes.check()
     if nodes.count == 1:
@@ -66,10 +66,10 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
-    """Have this host's ranks do ``job``, which claims no folder by itself, and return the exit code.
+    """Run ``job`` on this host's ranks, which claims no folder by itself, and return the exit code.
 
     Raises:
-        NanotrainError: as :func:`launch`.
+        NanotrainError: as for :func:`launch`.
     """
     if nodes.count * nodes.nproc == 1 and not nodes.max_restarts:
         return EXIT_OF[job.run(Ranks())]
@@ -84,17 +84,18 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def prepare(nproc: int) -> None:
-    """Start the forkserver, which loads torch while this process does: call it as early as possible."""
+    """Start the forkserver, which imports torch in parallel to this process: call it as early as possible."""
     temporary.begin()
     set_allocator()
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
     # Stores warn, with a C++ stack, whenever the host that serves them ends first.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # torch._dynamo too: else every rank would import it, in over a second, to make its optimizer.
+    # torch._dynamo too: otherwise every rank would import it, in over a second, to create its optimizer.
     preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
     multiprocessing.set_forkserver_preload(preload)
-    # Its processes inherit what is blocked. A SIGTERM or SIGHUP to all processes would else end it, and with
-    # it the launcher's knowledge of ranks that are still saving. They listen once they can end in order.
+    # Its processes inherit the blocked signals. A SIGTERM or SIGHUP to all processes would otherwise end it,
+    # and with it the launcher's knowledge of ranks that are still saving. They unblock once they can end in
+    # order.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         multiprocessing.resource_tracker.ensure_running()  # which unblocks SIGTERM
@@ -175,7 +176,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def _silence_torch() -> None:
-    """Let torch's launcher log nothing: failures are printed here."""
+    """Silence torch's launcher: failures are printed here."""
     for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
         if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
             logger, logging.Logger
@@ -184,10 +185,10 @@ def _silence_torch() -> None:
 
 
 def _what_to_start(job: Job, nodes: Nodes) -> Any:
-    """Return the agent's ``WorkerSpec``. With several hosts, this connects to where they meet.
+    """Return the agent's ``WorkerSpec``. With several hosts, this connects to their rendezvous.
 
     Raises:
-        LaunchError: nobody is there.
+        LaunchError: the rendezvous host does not answer.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -204,13 +205,13 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
 
 
 def _end(cause: Cause) -> int:
-    """Tell the first cause and return its exit code.
+    """Report the first cause and return its exit code.
 
     Raises:
-        NanotrainError: the user's mistake, as a rank met it.
+        NanotrainError: the user error that a rank raised.
     """
     if cause.mistake:
         raise cause.error()
-    if cause.code != Exit.HUNG:  # which was printed when it was found
+    if cause.code != Exit.HUNG:  # a hang was printed when it was detected
         cause.tell()
     return cause.code

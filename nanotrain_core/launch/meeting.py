@@ -1,4 +1,4 @@
-"""Where ranks that something else started meet: at a port that is theirs, whoever listens there already."""
+"""Rendezvous of ranks that another launcher started, at a port that may be in use by another run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from nanotrain_core.launch.environment import Ranks, agent_serves_store, rendezv
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Ports that are tried after the first, where nobody named one.
+#: Number of ports to try after the first, if none was specified.
 MORE_PORTS = 15
-#: Within which rank 0's store answers at its port; another program's does not.
+#: Seconds within which rank 0's store answers at its port; another program's does not.
 _SOON = timedelta(seconds=5)
-#: Seconds until a port that said nothing is asked again.
+#: Seconds until a port that did not answer is tried again.
 LATER = 60.0
 
 
 def meet_ranks(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store:
-    """Return the store in which all ranks of a run meet over TCP.
+    """Return the TCP store through which all ranks of a run meet.
 
     Args:
-        ranks: this rank's place.
+        ranks: this rank's place in the world.
         seconds: to wait for the others, and the store's timeout from then on.
         launched: whether `nanotrain run` started these ranks on each host, which was given the address.
-            Otherwise rank 0 takes a free port where none was named, and the others look for it.
+            Otherwise rank 0 takes a free port if none was specified, and the others search for it.
 
     Raises:
-        LaunchError: nothing says where, no port is free, or rank 0 has not been found in time.
+        LaunchError: no address is set, no port is free, or rank 0 was not found in time.
     """
     import torch.distributed as dist
 
@@ -54,15 +54,15 @@ def meet_ranks(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store
 
 
 def candidates(port: int, *, named: bool) -> list[int]:
-    """Return the ports to try: one that somebody has ``named`` alone."""
+    """Return the ports to try: only the ``named`` one if specified."""
     return [port] if named else [*range(port, port + 1 + MORE_PORTS)]
 
 
 def serve(host: str, ports: Sequence[int], name: str) -> Store:
-    """Return the store of a run called ``name``, which this process serves: rank 0's.
+    """Return the store of a run called ``name``, served by this process, which is rank 0.
 
     Raises:
-        LaunchError: all ports are taken.
+        LaunchError: all ports are in use.
     """
     import torch.distributed as dist
 
@@ -79,10 +79,10 @@ def serve(host: str, ports: Sequence[int], name: str) -> Store:
 
 
 def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
-    """Return the store that rank 0 serves under ``name``, once it does. A stranger at a port is passed over.
+    """Return the store that rank 0 serves under ``name``, once it does. Other programs' ports are skipped.
 
     Raises:
-        LaunchError: it has not within so many seconds.
+        LaunchError: it has not appeared within this many seconds.
     """
     until, silent = time.monotonic() + seconds, dict.fromkeys(ports, 0.0)
     while time.monotonic() < until:
@@ -104,7 +104,7 @@ def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
 
 
 class _Look(threading.Thread):
-    """Asks who is at a port. To a stranger who says nothing torch listens for ever."""
+    """Probes a port. From another program that sends nothing, torch would wait for ever."""
 
     def __init__(self, host: str, port: int, name: str) -> None:
         super().__init__(daemon=True)
@@ -115,7 +115,7 @@ class _Look(threading.Thread):
     def run(self) -> None:
         import torch.distributed as dist
 
-        with contextlib.suppress(RuntimeError):  # no store, or it is no more
+        with contextlib.suppress(RuntimeError):  # not a store, or it is gone
             there = dist.TCPStore(
                 self.host, self.port, is_master=False, timeout=_SOON, wait_for_workers=False
             )
@@ -123,7 +123,7 @@ class _Look(threading.Thread):
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether anybody does."""
+    """Return whether any process listens."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SOON.total_seconds()):
         return True
     return False

@@ -1,6 +1,6 @@
-"""Checks the modules that monitors ask for by name against those of the recipe's model.
+"""Checks the modules that monitors refer to by name against those of the recipe's model.
 
-The model is built without storage. Imports torch where a monitor of the recipe names modules, and only then.
+The model is built without storage. Imports torch only if a monitor of the recipe names modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nanotrain_core.registry.registry import Registry
 
 
 def check_modules(found: Resolution) -> None:
-    """Refuse names and patterns of modules that no module or parameter of the model has.
+    """Reject names and patterns that match no module or parameter of the model.
 
     Raises:
         RecipeError: with one line for each, and the nearest name.

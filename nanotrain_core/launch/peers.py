@@ -1,11 +1,11 @@
-"""Ranks that no launcher sees all of notice which of them is gone, and all say the same.
+"""Detection of failed ranks among ranks without a common launcher; all report the same cause.
 
-A launcher of `nanotrain run` sees how the ranks of its host end. Those of other hosts, and all that srun or
-torchrun started, have only one another: when one dies, gloo closes the connections to it, which names an
-address, and NCCL waits for its timeout; when its host loses its power, nothing is closed either. So each
-rank writes a *beat* into the store where they met, from a thread. Rank 0's thread reads them, and announces
-the first rank that failed, or that is silent for too long; the others read this. That rank 0 is gone shows
-in its store, which goes with it.
+A launcher of `nanotrain run` sees how the ranks of its host end. Ranks of other hosts, and all that srun or
+torchrun started, only have each other: when one dies, gloo closes the connections to it, which names only an
+address, and NCCL waits for its timeout; when its host loses power, not even connections are closed. So each
+rank writes a *heartbeat* into their store, from a thread. Rank 0's thread reads them, and announces
+the first rank that failed, or that is silent for too long; the others read this. The end of rank 0 shows
+in its store, which ends with it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nanotrain_core.run import log
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Seconds without a beat after which a rank is taken for dead: stopped, or its host is.
+#: Seconds without a heartbeat after which a rank is considered dead: stopped, or its host is.
 SILENCE = 60.0
-#: Beats that it may miss once a connection to some rank was closed.
+#: Heartbeats that it may miss once a connection to some rank was closed.
 MISSED = 5
-#: Seconds that a rank gets to end by its own error before its thread ends it, and rank 0 keeps its store.
+#: Seconds for a rank to end by its own error before its thread ends it, and for rank 0 to keep its store.
 LINGER = 5.0
-#: Ends that are no failure.
+#: Exits that are not failures.
 ASKED_FOR = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
 
@@ -44,14 +44,14 @@ def watching_peers(
     """Watch the other ranks while the block runs. Every rank of the world enters it.
 
     Args:
-        store: where they met.
+        store: their common store.
         rank: this one.
-        world_size: how many there are.
+        world_size: number of ranks.
         at_end: called before this rank is ended because another one is gone; None prints the cause.
 
     Raises:
-        PeerLostError: in place of an error that only says that a connection was closed: which rank ended,
-            on which host, and why, if it said so.
+        PeerLostError: instead of an error that only reports a closed connection: which rank ended, on which
+            host, and why, if it reported it.
     """
     peers = Peers(store, rank, world_size, at_end=at_end)
     try:
@@ -71,7 +71,7 @@ def watching_peers(
 
 
 class Peers(threading.Thread):
-    """One rank's beat, and its ear for what is announced. Runs until :meth:`stop`."""
+    """One rank's heartbeat, and its reader of announcements. Runs until :meth:`stop`."""
 
     def __init__(
         self,
@@ -84,15 +84,16 @@ class Peers(threading.Thread):
         linger: float = LINGER,
         at_end: Callable[[NanotrainError], object] | None = None,
     ) -> None:
-        """Begin to beat.
+        """Begin to send heartbeats.
 
         Args:
-            store: where the ranks of this attempt met; it is cloned, as others wait in it.
+            store: of the ranks of this attempt; it is cloned, as other threads wait in it.
             rank: this process's.
-            world_size: ranks that beat.
-            silence: seconds without a beat that are too many, or more where beats are rare.
-            interval: seconds between beats. None: one, or as many as let the store take 100 beats a second.
-            linger: see :data:`LINGER`; at least two beats.
+            world_size: ranks that send heartbeats.
+            silence: seconds without a heartbeat that are too many, or more where heartbeats are rare.
+            interval: seconds between heartbeats. None: one, or as many as let the store take 100 heartbeats a
+                second.
+            linger: see :data:`LINGER`; at least two heartbeats.
             at_end: see :func:`watching_peers`.
         """
         super().__init__(name="peers", daemon=True)
@@ -107,16 +108,16 @@ class Peers(threading.Thread):
         self.store.set(f"at/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         self.done, self.ending = threading.Event(), threading.Event()
         self._heard: dict[int, tuple[bytes, float]] = {}
-        """On rank 0: the last beat of each other rank, and for how many seconds it has been the last."""
+        """On rank 0: the last heartbeat of each other rank, and for how many seconds it has been the last."""
         self._host_0 = ""
         self._rank_0_ended = False
         self.start()
 
     def run(self) -> None:
-        """Beat, listen, and on rank 0 watch."""
+        """Send heartbeats, read announcements, and on rank 0 watch the others."""
         count, last, unreachable = 0, time.monotonic(), 0
         while not self.done.wait(self.interval):
-            # All processes of a job may be stopped and go on later: that is no silence.
+            # All processes of a job may be suspended and resumed: that does not count as silence.
             now = time.monotonic()
             passed, last = min(now - last, 2 * self.interval), now
             count += 1
@@ -125,18 +126,19 @@ class Peers(threading.Thread):
                 self._listen(passed)
                 if (first := self._first()) is not None:
                     return self._end(first)
-                if self._rank_0_ended:  # nobody watches any more, and its store may go
+                if self._rank_0_ended:  # no rank watches any more, and its store may end
                     return None
                 unreachable = 0
-            except RuntimeError:  # each error of a store is one
+            except RuntimeError:  # all errors of a store are of this class
                 unreachable += 1
                 if unreachable == MISSED:
                     return self._end(self._without_store())
 
     def failed(self, problem: BaseException) -> NanotrainError | None:
-        """Announce why this rank fails, or learn why others did: that is returned, None if nobody says.
+        """Announce why this rank fails, or return why others did; None if no rank reports a cause.
 
-        Whose connection was closed, by no rank that is gone, is the first that others can hear of.
+        A closed connection is blamed on a rank that is gone, if any; otherwise this is the first
+        announcement.
         """
         self.ending.set()
         echo = is_echo(str(problem))
@@ -155,9 +157,10 @@ class Peers(threading.Thread):
         return None
 
     def stop(self) -> None:
-        """End the thread. Rank 0 stays until the others have heard of its end.
+        """End the thread. Rank 0 stays until the others have read that it ends.
 
-        But no longer than some seconds after a failure, or half of the time in which they are taken for dead.
+        It stays at most a few seconds after a failure, or half of the time after which they are considered
+        dead.
         """
         with contextlib.suppress(RuntimeError):
             self.store.set(f"ended/{self.rank}", "")
@@ -180,7 +183,7 @@ class Peers(threading.Thread):
             self.store.set(f"heard/{self.rank}", "")
 
     def _look(self, passed: float) -> None:
-        """Announce a rank that is silent. Rank 0 alone."""
+        """Announce a silent rank. Only on rank 0."""
         limit = MISSED * self.interval if self.store.check(["closed"]) else self.silence
         for other in range(1, self.world_size):
             key = f"beat/{other}"
@@ -197,11 +200,11 @@ class Peers(threading.Thread):
                 self._announce(text, Exit.FAILED)
 
     def _announce(self, text: str, code: int) -> None:
-        """Say what went wrong, unless somebody has."""
+        """Announce the failure, unless one was announced."""
         self.store.compare_set("first", "", json.dumps([text, code]))
 
     def _first(self) -> NanotrainError | None:
-        """Return what was announced."""
+        """Return the announcement."""
         if not self.store.check(["first"]):
             return None
         text, code = json.loads(self.store.get("first"))
@@ -217,7 +220,7 @@ class Peers(threading.Thread):
         return PeerLostError(text).with_code(Exit.FAILED)
 
     def _end(self, first: NanotrainError) -> None:
-        """End this rank, which may wait for one that does not come, unless it ends by itself."""
+        """End this rank, which may hang in a collective, unless it ends by itself."""
         until = time.monotonic() + self.linger
         while time.monotonic() < until:
             if self.ending.is_set() or self.done.wait(0.1):
@@ -227,5 +230,5 @@ class Peers(threading.Thread):
 
 
 def say(cause: NanotrainError) -> None:
-    """Print it: what ends a rank that no launcher of ours has started."""
+    """Print the end of a rank that was not started by our launcher."""
     log.say(str(cause))

@@ -1,4 +1,4 @@
-"""What ranks that were started again are told, and what ranks leave with their launcher for that."""
+"""Restart information for restarted ranks, and what ranks leave with their launcher for it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
     from nanotrain_core.run.recovery import Restart
 
-#: Files in the launcher's folder: the newest step that needs no checkpoint, and when it saw the last failure.
+#: Files in the launcher's folder: the newest step that needs no checkpoint, and the time of the last failure.
 RECOVERABLE, FAILED_AT = "recoverable", "failed-at"
 
 
 def restart_of(
     scratch: Path | None, failed_at: str | None, recipe: Recipe, world_size: int, registry: Registry
 ) -> Restart:
-    """Return what monitors of this rank are told.
+    """Return the restart information for the monitors of this rank.
 
     Args:
-        scratch: the launcher's folder, if it is one of ours.
-        failed_at: when it saw the failure after which it started these ranks, ``""`` if nobody knows; None
-            if there was none.
+        scratch: the folder of our launcher, if there is one.
+        failed_at: time of the failure after which it started these ranks, ``""`` if unknown; None if there
+            was none.
         recipe: of the run.
         world_size: ranks of the run.
         registry: the plugins.
@@ -47,7 +47,7 @@ def restart_of(
     def recoverable(step: int) -> None:
         if scratch is not None and os.environ.get("LOCAL_RANK") == "0":
             hidden = scratch / f".{RECOVERABLE}-{os.getpid()}"
-            hidden.write_text(str(step))  # nobody needs it after the machine is gone: it is not flushed
+            hidden.write_text(str(step))  # useless after a reboot, so it is not flushed
             hidden.replace(scratch / RECOVERABLE)
 
     def delete_at_end(path: Path) -> None:
@@ -66,7 +66,7 @@ def restart_of(
 
 
 def _code(registry: Registry) -> dict[str, str]:
-    """Return the SHA-256 of the core's code and of each installed plugin's: versions stay while one edits."""
+    """Return the SHA-256 of the core's code and of each installed plugin's: edits do not change versions."""
     modules = ["nanotrain_core", *(p.module for p in registry.plugins if not (p.error or p.local))]
     found = {}
     for name in modules:

@@ -1,4 +1,4 @@
-"""Whether, and when, ranks that have failed are started again."""
+"""Decides whether and when failed ranks are restarted."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nanotrain_core.launch.recovery import FAILED_AT, RECOVERABLE
 from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
 
-#: Restarts in a row without a checkpoint in between after which another one is in vain.
+#: Consecutive restarts without a checkpoint in between after which no further one is made.
 MOST_IN_VAIN = 5
-#: Seconds before the second restart in a row without a checkpoint; twice as long before each further one.
+#: Seconds before the second consecutive restart without a checkpoint; doubled before each further one.
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
 #: How often a host's ranks may be the first to fail before it leaves a run that can continue without it.
 HOST_FAILURES = 2
 
 
 class Restarts:
-    """Tells the cause of each failure, and decides.
+    """Reports the cause of each failure, and decides on the restart.
 
-    Progress is a new checkpoint, or state that a monitor has kept of a later step than ever before.
+    Progress is a new checkpoint, or a later step than ever before whose state a monitor has kept.
     """
 
     def __init__(
@@ -38,29 +38,29 @@ class Restarts:
         """Decide for one launcher.
 
         Args:
-            scratch: where its ranks leave what they met, and that they have saved.
-            most: restarts in all.
-            stopped: says whether a signal came.
-            elsewhere: returns the first cause of all hosts for that of this one.
+            scratch: where its ranks leave their errors, and that they have saved.
+            most: maximum number of restarts.
+            stopped: returns whether a signal was received.
+            elsewhere: returns the first cause of all hosts, given that of this one.
             may_leave: whether the other hosts can continue without this one.
         """
         self.scratch, self.most, self.stopped, self.elsewhere = scratch, most, stopped, elsewhere
         self.number = 0
-        """Of restarts until now, those of ranks on other hosts left out."""
+        """Number of restarts so far, except those caused by ranks on other hosts."""
         self.left: Cause | None = None
         """Why this host has left the run to the others, if it has."""
         self._saved, self._step, self._in_vain = 0.0, 0, 0
         self._may_leave, self._first_here = may_leave, 0
 
     def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
-        """Print why the ranks ended; return whether to start them once more, for the ``number``-th time.
+        """Print why the ranks ended; return whether to restart them, for the ``number``-th time.
 
-        Where nothing was saved since the last restart, after a pause, or not at all.
+        If nothing was saved since the last restart, only after a pause, or not at all.
 
         Args:
-            codes: how the processes of ranks ended.
+            codes: exit status of each rank's process.
             number: of the restart that would follow.
-            hang: what was said of ranks that hung.
+            hang: the report on ranks that hung.
         """
         seen_at = time.time()
         own = first_cause(self.scratch, codes, hang)
@@ -93,7 +93,7 @@ class Restarts:
         return not self.stopped()
 
     def meet_again(self, endpoint: str) -> bool:
-        """Return whether to wait for the host that serves ``endpoint``, which is gone, and to start again.
+        """Return whether to wait for the lost host that serves ``endpoint``, and then to restart.
 
         That counts as a restart.
         """
@@ -108,5 +108,5 @@ class Restarts:
         return True
 
     def _pause(self) -> float:
-        """Return seconds to wait: none at first, since most failures are over when they are noticed."""
+        """Return the seconds to wait: none at first, since most failures are over when they are detected."""
         return min(LONGEST_PAUSE, PAUSE * 2.0 ** (self._in_vain - 2)) if self._in_vain > 1 else 0.0

@@ -1,9 +1,9 @@
-"""One temporary folder for all that a launcher and its ranks leave beside a run, swept when they are gone.
+"""One temporary folder for the files of a launcher and its ranks outside a run folder, with cleanup.
 
-torch's elastic agent makes ``torchelastic_*``, multiprocessing ``pymp-*``: whose they are, nobody can tell
-once a launcher is killed. In a folder of the launcher's own, whose lock ends with its process, the next start
-can, and deletes it and the semaphores named after it. What is locked, or of another user or host, is never
-touched: hosts may share the place, and neither locks nor process numbers tell of another host's.
+torch's elastic agent creates ``torchelastic_*``, multiprocessing ``pymp-*``: their owner is unknown once a
+launcher is killed. In a folder of the launcher's own, whose lock ends with its process, the next start can
+tell, and deletes it and the semaphores named after it. Folders that are locked, or belong to another user or
+host, are never touched: hosts may share the place, and locks and process ids do not identify another host's.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from nanotrain_core.run.owner import is_alive
 
 PREFIX = "nanotrain-of-"
 LOCK = ".lock"
-#: How files in a launcher's scratch folder begin that name a folder elsewhere, to be deleted with it.
+#: Prefix of files in a launcher's scratch folder that name another folder to be deleted with it.
 TO_DELETE = "delete-"
-#: Where Linux keeps named semaphores.
+#: Where Linux stores named semaphores.
 SEMAPHORES = Path("/dev/shm")
-#: Longest path of a folder in which a socket of multiprocessing still has a name that Linux takes.
+#: Longest path of a folder in which the name of a multiprocessing socket is still short enough for Linux.
 LONGEST = 44
 
 _held: IO[str] | None = None
 
 
 def begin() -> None:
-    """Sweep what launchers left that are gone, and have this process and its ranks use a folder of their own.
+    """Delete the folders of launchers that are gone, and make this process and its ranks use their own.
 
-    It is theirs until this process ends. Once for a process; nothing where the folder cannot be made.
+    The folder is theirs until this process ends. Once per process; a no-op if the folder cannot be created.
     """
     global _held  # noqa: PLW0603 the temporary folder is a process's
     if _held is not None:
@@ -52,17 +52,17 @@ def begin() -> None:
         _held = _lock(folder)
     except OSError:
         return
-    # torch's cache of compiled code is for later runs, too.
+    # torch's cache of compiled code is kept for later runs.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{_user()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     own = multiprocessing.current_process()
     getattr(own, "_config", {})["semprefix"] = f"/{folder.name}"
-    # After multiprocessing's own, which looks for its folder in ours.
+    # After multiprocessing's own handler, which looks for its folder in ours.
     Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def prefix() -> str:
-    """Return how the names of this host's folders begin: of one length, and none begins another's."""
+    """Return the prefix of this host's folder names: of fixed length, and no prefix of another host's."""
     return f"{PREFIX}{hashlib.blake2s(socket.gethostname().encode(), digest_size=4).hexdigest()}-"
 
 
@@ -79,21 +79,21 @@ def sweep(place: Path, semaphores: Path = SEMAPHORES) -> None:
 
 
 def delete_named(scratch: Path) -> None:
-    """Delete the folders that the ranks of a launcher have asked it to, now that it ends or is gone."""
+    """Delete the folders that a launcher's ranks have requested to be deleted, when it ends or is gone."""
     for named in scratch.glob(f"{TO_DELETE}*"):
         with contextlib.suppress(OSError):
             shutil.rmtree(named.read_text(encoding="utf-8"), ignore_errors=True)
 
 
 def _is_left(folder: Path) -> bool:
-    """Return whether it is this user's, and no process of it lives. One without a lock is being made."""
+    """Return whether it is this user's, and all its processes are gone. One without a lock is new."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return False
     with contextlib.suppress(FileNotFoundError), (folder / LOCK).open("r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is held, or there are no locks
+        except OSError:  # it is locked, or locks are unsupported
             return False
         ranks = (path.read_text() for path in folder.glob("*/pid-*"))
         return not any(text.isdecimal() and is_alive(int(text)) for text in ranks)
@@ -101,7 +101,7 @@ def _is_left(folder: Path) -> bool:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Lock a folder before anybody can see that it has a lock."""
+    """Lock a folder before its lock becomes visible to others."""
     hidden = folder / f"{LOCK}-new"
     lock = hidden.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,9 +110,9 @@ def _lock(folder: Path) -> IO[str]:
 
 
 def _user() -> str:
-    """Return what torch calls the user in the name of its cache."""
+    """Return torch's name of the user in the name of its cache."""
     import getpass
 
-    with contextlib.suppress(Exception):  # there may be no name for a number
+    with contextlib.suppress(Exception):  # the user id may have no name
         return getpass.getuser()
     return f"uid_{os.getuid()}"

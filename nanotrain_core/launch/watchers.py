@@ -1,4 +1,4 @@
-"""Monitors that a launch adds to a run, on every rank: all ranks have the same."""
+"""Monitors that a launch adds to a run, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from nanotrain_core.run.recovery import Restart
 
 
 class AtStart(Monitor):
-    """Does on rank 0 what must not be done for a run that is refused: weights have been taken by now."""
+    """Calls on rank 0 what must not happen for a rejected run: by now weights have been loaded."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
 
     def on_start(self, run: RunInfo) -> None:
-        """Do it."""
+        """Call the function."""
         if run.rank == 0:
             self.act()
 
 
 class Mark(Monitor):
-    """Leaves a file when a checkpoint has been saved: a restarted run then starts from its own."""
+    """Creates a file when a checkpoint has been saved: a restarted run then resumes from its own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Leave it."""
+        """Create the file."""
         self.path.touch()
 
 
 class FirstStep(Monitor):
-    """Records how long after a failure the run took a step again."""
+    """Records the time from a failure to the run's next completed step."""
 
     def __init__(self, restart: Restart) -> None:
         self.restart: Restart | None = restart
 
     def on_start(self, run: RunInfo) -> None:
-        """Remember who speaks."""
+        """Store the run's information."""
         self.restart = self.restart if run.rank == 0 else None
 
     def on_step_end(self, end: StepEnd) -> None:
-        """Say it once."""
+        """Report it once."""
         if self.restart is not None and self.restart.failed_at is not None:
             seconds = round(time() - self.restart.failed_at, 2)
             record("info", "the first step after a failure", step=end.step, seconds=seconds)
@@ -54,11 +54,11 @@ class FirstStep(Monitor):
 
 
 def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], mark: Path | None) -> None:
-    """Add them to a run: before its own monitors who keeps its recipe, behind them the others.
+    """Add them to a run: the one that keeps its recipe before the run's own monitors, the others after them.
 
     Args:
         engine: of the run.
-        keep_recipe: done on rank 0 when the run starts.
+        keep_recipe: called on rank 0 when the run starts.
         mark: see :class:`Mark`.
     """
     behind: list[Monitor] = [Mark(mark)] if mark is not None else []

@@ -1,4 +1,4 @@
-"""What one rank's process does, from its first line to its exit."""
+"""The main function of a rank's process, from start to exit."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 #: A file in the launcher's folder, or torchrun's run folder: this launch has saved a checkpoint of its own.
 HAS_SAVED = "has-saved"
-#: Another: the path of the run folder.
+#: Another file: the path of the run folder.
 FOLDER = "folder"
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Job:
-    """What a rank is to run, as plain values that survive the way into another process."""
+    """What a rank is to run, as plain values that can be sent to another process."""
 
     recipe: str
-    """Path or name."""
+    """Path or name of the recipe."""
     overrides: tuple[str, ...] = ()
     plugins: PluginArguments = attrs.field(factory=PluginArguments)
     folder: str | None = None
-    """As the user asked; None picks one by the run's name."""
+    """As specified by the user; None selects one by the run's name."""
     claimed: str | None = None
     """The run folder, when the launcher holds its lock."""
     resume: str | None = None
     scratch: str | None = None
-    """The launcher's folder: pids and failures of its ranks. None when ranks joined by themselves."""
+    """The launcher's folder: pids and failures of its ranks. None when there is no launcher of ours."""
     one_host: bool = False
-    """Whether all ranks share the scratch folder, and so can meet in a file."""
+    """Whether all ranks share the scratch folder, and so can use a file store."""
     launcher_pid: int | None = None
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
@@ -74,14 +74,14 @@ class Job:
     """Whether ranks save when they are asked to stop, which is printed at Ctrl-C."""
 
     def run(self, ranks: Ranks) -> str:
-        """Do it as one rank, and return how it ended. Whoever has ranks do something else derives a job."""
+        """Run the job as one rank, and return how it ended. Override it to make ranks do something else."""
         return train(self, ranks)
 
 
 def run_rank(job: Job) -> str:
     """Run one local rank under our own launcher; return how the run ended.
 
-    A failure is left in the scratch folder for the launcher to tell, and ends the process at once: a
+    A failure is left in the scratch folder for the launcher to report, and ends the process immediately: a
     failed rank must not wait for others in a destructor.
     """
     ranks = Ranks.detect()
@@ -91,7 +91,7 @@ def run_rank(job: Job) -> str:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
-    os.setpgid(0, 0)  # the terminal's Ctrl-C reaches the launcher alone, which passes it on once
+    os.setpgid(0, 0)  # the terminal's Ctrl-C reaches only the launcher, which forwards it once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
         end = job.run(ranks)
@@ -99,12 +99,12 @@ def run_rank(job: Job) -> str:
         return end
     except BaseException as problem:
         if leave_failure(Path(job.scratch), ranks.rank, problem):
-            time.sleep(1)  # let the launcher see the rank that went away first
+            time.sleep(1)  # let the launcher detect the rank that went away first
         os._exit(exit_code_of(problem))
 
 
 def _exit_with_launcher(pid: int | None) -> None:
-    """End this rank when its launcher is gone, however it went: nobody else would stop it."""
+    """End this rank when its launcher is gone, for whatever reason: no other process would stop it."""
     while pid is not None:
         time.sleep(1)
         if not is_alive(pid):
@@ -127,7 +127,7 @@ def train(job: Job, ranks: Ranks) -> str:
     from nanotrain_core.run.show import show_placements
 
     set_allocator()
-    gc.freeze()  # what is imported stays: no collection, which all ranks wait for, need look at it
+    gc.freeze()  # imported objects stay: exempt them from garbage collection, which all ranks wait for
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(ranks.threads())
     if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
@@ -177,7 +177,7 @@ def train(job: Job, ranks: Ranks) -> str:
 def _watched(
     job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return what watches ranks that no launcher of this host started, unless the user wants nobody to."""
+    """Return a watch of ranks without a launcher on this host, unless the user disabled it."""
     if store is None or job.one_host or ranks.world_size == 1 or not recipe.run.hang_timeout:
         return contextlib.nullcontext()
     at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
@@ -185,12 +185,12 @@ def _watched(
 
 
 def attempt() -> int:
-    """Return how often this host's launcher has started ranks again after one of its own failed."""
+    """Return how often this host's launcher has restarted ranks after one of its own failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def known_past(job: Job) -> Past:
-    """Return what this host knows of what the launch did before these ranks were started."""
+    """Return this host's knowledge of what the launch did before these ranks were started."""
     scratch = Path(job.scratch) if job.scratch else None
     held = scratch / FOLDER if scratch else None
     folder = held.read_text(encoding="utf-8") if held is not None and held.exists() else None
@@ -201,14 +201,14 @@ def known_past(job: Job) -> Past:
 
 
 def mark_of(job: Job, folder: Path) -> Path | None:
-    """Return where this launch notes that it has saved, None if nobody would start its ranks again."""
+    """Return the file that records that this launch has saved, None if its ranks would not be restarted."""
     if job.scratch is not None:
         return Path(job.scratch, HAS_SAVED)
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
 def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None) -> str | None:
-    """Return what rank 0 decides, which looks at the disk for all, or fail on every rank with its reason."""
+    """Return what rank 0 decides, which reads the disk for all, or fail on every rank with its reason."""
     if ranks.rank != 0:
         assert store is not None
         said: tuple[str | None, str | None, int] = json.loads(store.get(key))
@@ -234,10 +234,11 @@ def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store:
 def start_from(
     job: Job, folder: Path, mark: Path | None, past: Past, use: str, registry: Registry
 ) -> str | None:
-    """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 alone.
+    """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 only.
 
-    A run that went on from a certain checkpoint does so again until it has saved one, which ``past`` or
-    ``mark`` says. From then on there must be one: if rank 0 is on a host that sees none, nothing begins anew.
+    A run that was started from a given checkpoint restarts from it until it has saved one, as recorded in
+    ``past`` or ``mark``. From then on there must be one: if rank 0 is on a host that sees none, the run
+    fails.
 
     Raises:
         CheckpointError: see :func:`~nanotrain_core.checkpoint.listing.expect_own_kind`.
@@ -254,7 +255,7 @@ def start_from(
 def watch(
     progress: Progress, rank: int, *, timeout: float, folder: Path, scratch: Path | None
 ) -> Watchdog | None:
-    """Start a watchdog, unless the recipe wants none."""
+    """Start a watchdog, unless the recipe disables it."""
     if not timeout:
         return None
     return Watchdog(progress, rank, timeout=timeout, folder=folder, scratch=scratch)
@@ -263,7 +264,7 @@ def watch(
 def keep_recipe(folder: Path, text: str, explained: str) -> None:
     """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
 
-    Where each of its values comes from is in ``recipe.explained`` beside it.
+    The origin of each of its values is in ``recipe.explained`` next to it.
 
     Raises:
         FolderError: it cannot be written.
@@ -283,11 +284,11 @@ def keep_recipe(folder: Path, text: str, explained: str) -> None:
 def join(
     job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry
 ) -> tuple[Store | None, Past]:
-    """Meet the other ranks, make sure all run the same thing, make the world's process group.
+    """Connect to the other ranks, check that all run the same thing, create the world's process group.
 
     Returns:
-        What ranks tell each other by, None on one rank alone without an agent; and on rank 0 what went before
-        on any host.
+        The store for communication between ranks, None on one rank alone without an agent; and on rank 0 the
+            past that any host knows.
     """
     past = known_past(job)
     if ranks.world_size == 1 and not agent_serves_store():
@@ -329,7 +330,7 @@ def share_folder(
 ) -> tuple[Path, RunFolder | None]:
     """Return the run folder, and this process's claim on it if the launcher has none.
 
-    Rank 0 claims for all; the others learn the path, or the reason why there is none.
+    Rank 0 claims it for all; the others receive the path, or the reason why there is none.
     """
     if job.claimed is not None:
         return Path(job.claimed), None

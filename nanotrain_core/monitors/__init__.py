@@ -1,1 +1,1 @@
-"""Monitors: components that react to what happens in a run and never change its numbers."""
+"""Monitors: components that react to the events of a run and never change its results."""

@@ -1,4 +1,4 @@
-"""The ``console`` monitor: what a person sees of a run, on rank 0's standard output."""
+"""The ``console`` monitor: a run's progress for people, on rank 0's standard output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nanotrain_core.monitors.terminal import Screen
 from nanotrain_core.run.throughput import peak_flops
 from nanotrain_core.run.working import is_live
 
-#: Published texts that the panel shows: what monitors have to say of the run's health.
+#: Published texts that the panel shows: the run's health as reported by monitors.
 HEALTH = "health"
 
 
@@ -41,7 +41,7 @@ class Console(Monitor):
         self.screen: Screen | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Print what is about to run."""
+        """Print a description of the run."""
         self.run, self.shown = run, run.rank == 0
         self.since = SinceLine(run.first_step)
         if not self.shown:
@@ -101,7 +101,7 @@ class Console(Monitor):
             self._line(row(fields) if self.config.style == "table" else pairs(fields))
 
     def on_metrics(self, report: MetricsReport) -> None:
-        """Show the published metrics that are asked for, and on a terminal what monitors say of health."""
+        """Show the published metrics that are requested, and on a terminal the monitors' health reports."""
         if self.panel is not None and HEALTH in report.texts:
             self.panel.health = report.texts[HEALTH]
         wanted = [name for name in sorted(report.published) if name in report.values and self._asked(name)]
@@ -128,7 +128,7 @@ class Console(Monitor):
         self._line(pairs(fields))
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Show where a checkpoint went."""
+        """Show where a checkpoint was saved."""
         if self.panel is not None:
             self.panel.saved_now(report.step)
             return
@@ -137,7 +137,7 @@ class Console(Monitor):
         )
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Show where the run went back to."""
+        """Show where the run rolled back to."""
         self.since = SinceLine(report.restored)
         if self.panel is not None:
             self.panel.rolled_back()
@@ -160,22 +160,22 @@ class Console(Monitor):
             return
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # whoever read along, such as `head`, has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
             self.shown = False
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a GPU calls itself; empty for any other device."""
+    """Return the name of a GPU; empty for any other device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the FLOP/s that MFU is a share of, None where they are not known."""
+    """Return the peak FLOP/s for MFU, None where they are not known."""
     return peak_flops(device_name(device))
 
 
 def memory_of(device: torch.device) -> str:
-    """Return how much memory this process has: of a GPU what torch has reserved, elsewhere the host's."""
+    """Return the memory of this process: on a GPU what torch has reserved, elsewhere the host's."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return f"memory {torch.cuda.memory_reserved(device) / 1e9:.1f} of {total / 1e9:.0f} GB"

@@ -1,11 +1,11 @@
-"""The ``guard`` monitor: notices when training goes wrong, and asks to go back to before it did.
+"""The ``guard`` monitor: detects when training goes wrong, and requests a rollback to before it did.
 
-A step is *bad* when its loss is not a number, when it was skipped though no loss scale was too large,
+A step is *bad* when its loss is NaN, when it was skipped though no loss scale was too large,
 or when its loss is a spike: far above the median of the last good losses, measured in robust standard
-deviations. Median and median absolute deviation bear up to half of the window being outliers, and a
-bad loss never enters the window, so that neither a NaN nor the spike itself blunts the detector.
+deviations. Median and median absolute deviation tolerate up to half of the window being outliers, and a
+bad loss never enters the window, so that neither a NaN nor the spike itself desensitises the detector.
 
-Every rank reads the same global numbers, and so decides alike.
+Every rank reads the same global values, and so decides the same.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
 from nanotrain_core.errors import Diverged
 from nanotrain_core.run.stop import Rollback
 
-#: Turns a median absolute deviation into the standard deviation of a normal distribution.
+#: Converts a median absolute deviation into the standard deviation of a normal distribution.
 MAD_TO_SIGMA = 1.4826
-#: A deviation smaller than this share of the median is rounding, not noise.
+#: A deviation smaller than this fraction of the median is rounding, not noise.
 LEAST_SHARE = 0.01
 
 
@@ -36,14 +36,14 @@ class Guard(Monitor):
         self.config = config
         self.good: deque[float] = deque(maxlen=config.window)
         self.bad: list[str] = []
-        """What was wrong with each of the last steps in a row."""
+        """The problem of each of the last consecutive bad steps."""
         self.rollbacks = 0
 
     def on_step(self, report: StepReport) -> Rollback | None:
         """Judge one step.
 
         Raises:
-            Diverged: going back has not helped ``max_rollbacks`` times.
+            Diverged: ``max_rollbacks`` rollbacks have not helped.
         """
         problem = self.judge(report)
         if problem is None:
@@ -74,23 +74,23 @@ class Guard(Monitor):
         return f"the loss rose to {found:.4g}, from {middle:.4g}" if found > limit else None
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Begin again with what was known then."""
+        """Restart from the state at that time."""
         self.bad.clear()
         self.rollbacks = report.count
 
     def meta(self) -> dict[str, Any]:
-        """Return the window and the count, which a resumed run goes on with."""
+        """Return the window and the count, with which a resumed run continues."""
         return {"good": list(self.good), "bad": list(self.bad), "rollbacks": self.rollbacks}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go back to a window; it may have been wider."""
+        """Restore a window, which may have been longer."""
         self.good.clear()
         self.good.extend(meta["good"])
         self.bad, self.rollbacks = list(meta["bad"]), int(meta["rollbacks"])
 
 
 def loss_of(report: StepReport) -> float:
-    """Return what is compared between steps: the language model's loss, where the model has that term.
+    """Return the loss to compare between steps: the language model's loss, if the model has that term.
 
     The sum of all terms jumps where a phase changes their weights.
     """

@@ -1,4 +1,4 @@
-"""The ``jsonl`` monitor: every report as a line of ``metrics.jsonl``, the record of the run."""
+"""The ``jsonl`` monitor: every report as a line of ``metrics.jsonl``, the run's metrics file."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Jsonl(Monitor):
     """Appends to the file of the run folder, on rank 0.
 
     Each row has ``event``, ``time`` (seconds since 1970), ``attempt`` and the report's fields. A run that is
-    resumed or rolled back appends, with the next number of its attempts:
-    :func:`nanotrain_core.metrics.history.read_metrics` puts curves together from them.
+    resumed or rolled back appends, with the next attempt number:
+    :func:`nanotrain_core.metrics.history.read_metrics` reconstructs curves from them.
 
-    Rows are written in the step that they are of, not by a thread: a run that is killed in the next one has
-    all of them in its file. What a row costs is a write to the system's page cache.
+    Rows are written within their step, not by a thread: a run that is killed in the next step has
+    all of them in its file. A row costs one write to the system's page cache.
     """
 
     reads_weights = False
@@ -50,7 +50,7 @@ class Jsonl(Monitor):
             self.attempt = last_attempt(path) + 1
             self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
             if _is_torn(path):
-                self.file.write("\n")  # or this run's first row would be lost with the torn one
+                self.file.write("\n")  # otherwise this run's first row would be lost with the incomplete one
         self._row(
             "start",
             {
@@ -87,17 +87,17 @@ class Jsonl(Monitor):
         self._row("evaluation", attrs.asdict(report))
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Write a checkpoint's place."""
+        """Write a checkpoint's location."""
         table = attrs.asdict(report)
-        del table["written"]  # of rank 0 alone
+        del table["written"]  # only rank 0's
         self._row("checkpoint", table)
 
     def on_save_failed(self, report: FailedSaveReport) -> None:
-        """Write which checkpoint is not there, and why."""
+        """Write which checkpoint is missing, and why."""
         self._row("save_failed", attrs.asdict(report))
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Write where the run went back to, and which data it leaves out."""
+        """Write where the run rolled back to, and which data it skips."""
         self.attempt += 1
         self._row("rollback", attrs.asdict(report))
 
@@ -116,6 +116,6 @@ class Jsonl(Monitor):
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether the file's last line has no end: whoever wrote it was killed, or had no space."""
+    """Return whether the file's last line is incomplete: its writer was killed, or the disk was full."""
     with open(path, "rb") as file:
         return bool(file.seek(0, 2)) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"

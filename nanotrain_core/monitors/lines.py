@@ -17,12 +17,12 @@ class SinceLine:
     """Means over the steps since the last line: a report has those since the last report."""
 
     def __init__(self, step: int) -> None:
-        """``step``: the last one that a line showed."""
+        """``step``: the last step that a line showed."""
         self.begun = self.step = step
         self.seconds = self.tokens = self.flops = 0.0
 
     def add(self, report: StepReport) -> None:
-        """Take a report."""
+        """Add a report."""
         seconds = report.seconds * (report.step - self.step)
         self.seconds += seconds
         tokens = seconds * report.tokens_per_second
@@ -40,7 +40,7 @@ class SinceLine:
 
 
 def step_fields(report: StepReport, steps: int, mfu: float | None = None) -> dict[str, Any]:
-    """Return what a step's line shows, in order."""
+    """Return the fields of a step's line, in order."""
     fields: dict[str, Any] = {"step": f"{report.step}/{steps}", "loss": f"{report.loss:.4f}"}
     if len(report.losses) > 1:
         fields.update({name: f"{value:.4f}" for name, value in report.losses.items()})
@@ -69,7 +69,7 @@ def pairs(fields: Mapping[str, Any]) -> str:
 
 
 def row(fields: Mapping[str, Any]) -> str:
-    """Line fields up under :data:`COLUMNS`; what has no column is appended as ``key=value``."""
+    """Align fields with :data:`COLUMNS`; fields without a column are appended as ``key=value``."""
     cells = [f"{fields.get(name, ''):>{width}}" for name, width in COLUMNS.items()]
     rest = pairs({key: value for key, value in fields.items() if key not in COLUMNS})
     return "  ".join([*cells, rest]).rstrip()

@@ -1,4 +1,4 @@
-"""How long a message takes from one rank to the next: links apart from those who use them."""
+"""Measures how long a message takes from one rank to the next: the link itself, apart from its users."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from nanotrain_core.layout.mesh import Mesh
 
-#: Bytes of a message: long enough to tell a link that has lost half of its width.
+#: Bytes of a message: long enough to detect a link that has lost half of its width.
 SIZE = 2**18
-#: Messages, of which the fastest counts: a rank that was late for one tells nothing of the link.
+#: Number of messages, of which the fastest counts: a late rank delays one and says nothing about the link.
 TIMES = 3
 
 
 def seconds_from_neighbour(mesh: Mesh) -> float:
     """Return how long a message of :data:`SIZE` bytes took from the rank before this one. Collective.
 
-    All ranks send to the next at once, rank 0 hears of the last. Waits for the device.
+    All ranks send to the next at once, rank 0 receives from the last. Waits for the device.
     """
     own = torch.zeros(SIZE, dtype=torch.uint8, device=mesh.carrier)
     coming = torch.empty_like(own)

@@ -1,4 +1,4 @@
-"""What the console shows of a run on a terminal: a few lines, each as wide as the terminal at most."""
+"""The console's panel on a terminal: a few lines, each at most as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.text import Text
 from nanotrain_core.contracts import EvaluationReport, StepReport
 from nanotrain_core.monitors.sparkline import Points, sparkline
 
-#: Columns of the names on the left, and of a sparkline at most.
+#: Maximum columns of the names on the left, and of a sparkline.
 LABEL, SPARK = 12, 40
-#: Lines of what monitors say of the run's health, at most.
+#: Maximum lines of the monitors' health reports.
 HEALTH_LINES = 3
-#: Reports that the time left is estimated from.
+#: Number of reports from which the remaining time is estimated.
 RECENT = 50
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
-#: What the engine's phases are called here; others pass too quickly to be shown.
+#: The engine's phases as shown here; others are too short to be shown.
 PHASES = {"evaluation": "evaluating", "checkpoint": "saving a checkpoint"}
 #: Seconds after which a phase is shown.
 WORTH_A_WORD = 0.5
@@ -29,25 +29,25 @@ WORTH_A_WORD = 0.5
 
 @attrs.define(eq=False)
 class Panel:
-    """Keeps what there is to show, and writes it into lines. Knows nothing of terminals."""
+    """Holds what is to be shown, and formats it as lines. Independent of the terminal."""
 
     name: str
     steps: int
     first_step: int = 0
     phase: Callable[[], str] = lambda: ""
-    """What the engine does now."""
+    """The engine's current phase."""
     memory: Callable[[], str] = lambda: ""
-    """How much memory this rank has in use, in words."""
+    """The memory that this rank uses, human-readable."""
     clock: Callable[[], float] = time.monotonic
     report: StepReport | None = None
     fields: dict[str, Any] = attrs.field(factory=dict)
-    """Of the last step's line."""
+    """Fields of the last step's line."""
     evaluation: EvaluationReport | None = None
     best: EvaluationReport | None = None
     saved: tuple[int, float] | None = None
     """The last checkpoint's step, and when it was complete."""
     asked: dict[str, str] = attrs.field(factory=dict)
-    """Published metrics that the recipe asks for."""
+    """Published metrics that the recipe requests."""
     health: str = ""
     over: str = ""
     """How the run ended."""
@@ -60,29 +60,29 @@ class Panel:
         self._doing_since = ("", self.clock())
 
     def step(self, report: StepReport, fields: dict[str, Any]) -> None:
-        """Take a step."""
+        """Add a step."""
         self.report, self.fields = report, fields
         self.losses.add(report.loss)
         self._times.append((report.step, self.clock()))
 
     def evaluated(self, report: EvaluationReport) -> None:
-        """Take a validation loss."""
+        """Add a validation loss."""
         self.evaluation = report
         self.validation.add(report.loss)
         if self.best is None or report.loss <= self.best.loss:
             self.best = report
 
     def saved_now(self, step: int) -> None:
-        """Take that a checkpoint is complete."""
+        """Record that a checkpoint is complete."""
         self.saved = (step, self.clock())
 
     def rolled_back(self) -> None:
-        """Tell the time left anew."""
+        """Restart the estimate of the remaining time."""
         self._times.clear()
 
     def seconds_left(self) -> float | None:
-        """Return how long the rest takes, evaluations and checkpoints included; None while nobody knows."""
-        times = tuple(self._times)  # another thread than that of the steps asks
+        """Return the remaining time, including evaluations and checkpoints; None while it is unknown."""
+        times = tuple(self._times)  # called from another thread than the steps
         if len(times) < 2:
             return None
         (first, began), (last, ended) = times[0], times[-1]
@@ -91,11 +91,11 @@ class Panel:
     # --- lines ------------------------------------------------------------------------------
 
     def lines(self, width: int, height: int = 25, *, ascii_only: bool = False) -> list[Text]:
-        """Return what fits: the line with the bar first, then what matters most.
+        """Return the lines that fit: the line with the bar first, then the most important.
 
         No line is wider than ``width``, and there are less than ``height`` of them.
         """
-        width, height = max(1, width - 1), max(1, height - 1)  # of a full last column some terminals wrap
+        width, height = max(1, width - 1), max(1, height - 1)  # some terminals wrap at a full last column
         rows = [self._head(width, ascii_only), *(self._rows(width, ascii_only) if self.report else ())]
         for row in rows:
             row.truncate(width, overflow="ellipsis" if not ascii_only else "crop")
@@ -118,9 +118,9 @@ class Panel:
         return head.append(counted, style="bold" if not self.over else "")
 
     def _doing(self, ascii_only: bool) -> str:
-        """Return what takes long just now, with a spinner and its seconds."""
+        """Return a slow phase in progress, with a spinner and its seconds."""
         phase, now = self.phase(), self.clock()
-        if self.report is None:  # before the first step ends, that is what everybody waits for
+        if self.report is None:  # before the first step ends, the user waits for it
             phase = PHASES.get(phase) or ("first step" if phase not in ("", "start") else "starting")
         else:
             phase = PHASES.get(phase, "")
@@ -133,7 +133,7 @@ class Panel:
         return f"{frames[int(now * 8) % len(frames)]} {phase} {clock_time(seconds)}"
 
     def _rows(self, width: int, ascii_only: bool) -> list[Text]:
-        """Return what there is to say of the last step, the most important first."""
+        """Return the rows about the last step, the most important first."""
         assert self.report is not None
         longest = max(len(self.losses.recent()), len(self.validation.recent()))
         fields, spark = dict(self.fields), min(SPARK, longest, width - LABEL - 12)
@@ -171,7 +171,7 @@ class Panel:
 
 
 def bar(done: float, width: int, *, ascii_only: bool = False) -> Text:
-    """Return a progress bar, as fine as half a character."""
+    """Return a progress bar, with a resolution of half a character."""
     halves = round(2 * width * min(1.0, max(0.0, done)))
     full, half = divmod(halves, 2)
     solid, end = ("#", "") if ascii_only else ("━", "╸")
@@ -196,7 +196,7 @@ def clock_time(seconds: float) -> str:
 
 
 def _speed(fields: dict[str, Any]) -> list[str]:
-    """Take what is of speed out of a step's fields, and return it in words."""
+    """Remove the speed from a step's fields, and return it as text."""
     tokens = fields.pop("tokens/s", "?").replace("_", ",")
     said = [f"{tokens} tokens/s", f"{fields.pop('ms/step', '?')} ms/step"]
     known = (("mfu", "MFU"), ("bubble", "bubble"))

@@ -1,4 +1,4 @@
-"""The ``replicas`` monitor: do ranks that hold the same weights hold the same bits?"""
+"""The ``replicas`` monitor: checks that ranks that hold the same weights hold the same bits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.precision.quantized_storage import storage_of
 
-#: A block: its parameter and where it begins.
+#: A block: its parameter and offset.
 Held = tuple[str, tuple[int, ...]]
-#: Words of 8 bytes hashed at once: on a CPU what stays in cache, elsewhere what bounds memory and launches.
+#: Words of 8 bytes hashed at once: on a CPU what fits in cache, elsewhere a bound on memory and launches.
 CHUNK = {"cpu": 1 << 16}
 CHUNK_ELSEWHERE = 1 << 20
 
 
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 hash of a tensor's bits: every 8 bytes times an odd number of their place, summed.
+    """Return an int64 hash of a tensor's bits: the sum of all 8-byte words, each times an odd factor.
 
-    Modulo 2^64 a change of one number always changes the sum, since an odd factor loses no bit; changes
-    of several cancel out with a chance of about 2^-64.
+    Modulo 2^64 a change of one word always changes the sum, since an odd factor loses no bit; changes
+    of several cancel out with a probability of about 2^-64.
     """
     raw = tensor.detach().reshape(-1).view(torch.uint8)
     if len(raw) % 8 or raw.storage_offset() % 8:
@@ -47,7 +47,7 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def factors(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers [count] that depend on their place in all 64 bits, for places from ``first`` on."""
+    """Return odd factors [count] that depend on the position in all 64 bits, from position ``first`` on."""
     mixed = torch.arange(first, first + count, device=device) * 0x5851F42D4C957F2D
     return (mixed ^ (mixed >> 29)) | 1
 
@@ -55,20 +55,20 @@ def factors(first: int, count: int, device: torch.device) -> torch.Tensor:
 class Replicas(Monitor):
     """Compares hashes of weights between the ranks that hold them, and stops the run at a difference.
 
-    Two integers a parameter are all-reduced over the ranks that hold it, and one flag over all. Only
-    after a difference do ranks tell one another everything, to name who is wrong. At the end a table
+    Two integers per parameter are all-reduced over the ranks that hold it, and one flag over all. Only
+    after a difference are all hashes gathered, to name the rank that differs. At the end a table
     shows what every rank holds.
 
-    They are compared before the update. Where it writes copies anew, from a range that one rank updates for
-    all or from masters, a flip is gone afterwards, though a gradient was computed with it. And they are
-    compared before they are saved, so that no flip gets into a checkpoint.
+    They are compared before the update. If the update overwrites copies, from a range that one rank updates
+    for all or from masters, a bit flip is gone afterwards, though a gradient was computed with it. And they
+    are compared before they are saved, so that no bit flip gets into a checkpoint.
     """
 
     def __init__(self, config: ReplicasConfig) -> None:
         self.config = config
         self.compared = 0
         self.saved = -1
-        """The step after which weights were last compared in order to be saved."""
+        """The step after which weights were last compared before a save."""
 
     def on_start(self, run: RunInfo) -> None:
         """Group this rank's parameters by the ranks that hold the same blocks."""
@@ -80,11 +80,11 @@ class Replicas(Monitor):
                 self.groups[span].append(placed)
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Compare what was read from the checkpoint as at the start."""
+        """Compare what was read from the checkpoint, as at the start."""
         self.first = report.restored + 1
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Compare the weights that the step's gradient was computed with, if it is their turn."""
+        """Compare the weights that the step's gradient was computed with, if the interval is due."""
         if update.step == self.first or update.step % self.config.every == 0:
             self._compare(update.step)
 
@@ -94,7 +94,7 @@ class Replicas(Monitor):
         self.saved = step
 
     def _compare(self, step: int) -> None:
-        """Compare.
+        """Compare the hashes.
 
         Raises:
             Corrupted: on every rank, naming parameter and ranks.
@@ -104,7 +104,7 @@ class Replicas(Monitor):
         differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
         for span in sorted(self.groups):
             hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])
-            most = torch.stack([hashes, ~hashes])  # ~ turns the order round: the greatest is the least
+            most = torch.stack([hashes, ~hashes])  # ~ reverses the order: the maximum becomes the minimum
             with self.run.mesh.waits.collectives:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
             differs += (most[0] != ~most[1]).any()
@@ -120,7 +120,7 @@ class Replicas(Monitor):
             raise Corrupted(f"step {step}: {name_the_wrong(everyone)}")
 
     def on_end(self, report: EndReport) -> None:
-        """Compare once more what nobody saved, and print what every rank holds."""
+        """Compare once more if not done by a save, and print what every rank holds."""
         if report.reason == "failed":
             return
         if self.saved != report.step:
@@ -134,7 +134,7 @@ class Replicas(Monitor):
                 print(f"{rank:>4} {weights:>10.3f} {optimizer:>12.3f} {peak:>9.1f}")
 
     def _memory(self) -> tuple[float, float, float]:
-        """Return megabytes of weights, of optimizer state, and at the peak of the process or GPU."""
+        """Return megabytes of weights, of optimizer state, and of the peak of the process or GPU."""
         weights = sum(storage_of(p.parameter).nbytes for p in self.run.placed)
         if self.run.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.run.device)
@@ -145,12 +145,12 @@ class Replicas(Monitor):
 
 
 def held(placed: PlacedParameter) -> Held:
-    """Return which block of which parameter it is."""
+    """Describe which block of which parameter it is."""
     return placed.placement.name, tuple(placed.placement.offset)
 
 
 def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
-    """Return which parameters differ, and which ranks are alone with theirs, given each rank's hashes."""
+    """Return which parameters differ, and which ranks differ from the rest, given each rank's hashes."""
     wrong = []
     for block in sorted({block for hashes in everyone for block in hashes}):
         theirs = {rank: hashes[block] for rank, hashes in enumerate(everyone) if block in hashes}
@@ -161,7 +161,7 @@ def name_the_wrong(everyone: Sequence[dict[Held, int]]) -> str:
 
 
 def _who(hashes: dict[int, Any]) -> str:
-    """Return who holds other bits than the majority, if there is one."""
+    """Return the ranks whose bits differ from the majority's, if there is one."""
     (usual, count), *_ = Counter(hashes.values()).most_common()
     alone = [rank for rank, value in hashes.items() if value != usual]
     if count <= len(hashes) / 2:

@@ -1,4 +1,4 @@
-"""The base class of sinks: monitors that hand metrics on to another program, on rank 0, from a thread."""
+"""The base class of sinks: monitors that send metrics to another program, on rank 0, from a thread."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from nanotrain_core.monitors.sink_queue import SinkQueue
 
 
 class Sink(Monitor):
-    """Calls ``open``, ``write``, ``rolled_back`` and ``finish`` on rank 0, in order, in a thread of its own.
+    """Calls ``open``, ``write``, ``rolled_back`` and ``finish`` on rank 0, in order, in a separate thread.
 
-    A sink writes these four and leaves the events of :class:`Monitor` alone. They may take as long as they
-    like and raise what they like: no step waits for them, and no run fails with them. A report that finds no
-    place in the queue of :attr:`waiting` is dropped, and counted. If ``open`` fails the sink is off.
+    A sink implements these four and does not override the events of :class:`Monitor`. They may take any time
+    and raise any exception: no step waits for them, and no run fails because of them. A report that does not
+    fit into the queue of size :attr:`waiting` is dropped and counted. If ``open`` fails the sink is disabled.
     """
 
     reads_weights = False
 
     waiting: int = 1024
-    """Reports that may wait."""
+    """Maximum number of queued reports."""
     patience: float = 10.0
-    """Seconds that the end of a run waits for what is not yet written."""
+    """Seconds that the end of a run waits for queued reports."""
 
     queue: SinkQueue | None = None
     _on: bool = False
 
     def open(self, run: RunInfo) -> None:
-        """Begin, or go on where ``run.first_step`` is above 0: what was written after it counts no more."""
+        """Begin, or continue where ``run.first_step`` is above 0: anything written after it is obsolete."""
 
     def write(self, report: MetricsReport) -> None:
-        """Take the metrics of a step, an evaluation or a checkpoint; steps ascend until a rollback."""
+        """Write the metrics of a step, an evaluation or a checkpoint; steps ascend until a rollback."""
 
     def rolled_back(self, report: RollbackReport) -> None:
-        """Learn that what was written after step ``report.restored`` counts no more."""
+        """Handle a rollback: what was written after step ``report.restored`` is obsolete."""
 
     def finish(self, report: EndReport) -> None:
         """Write what is left and close."""
@@ -44,7 +44,7 @@ class Sink(Monitor):
     # --- how they are called ----------------------------------------------------------------
 
     def on_start(self, run: RunInfo) -> None:
-        """Open in the thread: a server may keep it waiting."""
+        """Open in the thread: a server may make it wait."""
         if run.rank == 0:
             self.queue = SinkQueue(type(self).__name__.lower(), size=self.waiting)
             self.queue.put(self._open, run, must=True)
@@ -54,18 +54,18 @@ class Sink(Monitor):
         self.later(self.write, report)
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Queue the seam, which is never dropped."""
+        """Queue the rollback, which is never dropped."""
         self.later(self.rolled_back, report, must=True)
 
     def on_end(self, report: EndReport) -> None:
-        """Write what waits, for :attr:`patience` seconds at most."""
+        """Write what is queued, for at most :attr:`patience` seconds."""
         if self.queue is not None:
             self.later(self.finish, report, must=True)
             self.queue.close(self.patience)
             self.queue = None
 
     def later(self, call: Callable[..., None], report: Any, *, must: bool = False) -> None:
-        """Have ``call(report)`` called in the thread: for events that :class:`Sink` has no method for."""
+        """Call ``call(report)`` in the thread: for events without a method in :class:`Sink`."""
         if self.queue is not None:
             self.queue.put(self._if_on, call, report, must=must)
 

@@ -1,4 +1,4 @@
-"""A bounded queue and one thread, through which a sink writes where a step must not wait."""
+"""A bounded queue and one thread, through which a sink writes without blocking a step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import structlog
 
 
 class SinkQueue:
-    """Calls functions one after another, in the order they came, in a thread of its own.
+    """Calls functions one after another, in the order of :meth:`put`, in a separate thread.
 
-    What does not fit is dropped and counted: :meth:`put` returns at once, whatever the thread waits for.
-    The first drop and the first failure are logged, and their numbers at :meth:`close`. A process that is
-    killed loses what waits: what must not be lost is written in the step itself, as ``jsonl`` does.
+    Calls that do not fit are dropped and counted: :meth:`put` returns immediately, whatever the thread waits
+    for. The first drop and the first failure are logged, and their counts at :meth:`close`. A process that is
+    killed loses queued calls: data that must not be lost is written in the step itself, as ``jsonl`` does.
 
-    Give the thread numbers of the host. It may not call collectives, and a tensor of a device would make it
+    Pass the thread host values only. It may not call collectives, and a device tensor would make it
     wait for the step.
     """
 
     def __init__(self, name: str, *, size: int = 1024) -> None:
-        """Begin a thread with the first :meth:`put`.
+        """Start a thread with the first :meth:`put`.
 
         Args:
             name: of the sink, for the log.
-            size: how many calls may wait.
+            size: maximum number of queued calls.
         """
         self.name, self.size = name, size
         self.dropped = self.failed = 0
-        """Calls that found no place, and calls that raised."""
+        """Calls that did not fit, and calls that raised."""
         self.log = structlog.get_logger("nanotrain.monitor")
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -41,13 +41,13 @@ class SinkQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[..., None], *arguments: Any, must: bool = False) -> bool:
-        """Have ``call(*arguments)`` called, and return whether it will be.
+        """Queue ``call(*arguments)``, and return whether it will be called.
 
         Args:
-            call: takes as long as it likes.
-            arguments: its.
-            must: take it also where the queue is full: for the few calls without which later ones are
-                misunderstood, as that a run went back.
+            call: may take any time.
+            arguments: its arguments.
+            must: accept it even if the queue is full: for the few calls without which later ones are
+                misinterpreted, such as a rollback.
         """
         with self._changed:
             if self._closed:
@@ -66,12 +66,12 @@ class SinkQueue:
         return False
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all calls are done, ``timeout`` seconds at most, and return whether they are."""
+        """Wait until all calls are done, at most ``timeout`` seconds, and return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Flush, take no more, and say what was lost. Return whether all that was put was called."""
+        """Flush, accept no more, and log what was lost. Return whether everything was called."""
         began = time.monotonic()
         self.flush(timeout)
         with self._changed:

@@ -1,4 +1,4 @@
-"""A curve in one line of text."""
+"""A curve as one line of text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-#: Values that a history keeps: above that, neighbours are joined.
+#: Number of values that a history keeps: beyond it, neighbours are merged.
 MOST = 512
 
 
 class Points:
-    """The values of a run so far, in bounded memory: old and new ones are joined alike."""
+    """The values of a run so far, in bounded memory: old and new values are merged alike."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
         self._each, self._waiting = 1, list[float]()
-        """How many reports a value is the mean of, and those that wait for the others."""
+        """How many reports each value is the mean of, and the reports not yet merged."""
 
     def add(self, value: float) -> None:
         """Append a value."""
@@ -32,13 +32,13 @@ class Points:
             self._each *= 2
 
     def recent(self) -> list[float]:
-        """Return the newer half, in which what happens now is seen; all there is of a few."""
+        """Return the newer half, which shows the current trend; if there are few values, all of them."""
         return self.values[min(len(self.values) // 2, max(0, len(self.values) - 8)) :]
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """Return ``width`` characters at most, each the mean of its share of the values; of what is no number
-    ``!``.
+    """Return at most ``width`` characters, each the mean of its share of the values; ``!`` for NaN and
+    infinity.
 
     >>> sparkline([3, 2, 1, float("nan")], 8)
     '█▅▁!'

@@ -1,9 +1,9 @@
-"""The ``stragglers`` monitor: which rank makes the others wait, and in what? Which link is slow?
+"""The ``stragglers`` monitor: finds ranks that make others wait, the phase in which they do, and slow links.
 
-All ranks of a run take the same time for a step: the slow one works, the others wait for it. So what is
-compared is each rank's own work, a phase's time but what it spent in exchanges: the slow rank is the one that
-waits least, in whatever phase and whatever else goes on, such as a checkpoint on its way. What a
-transfer itself takes counts as waiting on both of its ends; links are compared by themselves.
+All ranks of a run take the same time for a step: the slow one works, the others wait for it. So each
+rank's own work is compared, a phase's time minus its communication: the slow rank is the one that
+waits least, in any phase and whatever else is running, such as a checkpoint in progress. The
+transfer itself counts as waiting on both of its ends; links are compared separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanotrain_core.builtin.stragglers import PHASES, SAID
 from nanotrain_core.contracts import MetricsReport, Monitor, RollbackReport, RunInfo, StepReport
 from nanotrain_core.monitors.links import seconds_from_neighbour
 
-#: What of a run each phase is: parts that the engine notes.
+#: The name of each phase for people: parts that the engine records.
 PARTS = {
     "data": ("data",),
     "compute": ("forward and backward", "gradient sync", "optimizer"),
@@ -28,34 +28,35 @@ PARTS = {
 
 @attrs.define(frozen=True)
 class Found:
-    """A rank that is far above the others in one phase."""
+    """A rank that is far slower than the others in one phase."""
 
     phase: str
     rank: int
     seconds: float
     others: float
-    """The lower median of all ranks: of two, the faster one's."""
+    """The lower median of all ranks: with two, the faster one's value."""
 
 
 class Stragglers(Monitor):
-    """Warns, on rank 0, of a rank or a link that is slow for several comparisons in a row."""
+    """Warns, on rank 0, of a rank or a link that is slow in several consecutive comparisons."""
 
     reads_weights = False
 
     def __init__(self, config: StragglersConfig) -> None:
         self.config = config
         self.suspects: dict[str, tuple[tuple[str, int], int]] = {}
-        """Of work, and of links: phase and rank, and how many comparisons in a row have found them."""
+        """For work and for links: phase and rank, and the number of consecutive comparisons that found
+        them."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Begin to count, and learn where ranks are. Collective."""
+        """Begin to measure, and gather the ranks' hosts. Collective."""
         self.run = run
         self.places: list[tuple[str, str]] = run.mesh.gather((socket.gethostname(), str(run.device)))
         run.progress.time_device(run.device)
         self.before, self.step = run.progress.measured(), run.first_step
 
     def on_step(self, report: StepReport) -> None:
-        """Tell how long this rank worked in each phase, and how long its neighbour's message took."""
+        """Publish how long this rank worked in each phase, and how long its neighbour's message took."""
         if report.step % self.config.every == 0:
             now, steps = self.run.progress.measured(), max(1, report.step - self.step)
             for phase, parts in PARTS.items():
@@ -67,7 +68,7 @@ class Stragglers(Monitor):
             self.run.metrics.of_rank("stragglers/link/{over}", seconds_from_neighbour(self.run.mesh))
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Compare what ranks do from there on."""
+        """Restart the comparison after a rollback."""
         self.before, self.step = self.run.progress.measured(), report.restored
 
     def on_metrics(self, report: MetricsReport) -> None:
@@ -87,7 +88,7 @@ class Stragglers(Monitor):
                 self._judge(kind, slowest(slow_phases, self.config.ratio, self.config.least), report.step)
 
     def _judge(self, kind: str, found: Found | None, step: int) -> None:
-        """Name a suspect once it was found for the ``patience``-th time in a row."""
+        """Report a suspect found for the ``patience``-th consecutive time."""
         if found is None:
             self.suspects.pop(kind, None)
             return
@@ -120,9 +121,9 @@ def slowest(slow_phases: list[Found], ratio: float, least: float) -> Found | Non
     """Return the phase in which a rank is furthest above the others, if it is far above.
 
     Args:
-        slow_phases: of each phase, the rank that takes longest.
+        slow_phases: for each phase, the slowest rank.
         ratio: how many times the others' seconds are far.
-        least: seconds above the others' that are worth a word.
+        least: minimum seconds above the others' to report.
     """
     found = max(slow_phases, key=lambda each: each.seconds - each.others)
     far = found.seconds - found.others > least and found.seconds > ratio * found.others

@@ -1,4 +1,4 @@
-"""Lines at the bottom of a terminal that change while everything else is printed above them."""
+"""Live lines at the bottom of a terminal, with other output printed above them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rich.text import Text
 
 from nanotrain_core.run.working import is_live, silent
 
-#: Seconds between two looks at what there is to show.
+#: Seconds between two updates.
 INTERVAL = 0.25
 
 
 def restore_cursor() -> None:
-    """Show the cursor again, after a process that was killed had hidden it."""
+    """Show the cursor again, after a killed process had hidden it."""
     if is_live(sys.stdout):
         Console().show_cursor(True)
 
 
 class Screen:
-    """Shows lines until it is stopped. What is printed or logged meanwhile goes above them.
+    """Shows lines until it is stopped. Output printed or logged meanwhile goes above them.
 
-    A thread draws: a step only says that there is something new, and waits for no terminal. What other
-    processes print there cannot be put above; the next drawing goes on below it.
+    A thread draws: a step only signals that there is something new, and does not wait for the terminal. Other
+    processes' output cannot be put above; the next drawing continues below it.
     """
 
     def __init__(self, lines: Callable[[int, int, bool], list[Text]], console: Console | None = None) -> None:
@@ -43,17 +43,17 @@ class Screen:
             auto_refresh=False,
             vertical_overflow="crop",
             redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),  # where it is a file, it stays one
+            redirect_stderr=sys.stderr.isatty(),  # output to a file stays in the file
         )
         self._ended, self._alone = threading.Event(), ExitStack()
         self._width, self._shown = 0, list[Text]()
         self._thread = threading.Thread(target=self._draw_on, name="nanotrain-console", daemon=True)
 
     def start(self) -> None:
-        """Begin to draw."""
+        """Start drawing."""
         self._alone.enter_context(silent())
         self.live.start()
-        atexit.register(self.stop)  # the cursor comes back however the process ends, unless it is killed
+        atexit.register(self.stop)  # the cursor is restored however the process ends, unless it is killed
         self._thread.start()
 
     def print(self, text: str) -> None:
@@ -61,7 +61,7 @@ class Screen:
         self.console.print(text, markup=False)
 
     def stop(self) -> None:
-        """Draw a last time and leave the lines where they are."""
+        """Draw a last time and leave the lines in place."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -79,12 +79,12 @@ class Screen:
             structlog.get_logger("nanotrain.monitor").exception("the panel is no longer drawn")
 
     def _draw(self) -> None:
-        """Draw, unless all is as it was."""
+        """Draw, unless nothing has changed."""
         width, height = self.console.size
         new = self.lines(width, height, self.console.options.ascii_only)
         if new == self._shown and width == self._width:
             return
-        if width < self._width:  # the terminal has wrapped what was there: it is taller than it was
+        if width < self._width:  # the terminal has wrapped the old lines: they take more rows than before
             taller = sum(max(0, -(-line.cell_len // width) - 1) for line in self._shown)
             up = (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)
             self.console.control(Control(*up * taller))

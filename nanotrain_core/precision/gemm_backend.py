@@ -37,7 +37,7 @@ class GEMMBackend(Protocol):
         ...
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of x [M, K]. Outside graphs the weight is the object passed to :meth:`forward`."""
+        """Return the gradient of x [M, K]. Outside graphs the weight is the object given to ``forward``."""
         ...
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Finds ranks that hang: each leaves a beat, and the launcher and a thread of the rank look at it."""
+"""Detects hanging ranks: each writes a heartbeat, which the launcher and a thread of the rank check."""

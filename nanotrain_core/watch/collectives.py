@@ -1,15 +1,15 @@
-"""What NCCL's flight recorder remembers of a rank that hangs: its last collectives, for ``torchfrtrace``."""
+"""The last collectives of a hanging rank from NCCL's flight recorder, for ``torchfrtrace``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: Of the run folder: a file for each rank.
+#: In the run folder: a file for each rank.
 DUMPS = "collectives"
 
 
 def keep_collectives(folder: Path, rank: int) -> None:
-    """Write them where torch does when a collective times out; nothing where NCCL is not what exchanges."""
+    """Write them where torch does when a collective times out; a no-op if the backend is not NCCL."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 

@@ -1,8 +1,8 @@
-"""The launcher's eye on its ranks: who makes no progress, who holds the others up, who must be killed.
+"""The launcher's hang detection: which rank makes no progress, which blocks the others, which to kill.
 
-Every rank leaves a beat (:mod:`nanotrain_core.watch.watchdog`) with a count of what it has begun. A count
-that stays the same for too long means that the run hangs, and then all ranks hang: most wait in a
-collective for one that does not come. That one is found by its beat and its stack.
+Every rank writes a heartbeat (:mod:`nanotrain_core.watch.watchdog`) with a count of what it has begun. A
+count that stays the same for too long means that the run hangs, and then all ranks hang: most wait in a
+collective for one that does not arrive. That one is found by its heartbeat and its stack.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
 from nanotrain_core.run.owner import is_alive
 
-#: How many times longer the start, the first step and a checkpoint may take than other steps.
+#: Factor by which the start, the first step and a checkpoint may take longer than other steps.
 PATIENCE = 5
-#: Seconds that ranks get to end by themselves after another has gone.
+#: Seconds for ranks to end by themselves after another is gone.
 LEFT_BEHIND = 3.0
-#: Seconds between two looks.
+#: Seconds between two checks.
 INTERVAL = 0.5
-#: In the path of code in which ranks wait for each other: a transport of its own waits in a ``barrier.py``.
+#: Path pattern of code in which ranks wait for each other: a custom transport waits in a ``barrier.py``.
 WAITING = (os.path.join("torch", "distributed"), f"{os.sep}barrier.py")
 
 
 @attrs.define(frozen=True)
 class Beat:
-    """What a rank last said of itself."""
+    """The last heartbeat of a rank."""
 
     rank: int
     pid: int
@@ -51,17 +51,17 @@ class Beat:
 
 @attrs.define(frozen=True)
 class Stuck:
-    """One rank of a run that hangs."""
+    """One rank of a hanging run."""
 
     beat: Beat
     silent: bool
-    """Even its watchdog says nothing: it is stopped, or stuck in code that never returns to Python."""
+    """Even its watchdog is silent: it is stopped, or stuck in code that never returns to Python."""
     stack: str
-    """Of all threads, as far as it could be had."""
+    """Stacks of all threads, as far as they could be obtained."""
 
     @property
     def where(self) -> str:
-        """The innermost Python frame of the main thread, which is the last that is written."""
+        """The innermost Python frame of the main thread, which is written last."""
         frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', re.split("[Tt]hread 0x", self.stack)[-1])
         return "{}:{} in {}".format(*frames[0]) if frames else "an unknown place"
 
@@ -73,14 +73,14 @@ class Stuck:
         return any(part in path for part in WAITING) or ".wait(" in line or "dist." in line
 
     def describe(self) -> str:
-        """Return one line on where it is."""
+        """Return one line on its location."""
         how = "is silent, stopped or stuck outside Python; it was last seen" if self.silent else "is"
         place = "" if self.silent else f", at {self.where}{' (waits for others)' if self.waits else ''}"
         return f"rank {self.beat.rank} {how} in step {self.beat.step}, {self.beat.phase}{place}"
 
 
 def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
-    """Return who holds the others up: the silent, else who is furthest behind and waits for nobody."""
+    """Return the ranks that block others: silent ones, else those furthest behind that wait for no rank."""
     for wanted in (
         [one for one in stuck if one.silent],
         [one for one in stuck if one.beat.count == min(s.beat.count for s in stuck) and not one.waits],
@@ -93,25 +93,25 @@ def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
 
 
 class HangWatch:
-    """Looks at the ranks of one host every now and then, and kills those that nothing else would end."""
+    """Checks the ranks of one host periodically, and kills those that nothing else would end."""
 
     def __init__(self, scratch: Path, folder: Path | None, timeout: float) -> None:
         """Watch.
 
         Args:
-            scratch: where ranks leave their pids and beats.
+            scratch: where ranks write their pids and heartbeats.
             folder: the run folder, if the launcher knows it.
-            timeout: seconds without progress that are too many; 0 never is.
+            timeout: seconds without progress that are too many; 0 disables the check.
         """
         self.scratch, self.folder, self.timeout = scratch, folder, timeout
         self.hang: str | None = None
-        """What to say of the ranks that hung in this attempt."""
+        """The report on the ranks that hung in this attempt."""
         self._looked = time.monotonic()
         self._lock = threading.Lock()
         self.forget()
 
     def forget(self) -> None:
-        """Forget ranks of an earlier attempt, which are all gone. The agent's thread calls this."""
+        """Forget ranks of an earlier attempt, which are all gone. Called by the agent's thread."""
         with self._lock:
             self.hang = None
             self._waited: dict[int, tuple[int, float]] = {}
@@ -122,7 +122,7 @@ class HangWatch:
                     path.unlink(missing_ok=True)
 
     def look(self) -> None:
-        """Notice ranks without progress, and ranks that outlive one that is gone."""
+        """Detect ranks without progress, and ranks that outlive one that is gone."""
         now = time.monotonic()
         if now - self._looked >= INTERVAL and self.hang is None:
             with self._lock:
@@ -142,7 +142,7 @@ class HangWatch:
         return [Beat(**json.loads(text)) for _, text in read_each(self.scratch, "beat-*.json")]
 
     def _end_the_left_behind(self, passed: float) -> None:
-        """Kill ranks that go on long after another one died: they may wait for it in vain."""
+        """Kill ranks that keep running long after another one died: they may wait for it forever."""
         pids = pids_of(self.scratch)
         alive = [pid for pid in pids if pid and is_alive(pid)]
         self._alone = self._alone + passed if 0 < len(alive) < len(pids) else 0.0
@@ -150,7 +150,7 @@ class HangWatch:
             kill(alive, signal.SIGKILL)
 
     def _end_all(self, beats: Sequence[Beat]) -> None:
-        """Have every rank write its stacks, say who holds the others up, and kill them all."""
+        """Make every rank write its stacks, report which rank blocks the others, and kill them all."""
         kill([beat.pid for beat in beats], signal.SIGUSR2)
         time.sleep(1.0)
         slow_tick = min(self.timeout / 2, 10.0)
@@ -189,12 +189,12 @@ def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed:
 
 
 def pids_of(scratch: Path) -> list[int]:
-    """Return the processes of ranks that have begun and not ended; 0 of one about to say its number."""
+    """Return the processes of ranks that have begun and not ended; 0 for one about to write its pid."""
     return [int(text or 0) for _, text in read_each(scratch, "pid-*")]
 
 
 def kill(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, those that are gone excepted."""
+    """Send a signal to processes, except those that are gone."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Where a rank's run is, and where its time goes: noted by the engine, read by watchdog and monitors."""
+"""A rank's position and time in the run: recorded by the engine, read by watchdog and monitors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 from nanotrain_core.watch.device_clock import DeviceClock
 from nanotrain_core.watch.waits import Waits
 
-#: Phases that may rightly take long: everything before training, and writing to a slow disk.
+#: Phases that may legitimately take long: everything before training, and writing to a slow disk.
 SLOW = frozenset({"start", "checkpoint"})
 
 
@@ -22,9 +22,9 @@ class Spent:
 
     seconds: float = 0.0
     collectives: float = 0.0
-    """Of these in collectives: see :mod:`nanotrain_core.watch.waits`."""
+    """Seconds of these in collectives: see :mod:`nanotrain_core.watch.waits`."""
     messages: float = 0.0
-    """Of these in waiting for messages of other pipeline stages."""
+    """Seconds of these waiting for messages from other pipeline stages."""
 
     @property
     def busy(self) -> float:
@@ -43,21 +43,21 @@ class Spent:
 
 
 class Progress:
-    """Counts what a rank has begun. All ranks of a run note the same things in the same order."""
+    """Counts what a rank has begun. All ranks of a run record the same events in the same order."""
 
     def __init__(self, waits: Waits | None = None) -> None:
         """``waits``: of the run's mesh."""
         self.count, self.step, self.phase, self.slow = 0, 0, "start", True
         self.waits = waits or Waits()
         self.spent: dict[str, Spent] = {}
-        """In each part so far, by the host's clock. The present one is missing its end."""
+        """Time of each part so far, by the host's clock. The current part is incomplete."""
         self._part = "start"
         self._since = time.perf_counter()
         self._waited = (0.0, 0.0)
         self._event: Any = None
 
     def note(self, phase: str, step: int = 0, *, first: bool = False) -> None:
-        """Note that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
+        """Record that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
         self._go_to(phase)
         self.step, self.phase = step, phase
         self.slow = first or phase in SLOW
@@ -65,7 +65,7 @@ class Progress:
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count the time of a ``with`` block as that of ``part``, not of the phase that it is in."""
+        """Count the time of a ``with`` block as that of ``part``, not of the current phase."""
         outer = self._go_to(part)
         try:
             yield
@@ -73,7 +73,7 @@ class Progress:
             self._go_to(outer)
 
     def _go_to(self, part: str) -> str:
-        """End the present part; return its name."""
+        """End the current part; return its name."""
         now, outer = time.perf_counter(), self._part
         waited = (self.waits.collectives.seconds, self.waits.messages.seconds)
         spent = self.spent.get(outer)
@@ -92,32 +92,32 @@ class Progress:
     # --- on a device ----------------------------------------------------------------------------
 
     def time_device(self, device: Any) -> None:
-        """Measure parts and exchanges by the device's clock too; nothing where the host is the device.
+        """Measure parts and communication by the device's clock too; a no-op if the device is the host.
 
         Args:
             device: a ``torch.device``.
         """
         if device.type == "cpu" or self.waits.device is not None:
             return
-        import torch  # the watchdog's side of this needs none
+        import torch  # the watchdog's part of this needs none
 
         self.use_clock(DeviceClock(lambda: torch.Event(device, enable_timing=True)))
 
     def use_clock(self, clock: DeviceClock) -> None:
-        """Measure by ``clock`` too, from now on."""
+        """Also measure by ``clock`` from now on."""
         clock.part, self._event = self._part, clock.now()
         self.waits.device = clock
 
     def work(self, *parts: str) -> float:
-        """Return the seconds of a rank's own work in ``parts`` so far, as :meth:`measured` has them."""
+        """Return the seconds of a rank's own work in ``parts`` so far, as in :meth:`measured`."""
         spent = self.spent if self.waits.device is None else self.measured()
         return sum(spent[part].busy for part in parts if part in spent)
 
     def measured(self) -> Mapping[str, Spent]:
-        """Return what was spent, by the clock of what computes: the device's if it is timed, else the host's.
+        """Return the time spent, by the clock of what computes: the device's if it is timed, else the host's.
 
-        The device's is read late: it has not all of the last steps. A device that waits for the host, as for
-        data, is in the part that the host is in.
+        The device's is read late, without all of the last steps. A device that waits for the host, as for
+        data, is counted in the host's current part.
         """
         clock = self.waits.device
         if clock is None:

@@ -1,11 +1,11 @@
-"""How long a rank is in exchanges with other ranks: what is left of a phase is its own work.
+"""Measures how long a rank communicates with other ranks: the rest of a phase is its own work.
 
 All ranks of a run take the same time for a step. A slow one works; the others wait for it, in the next
-collective or for the next message. So whoever waits least is the slowest, wherever the time goes.
+collective or for the next message. So the rank that waits least is the slowest, wherever the time goes.
 
-On a CPU the host's seconds in calls of exchanges, and in waiting for them, are counted: what goes on in the
-background meanwhile is not. On a device the host hardly waits; there, if asked, a pair of events around each
-exchange tells how long the stream stood still.
+On a CPU the host's seconds in communication calls and in waiting for them are counted: communication in the
+background is not. On a device the host hardly waits; there, if enabled, a pair of events around each
+communication measures how long the stream was blocked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["collectives", "messages"]
 
 
 class Wait:
-    """A ``with`` block in which this rank exchanges; within another one it counts nothing."""
+    """A ``with`` block in which this rank communicates; nested blocks count nothing."""
 
     def __init__(self, waits: Waits, kind: Kind) -> None:
         self._waits, self._kind = waits, kind
@@ -48,16 +48,16 @@ class Wait:
 
 
 class Waits:
-    """A rank's exchanges, of one run. ``with waits.collectives:`` stands around each."""
+    """A rank's communication in one run, each call wrapped in ``with waits.collectives:``."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.collectives, self.messages = Wait(self, "collectives"), Wait(self, "messages")
         self.device: DeviceClock | None = None
-        """Times them on the device too, if somebody asked for it."""
+        """Times them on the device too, if enabled."""
 
     def around(self, begin: Callable[P, Any]) -> Callable[P, Any]:
-        """Return ``begin``, counted, and with it the function that it may return, which waits for its end."""
+        """Return ``begin``, timed, as well as the function it may return, which waits for completion."""
 
         def ended(pending: Callable[[], Any]) -> Any:
             with self.collectives:

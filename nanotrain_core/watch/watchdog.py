@@ -1,9 +1,9 @@
-"""A thread of every rank that tells how far the rank has come, and notices when it stays there.
+"""A thread of every rank that reports the rank's progress, and detects when there is none.
 
-Under our own launcher it only writes a *beat* into the launcher's folder, and the launcher decides
-(:mod:`nanotrain_core.watch.hang`): it alone sees all ranks of the host, also one whose every thread is
-stopped. A rank that was started by torchrun or srun decides for itself: it writes the stacks of its
-threads to the run folder and to stderr and ends, so that whoever started it can start it again.
+Under our own launcher it only writes a *heartbeat* into the launcher's folder, and the launcher decides
+(:mod:`nanotrain_core.watch.hang`): only the launcher sees all ranks of the host, including one whose every
+thread is stopped. A rank that was started by torchrun or srun decides for itself: it writes the stacks of its
+threads to the run folder and to stderr and ends, so that its launcher can restart it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nanotrain_core.watch.progress import Progress
 
 #: Makes a rank write the stack of every thread, whatever it is doing: the handler is C code.
 DUMP = signal.SIGUSR2
-#: Share of the time that a rank may wait after which it writes down its last collectives.
+#: Fraction of the time that a rank may wait after which it saves its last collectives.
 KEPT = 0.9
 
 
@@ -39,7 +39,7 @@ class Watchdog(threading.Thread):
         """Watch.
 
         Args:
-            progress: what the engine notes.
+            progress: recorded by the engine.
             rank: this process's.
             timeout: seconds without progress that are too many.
             folder: the run folder.
@@ -53,7 +53,7 @@ class Watchdog(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Beat until :meth:`stop`."""
+        """Send heartbeats until :meth:`stop`."""
         if self.scratch is not None:
             self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
@@ -66,7 +66,7 @@ class Watchdog(threading.Thread):
             limit = self.timeout * (PATIENCE if self.progress.slow else 1)
             if waited > KEPT * limit and kept != count:
                 kept = count
-                with contextlib.suppress(Exception):  # for whoever looks into it; the rank ends without, too
+                with contextlib.suppress(Exception):  # for debugging; the rank ends without it, too
                     keep_collectives(self.folder, self.rank)
             if self.scratch is not None:
                 self._beat(self.scratch, tick)
@@ -76,7 +76,7 @@ class Watchdog(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """The rank is done; it may go before others do."""
+        """Called when the rank is done, which may be before others are."""
         self.done.set()
         self.join()
         if self.scratch is not None:
@@ -86,12 +86,12 @@ class Watchdog(threading.Thread):
         at = self.progress
         beat = {"count": at.count, "step": at.step, "phase": at.phase, "slow": at.slow, "tick": tick}
         temporary = scratch / f".beat-{self.rank}"
-        with contextlib.suppress(OSError):  # a full disk, or the launcher is gone already
+        with contextlib.suppress(OSError):  # a full disk, or the launcher is already gone
             temporary.write_text(json.dumps({"rank": self.rank, "pid": os.getpid(), **beat}))
             temporary.replace(scratch / f"beat-{self.rank}.json")
 
     def _give_up(self) -> None:
-        """Leave the stacks and end the process: nobody else would."""
+        """Write the stacks and end the process: no other process would."""
         at = f"step {self.progress.step}, {self.progress.phase}"
         with contextlib.suppress(OSError):
             folder = self.folder / "stacks"
