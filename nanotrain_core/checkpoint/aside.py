@@ -1,4 +1,4 @@
-"""Renames of checkpoints, files or folders: damaged ones, and those of a branch that is left. Torch-free."""
+"""Renames checkpoints, files or folders: damaged ones, and those of an abandoned branch. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def set_checkpoints_aside(folder: Path, unwanted: Iterable[Path]) -> Path | None
 
 
 def _free(folder: Path, stem: str) -> Path:
-    """Return a path that nothing has: two within a second would replace one another."""
+    """Return an unused path: two made within a second would replace one another."""
     names = (stem if number == 1 else f"{stem}-{number}" for number in count(1))
     return next(folder / name for name in names if not (folder / name).exists())

@@ -1,4 +1,4 @@
-"""Boxes that make up a tensor: each element in exactly one of them. Torch-free."""
+"""Checks that boxes make up a tensor: each element in exactly one of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def uncovered(shape: Shape, boxes: Sequence[Box]) -> str:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Shape, Shape] | None:
-    """Return where two boxes that share an element begin, None if no two do.
+    """Return the offsets of two boxes that share an element, None if no two do.
 
-    A sweep along the axis that separates most boxes: compared are only those that reach into one another.
+    A sweep along the axis that separates most boxes: only boxes that overlap along it are compared.
     """
     full = [box for box in boxes if prod(box[1])]
     if len(full) < 2:

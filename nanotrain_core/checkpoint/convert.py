@@ -1,4 +1,4 @@
-"""Turns a checkpoint of one kind into one of another: weights, optimizer state, and all else it holds."""
+"""Converts a checkpoint from one format to another: weights, optimizer state, and all else it holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanotrain_core.run.working import working
 
 
 def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
-    """Write ``saved`` in the new folder ``out`` with another component, in one process that holds it whole.
+    """Write ``saved`` to the new folder ``out`` with another component, in one process that holds it whole.
 
-    It is then the checkpoint of a run of one rank: those of several ranks lose their random streams.
+    The result is the checkpoint of a one-rank run: random-number streams of several ranks are dropped.
 
     Raises:
-        CheckpointError: it is damaged, or ``out`` is there already.
+        CheckpointError: it is damaged, or ``out`` already exists.
     """
     if out.exists():
         raise CheckpointError(f"{out} is there already: name a new folder")
@@ -43,7 +43,7 @@ def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wan
                 torch.empty(shape, dtype=getattr(torch, DTYPE_NAMES[tensor["dtype"]])),
             )
         )
-    source.open(out / "checkpoints", mesh)  # it must touch nothing beside the checkpoint that is read
+    source.open(out / "checkpoints", mesh)  # opening must touch nothing next to the source checkpoint
     state = source.load(str(saved.path.resolve()), TrainState(blocks, {}, {}))
     assert state is not None
     target.open(out / "checkpoints", mesh)

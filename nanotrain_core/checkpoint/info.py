@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-# What tensors may be stored as, by the code that safetensors has for it.
+# The dtypes of stored tensors, by their safetensors code.
 # Source: https://github.com/huggingface/safetensors, ``safetensors/src/tensor.rs``, ``Dtype``.
 
-#: Code -> bytes of one number.
+#: Code -> bytes per element.
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -45,9 +45,9 @@ DTYPE_NAMES = {
 
 
 def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """Return which kinds of tensors were saved that none of ``wanted`` is of: ``exp_avg``, "" for weights.
+    """Return the kinds of saved tensors that ``wanted`` lacks: ``exp_avg``, "" for weights.
 
-    A run that wants none of a kind has another optimizer or precision.
+    A run that lacks a kind has another optimizer or precision.
     """
     kept, known = ({name.rpartition("/")[0] for name in each} for each in (names, wanted))
     return [f"it holds '{kind}' tensors, which this run has no place for" for kind in sorted(kept - known)]
@@ -55,17 +55,17 @@ def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
 class CheckpointInfo:
-    """One checkpoint, as it is listed. What ``Component.listing`` returns a list of."""
+    """One checkpoint in a listing. ``Component.listing`` returns a list of these."""
 
     step: int
     path: Path
     nbytes: int
-    """Of all its files."""
+    """Total size of its files."""
     describe: Callable[[], Mapping[str, Any]]
-    """What it says of itself, as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name ->
+    """Returns its description as JSON: ``meta`` (of ``TrainState``), ``world_size``, ``tensors`` (name ->
     ``dtype`` as safetensors calls it, and ``shape``), ``files`` (name -> ``sha256``, and whatever else is
-    known of each), whatever else the format has: ``{"files": {"a.npz": {"sha256": "..."}}}``.
+    known of each), and anything else the format has: ``{"files": {"a.npz": {"sha256": "..."}}}``.
 
     Raises :class:`~nanotrain_core.errors.CheckpointError` if that cannot be read."""
     verify: Callable[[], Sequence[str]]
-    """Reads everything and says what is wrong: nothing if it would load."""
+    """Reads everything and returns what is wrong: empty if it can be loaded."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are at a path, of whatever kind, and whether a run can go on from them. Torch-free."""
+"""Lists checkpoints of any format at a path, and checks whether a run can resume from them. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
 
 
 def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Registry) -> None:
-    """Refuse to resume where only other kinds are saved, or from a path that holds several.
+    """Reject a resume where only other formats are saved, or from a path that holds several checkpoints.
 
-    A run that begins anew beside checkpoints that it cannot read has lost them without a word.
+    A run that starts from the beginning next to checkpoints that it cannot read has silently lost them.
 
     Args:
         folder: of the run.
-        resume: ``"auto"``, ``"latest"``, a step or a path; None: it does not.
+        resume: ``"auto"``, ``"latest"``, a step or a path; None: do not resume.
         use: the component that the recipe names.
 
     Raises:
-        CheckpointError: with the kind that is there, or the checkpoint that was meant.
+        CheckpointError: the text names the format found, or the checkpoint that was probably meant.
     """
     if resume is None or registry.get("checkpoint", use).listing is None:
         return

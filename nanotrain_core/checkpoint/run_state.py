@@ -1,7 +1,7 @@
-"""What a run's checkpoint says beside its tensors, checked as if a stranger had written it. Torch-free.
+"""Validates the JSON state in a run's checkpoint as untrusted input. Torch-free.
 
-A seal only proves that the bytes are those that were written. A position below 0 or a range of skipped data
-that has no end would train on other data, or on none, without a word.
+A hash only proves that the bytes are those that were written. A negative position or an unbounded range of
+skipped data would silently train on other data, or on none.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: What the engine always saves.
+#: Keys that the engine always saves.
 OF_A_RUN = ("recipe", "model", "optimizer", "loss_scale", "data")
-#: What it always saves of the data, beside what the component's own ``meta`` returns.
+#: Keys of the data that it always saves, in addition to those of the component's ``meta``.
 COUNTED = ("taken", "tokens", "skipped")
-#: Largest step or position that is believed: 2^53 sequences are more than all text there is.
+#: Largest accepted step or position: 2^53 sequences are more than all existing text.
 LARGEST = 2**53
-#: Sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
+#: Maximum sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
 MOST_SKIPPED = 2**31
 
 
 def load_json(text: str | bytes) -> Any:
-    """Return what JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is none, a table has a key twice, which readers understand differently, or it is nested
-            too deeply.
+        ValueError: it is invalid, a table has a duplicate key, which readers interpret differently, or it is
+            nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_each_once)
@@ -43,11 +43,11 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def state_problems(meta: Any, step: int | None = None) -> list[str]:
-    """Return what of ``TrainState.meta`` cannot be a run's state: empty if it can be.
+    """Return what in ``TrainState.meta`` cannot be a run's state: empty if it is valid.
 
     Args:
-        meta: as it was read.
-        step: that the checkpoint has by its name or manifest, if it says one.
+        meta: the parsed state.
+        step: the checkpoint's step in its name or manifest, if it has one.
     """
     if not isinstance(meta, Mapping):
         return [f"its state is {_short(meta)}, expected a table"]
@@ -64,7 +64,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
 def is_of_a_run(meta: Mapping[str, Any]) -> bool:
     """Return whether the engine has written ``meta``, as far as can be seen where some of it is missing.
 
-    What others save, as weights alone, is their business.
+    Other writers' state, as for weights alone, is not checked.
     """
     return sum(key in meta for key in OF_A_RUN) > len(OF_A_RUN) / 2
 
@@ -82,15 +82,15 @@ def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
 def newest_evaluated(steps: Sequence[int], meta: Mapping[str, Any]) -> list[int]:
     """Return the newest of ``steps`` that an evaluation found to be sound, or nothing.
 
-    It is that of the last evaluation whose loss was finite, or the one before: retention keeps it, since
-    weights may be finite and worth nothing.
+    It is the step of the last evaluation with a finite loss, or the one before: retention keeps it, since
+    weights may be finite and still useless.
     """
     last = meta.get("evaluated")
     return [step for step in sorted(steps) if last is not None and step <= last][-1:]
 
 
 def _ranks(meta: Mapping[str, Any]) -> Iterator[str]:
-    """Of formats that keep them beside the state."""
+    """For formats that store them with the state."""
     if "world_size" in meta and not (_is_count(meta["world_size"]) and meta["world_size"]):
         yield f"world_size is {_short(meta['world_size'])}, expected a number of 1 or more"
     views = meta.get("degrees", {})
@@ -150,7 +150,7 @@ def _ranges(pairs: Sequence[Sequence[int]]) -> Iterator[str]:
 
 
 def _taken(data: Mapping[str, Any], step: int) -> Iterator[str]:
-    """Compare how much was taken with the number of steps that took it: each took a batch.
+    """Check the consumed amount against the number of steps: each step consumed a batch.
 
     A script's loader has batches of any size, and their sizes are not known.
     """
@@ -169,7 +169,7 @@ def _taken(data: Mapping[str, Any], step: int) -> Iterator[str]:
 
 
 def _left_out(skipped: Sequence[Sequence[int]], begin: int, size: int, batches: int) -> int:
-    """Return how many of so many batches from ``begin`` on a skipped range reaches into."""
+    """Return how many of the given batches from ``begin`` on overlap a skipped range."""
     spans = (
         (max(0, (first - begin) // size), min(batches, -(-(end - begin) // size))) for first, end in skipped
     )
@@ -181,10 +181,10 @@ def _left_out(skipped: Sequence[Sequence[int]], begin: int, size: int, batches: 
 
 
 def streams_problem(streams: Mapping[str, Any]) -> str:
-    """Return why random-number streams cannot be gone back to: empty if they can.
+    """Return why random-number streams cannot be restored: empty if they can.
 
     Args:
-        streams: arrays of NumPy, as ``random_state.capture`` names them. Those of devices are not looked at.
+        streams: NumPy arrays, named as in ``random_state.capture``. Streams of devices are not checked.
     """
     for name, count in (("python", 625), ("numpy", 625), ("halves", 4)):
         if name in streams and streams[name].shape != (count,):
@@ -196,7 +196,7 @@ def streams_problem(streams: Mapping[str, Any]) -> str:
 
 
 def _torch_problem(state: Any) -> str:
-    """Compare with what torch accepts for a CPU's generator: seeded, and at one of 624 words.
+    """Check what torch accepts for a CPU generator: seeded, and at one of 624 words.
 
     Source: https://github.com/pytorch/pytorch, ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``set_state``.
     """
@@ -217,6 +217,6 @@ def _is_pair(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """Return a value as people may read it."""
+    """Return a value in human-readable form."""
     text = repr(value) if not isinstance(value, list | Mapping) else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files: one, or shards with an index, as Hugging Face lays them out.
+"""Tensors in safetensors files: one, or shards with an index, in Hugging Face's layout.
 
-Files are written tensor by tensor, since shapes are known beforehand: the largest tensor is what it takes in
-memory. Source of the format: https://github.com/huggingface/safetensors, section "Format".
+Files are written tensor by tensor, since shapes are known beforehand: peak memory is the largest tensor.
+Source of the format: https://github.com/huggingface/safetensors, section "Format".
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.working import Advance, working
 
 INDEX = "model.safetensors.index.json"
-#: A file of a folder: an index that names others would have any file of this machine read.
+#: A file name without folders: an index that names others could have any file of this machine read.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*\.safetensors")
 
-#: What weights may be stored in, and what safetensors calls it.
+#: Dtypes that weights may be stored in, and their safetensors codes.
 DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, DTYPE_NAMES[code]) for code in ("F64", "F32", "F16", "BF16")
 }
@@ -35,16 +35,16 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensors(Protocol):
-    """What a folder holds, to be read block by block."""
+    """The tensors of a folder, read block by block."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor, by name."""
+        """Return the shape of every tensor, by name."""
         ...
 
     @property
     def dtypes(self) -> Mapping[str, str]:
-        """What safetensors calls them."""
+        """Return the safetensors codes of their dtypes."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Tensors(Protocol):
 
 
 class Shards:
-    """The tensors of a folder, opened for reading. Nothing is read before it is asked for.
+    """The tensors of a folder, opened for lazy reading.
 
     Raises:
         CheckpointError: the folder has no safetensors files, or one is missing or damaged.
@@ -62,7 +62,7 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        """What safetensors calls them: 8-bit formats, which cannot be read, are seen here."""
+        """Safetensors codes: they include 8-bit formats, which cannot be read."""
         self._files: dict[str, Any] = {}
         for path in _files(folder):
             self._open(path)
@@ -114,7 +114,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-    """Gives its values, in any dtype."""
+    """Returns its values, in any dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class Entry:
 def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
     """Write ``entries`` in their order into files of at most ``limit`` bytes each; return how many files.
 
-    A tensor above the limit gets a file of its own.
+    A tensor above the limit is written to a file of its own.
     """
     shards: list[list[Entry]] = [[]]
     for entry in entries:
@@ -146,7 +146,7 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
 
 
 def _write(path: Path, shard: Sequence[Entry], advance: Advance) -> None:
-    """Eight bytes that say how long the header is, the header as JSON, then all tensors without a gap."""
+    """Write eight bytes for the header's length, the header as JSON, then all tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in shard:

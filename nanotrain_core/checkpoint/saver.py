@@ -1,4 +1,4 @@
-"""When a run saves, and what a save that fails does to it."""
+"""Decides when a run saves, and handles failed saves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveRep
 from nanotrain_core.errors import CheckpointError, SaveFailed
 from nanotrain_core.watch.progress import Progress
 
-#: Saves in a row that may fail before a run is ended: it would lose more with every step.
+#: Maximum consecutive failed saves before a run is ended: it would lose more with every step.
 MOST_FAILED: Final = 3
 
 
 class CheckpointSaver:
-    """Begins saves and tells of those that are complete. Nothing happens without a checkpoint."""
+    """Begins saves and reports completed ones. A no-op without a checkpoint component."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class CheckpointSaver:
         self._log = structlog.get_logger("nanotrain.checkpoint")
 
     def due(self, step: int) -> bool:
-        """Return whether the checkpoint wants to save after ``step``."""
+        """Return whether the checkpoint is due after ``step``."""
         return self.checkpoint is not None and self.checkpoint.due(step)
 
     def begin(self, step: int, state: TrainState, *, last: bool = False) -> None:
-        """Save ``state``, once the save before it is done. The ``last`` is complete when this returns.
+        """Save ``state`` after completing the previous save. With ``last`` it is complete when this returns.
 
         Raises:
-            SaveFailed: the last save failed, or too many in a row did. Others are a warning, and training
-                goes on.
+            SaveFailed: the last save failed, or too many in a row did. Other failures are a warning, and
+                training continues.
         """
         checkpoint = self.checkpoint
         if checkpoint is None:
@@ -50,13 +50,13 @@ class CheckpointSaver:
         self.advance(wait=last, last=last)
 
     def settle(self) -> None:
-        """Wait until weights may change: a save on its way may still be reading them."""
+        """Wait until weights may change: a save in progress may still be reading them."""
         if self.checkpoint is not None:
             with self._progress.within("checkpoint"):
                 self.checkpoint.settle()
 
     def advance(self, *, wait: bool, last: bool = False) -> None:
-        """Report checkpoints that are complete by now; ``wait`` for one that is on its way."""
+        """Report checkpoints that are complete by now; ``wait`` for one in progress."""
         checkpoint = self.checkpoint
         if checkpoint is not None:
             self._bear(lambda: self._tell_of(checkpoint.advance(wait=wait)), last=last)
@@ -67,7 +67,7 @@ class CheckpointSaver:
             self._tell(report)
 
     def _bear(self, act: Callable[[], object], *, last: bool) -> None:
-        """Let ``act`` fail, unless it was the last chance. It fails on all ranks or on none."""
+        """Let ``act`` fail, unless it was the last attempt. It fails on all ranks or on none."""
         try:
             with self._progress.within("checkpoint"):
                 act()

@@ -1,9 +1,9 @@
-"""The whole run in one safetensors file, assembled on rank 0.
+"""The ``simple`` format: the whole run in one safetensors file, assembled on rank 0.
 
-Tensors are stored whole under their global names, so any layout can read what any other wrote. That
-needs a model that fits one host's memory; larger ones want a sharded format. The file's metadata
-holds the JSON state and a SHA-256 over names, shapes, bytes and state: a damaged file is refused
-before anything live is touched.
+Tensors are stored whole under their global names, so any layout can read what any other wrote. This
+requires a model that fits into one host's memory; larger ones need a sharded format. The file's metadata
+holds the JSON state and a SHA-256 over names, shapes, bytes and state: a damaged file is rejected
+before any live state is modified.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.files import remove_leftovers, write_atomically
 from nanotrain_core.run.working import working
 
-#: A block's name, its offset, and the shape of the whole tensor.
+#: A block's name, its offset, and the shape of the global tensor.
 Box = tuple[str, Shape, Shape]
 Form = tuple[Shape, torch.dtype]
 
 
 class SimpleCheckpoint:
-    """One safetensors file for a checkpoint. See :class:`~nanotrain_core.contracts.Checkpoint`."""
+    """One safetensors file per checkpoint. See :class:`~nanotrain_core.contracts.Checkpoint`."""
 
     def __init__(self, config: SimpleCheckpointConfig) -> None:
         self.config = config
         self._complete: list[CheckpointReport] = []
 
     def open(self, folder: Path, mesh: Mesh) -> None:
-        """Use ``folder``, made on the first save; clear away what a killed save left."""
+        """Use ``folder``, created on the first save; remove what a killed save left."""
         self.folder, self.mesh = folder, mesh
-        # Messages have a group of their own: torch.distributed in debug mode counts them among collectives.
+        # Messages use a separate group: torch.distributed in debug mode counts them among collectives.
         self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
         if mesh.rank == 0 and folder.is_dir():
             remove_leftovers(folder)
@@ -64,11 +64,11 @@ class SimpleCheckpoint:
         return bool(self.config.every) and step % self.config.every == 0
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of ``step`` is."""
+        """Return the path of the checkpoint of ``step``."""
         return self.folder / f"step-{step:08d}.safetensors"
 
     def steps(self) -> list[int]:
-        """Return the steps saved, oldest first."""
+        """Return the saved steps, oldest first."""
         return saved_steps(self.folder)
 
     # --- save ---------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class SimpleCheckpoint:
         )
 
     def settle(self) -> None:
-        """Nothing to wait for: a save is complete when :meth:`save` returns."""
+        """Do nothing: a save is complete when :meth:`save` returns."""
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
         """Return reports of saves since the last call: each was complete when :meth:`save` returned."""
@@ -139,7 +139,7 @@ class SimpleCheckpoint:
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
             self._agree(text)
-            state.accept(meta)  # first, since another model tells more
+            state.accept(meta)  # first, since a different model has the clearest error
             self._agree(left_over(path, kept, wanted))
             self._quarantine(damaged)
             for block in state.blocks:
@@ -153,14 +153,14 @@ class SimpleCheckpoint:
             )
 
     def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
-        """Return the state to fill, for a subclass whose blocks depend on the ``meta`` that was saved."""
+        """Return the state to fill, for a subclass whose blocks depend on the saved ``meta``."""
         return state
 
     def _opened(self, path: Path) -> Any:
-        """Open a file that rank 0 found whole on every rank, or on none.
+        """Open a file that rank 0 found intact on every rank, or on none.
 
-        Another host may see another file there: on a disk of its own, or a moment ago on a shared one, where
-        a rank may still be led to a file that was set aside since.
+        Another host may see another file there: on its own disk, or for a moment on a shared one, where
+        a rank may still see a file that has since been set aside.
         """
         file, error, seal = None, "", ""
         try:
@@ -177,7 +177,7 @@ class SimpleCheckpoint:
         return file
 
     def _set_aside_after(self, path: Path, step: int) -> None:
-        """Move aside the checkpoints of a branch that is left: later ones, or all if ``path`` is not one."""
+        """Move aside the checkpoints of an abandoned branch: later ones, or all if ``path`` is not one."""
         if self.mesh.rank == 0:
             own = path.resolve().parent == self.folder.resolve()
             later = [saved for saved in self.steps() if saved > step or not own]
@@ -186,7 +186,7 @@ class SimpleCheckpoint:
                 log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
 
     def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
-        """Return the newest file that is whole, as rank 0 finds it, and what is wrong with newer ones."""
+        """Return the newest intact file, as rank 0 finds it, and what is wrong with newer ones."""
         found: Path | None = None
         damaged: dict[Path, str] = {}
         for step in reversed(self.steps()) if self.mesh.rank == 0 else ():
@@ -195,7 +195,8 @@ class SimpleCheckpoint:
                 found = self.path(step)
                 break
             damaged[self.path(step)] = "; ".join(problems)
-        # All damaged ones stay where they are: else the next launch would find none, and begin anew.
+        # All damaged ones stay in place: otherwise the next launch would find none, and start from the
+        # beginning.
         none = damaged and found is None
         self._agree(
             f"no checkpoint in {self.folder} is whole: {next(iter(damaged.values()))}" if none else None
@@ -204,7 +205,7 @@ class SimpleCheckpoint:
         return newest, damaged
 
     def _quarantine(self, damaged: Mapping[Path, str]) -> None:
-        """Rename damaged files, on rank 0, once there is another one to go on from."""
+        """Rename damaged files, on rank 0, once there is another one to resume from."""
         for path, problem in damaged.items():
             aside = quarantine_checkpoint(path)
             log = structlog.get_logger("nanotrain.checkpoint")
@@ -232,12 +233,12 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
     if tuple(saved.get_shape()) != tuple(block.global_shape):
         yield f"{block.name} has shape {tuple(saved.get_shape())}, expected {tuple(block.global_shape)}"
     kept, wanted = saved.get_dtype(), CODES.get(block.tensor.dtype)
-    if wanted and kept != wanted:  # rounding it would change the run without a word
+    if wanted and kept != wanted:  # rounding it would silently change the run
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
 def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
-    """Return which tensor this run would drop, as the moments of a parameter that is trained no more."""
+    """Return a saved tensor that this run would drop, such as moments of a parameter no longer trained."""
     rest = sorted({*names} - wanted)
     return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
 
@@ -254,7 +255,7 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
 
 
 def open_weights(path: Path) -> SavedWeights | None:
-    """Open a checkpoint, or the newest of a run folder, for its weights; None if it is of another format."""
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format."""
     folders = (path, path / "checkpoints")
     files = [file for folder in folders for file in sorted(folder.glob("step-*.safetensors"))]
     path = files[-1] if files else path
@@ -294,15 +295,15 @@ class SimpleWeights:
         return damage(self.path)
 
 
-# --- bringing blocks together -------------------------------------------------------------------
+# --- gathering blocks -----------------------------------------------------------------------
 
 
 def gather_whole(
     blocks: Sequence[Block], mesh: Mesh, group: dist.ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """Gather on rank 0: return every tensor whole, on the CPU; an empty dict on other ranks.
+    """Gather on rank 0: return every whole tensor, on the CPU; an empty dict on other ranks.
 
-    Of equal blocks the lowest rank's is taken. Ranks above 0 send theirs one by one, in one order.
+    For equal blocks the lowest rank's is used. Ranks above 0 send theirs one by one, in one order.
     """
     mine = {(b.name, tuple(b.offset), tuple(b.global_shape)): b.tensor.detach() for b in blocks}
     forms: list[dict[Box, Form]] = [{box: (tuple(t.shape), t.dtype) for box, t in mine.items()}]
@@ -324,7 +325,7 @@ def gather_whole(
 
 
 def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]]) -> None:
-    """Refuse blocks that leave a hole in a tensor, or overlap: a placement is wrong.
+    """Reject blocks that leave a gap in a tensor, or overlap: a placement is wrong.
 
     Raises:
         CheckpointError: naming the tensor.

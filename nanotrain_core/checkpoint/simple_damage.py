@@ -1,4 +1,4 @@
-"""What a file of the ``simple`` checkpoint says of itself, and whether it is whole."""
+"""Reads the header of a ``simple`` checkpoint file, and verifies that it is intact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def digest(tensors: Any, state: str) -> str:
 
 
 def damage(path: Path) -> list[str]:
-    """Return why ``path`` must not be loaded: empty if it is whole."""
+    """Return why ``path`` must not be loaded: empty if it is intact."""
     try:
         with safe_open(path, framework="pt") as file:
             header = read_header(file)
@@ -65,7 +65,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def read_header(file: Any) -> dict[str, str]:
-    """Return format, JSON state and SHA-256 of an open file; empty if it is not one of ours.
+    """Return format, JSON state and SHA-256 of an open file; empty if it has another format.
 
     Raises:
         ValueError: it cannot be read.

@@ -12,7 +12,7 @@ from nanotrain_core.checkpoint.run_state import load_json, state_problems
 from nanotrain_core.checkpoint.simple_names import own, step_of
 from nanotrain_core.errors import CheckpointError
 
-#: Largest header that is read, as in safetensors itself.
+#: Maximum size of a header that is read, as in safetensors itself.
 _LARGEST_HEADER = 100 * 2**20
 
 

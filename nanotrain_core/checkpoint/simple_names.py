@@ -1,4 +1,4 @@
-"""What the ``simple`` checkpoint's files are called, and what lies beside them. Torch-free."""
+"""File names of ``simple`` checkpoints, and other entries in their folder. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def step_of(path: Path) -> int:
 
 
 def named_step(path: Path) -> int | None:
-    """Return the step in a file's name, None if it is called otherwise."""
+    """Return the step in a file's name, None if it has another form."""
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else None
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps saved in ``folder``, oldest first. Entries that are called otherwise are none."""
+    """Return the steps saved in ``folder``, oldest first. Entries with other names are ignored."""
     return sorted(map(step_of, own(folder.glob("step-*"))))
 
 
 def strange_entries(folder: Path) -> list[Path]:
-    """Return what looks like a checkpoint of ``folder`` and is none: a copy, a folder, a dangling link."""
+    """Return entries of ``folder`` that resemble a checkpoint but are none: a copy, a folder, a dangling link."""
     there = sorted(folder.glob("step-*"))
     mine = set(own(there))
     return [path for path in there if path not in mine]
 
 
 def own(candidates: Iterable[Path]) -> Iterator[Path]:
-    """Yield those that are files, and called like a checkpoint."""
+    """Yield the files named like a checkpoint."""
     return (file for file in candidates if _NAME.fullmatch(file.name) and file.is_file())

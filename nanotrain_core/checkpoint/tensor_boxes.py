@@ -1,17 +1,17 @@
-"""Ranges of flattened tensors as boxes: what a flat optimizer shard is, seen from the tensor."""
+"""Ranges of flattened tensors as boxes of the tensor, such as those of a flat optimizer shard."""
 
 from __future__ import annotations
 
 from math import prod
 
-#: Sizes of a tensor, or where a box begins in it.
+#: Shape of a tensor, or the offset of a box in it.
 Shape = tuple[int, ...]
-#: Where a box begins in its tensor, and its shape.
+#: The offset of a box in its tensor, and its shape.
 Box = tuple[Shape, Shape]
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Cut elements ``start`` to ``stop`` of a tensor, flattened row by row, into boxes, in their order.
+    """Split elements ``start`` to ``stop`` of a tensor, flattened in row-major order, into ordered boxes.
 
     At most 2n - 1 boxes in n dimensions: the end of a row, whole rows, the beginning of a row.
 

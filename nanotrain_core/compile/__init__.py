@@ -1,1 +1,1 @@
-"""What of a run becomes graphs of ``torch.compile``, and what stays eager."""
+"""Decides what in a run is compiled by ``torch.compile`` and what stays eager, and compiles it."""

@@ -1,10 +1,10 @@
-"""``torch.compile`` of a model's layers: which modules become graphs, and how their graphs are shared.
+"""``torch.compile`` of a model's layers: which modules are compiled, and how they share graphs.
 
-Applied as torchtitan orders it: after tensor parallelism and activation checkpointing, whose code is part of
-the graphs, and before gradient sync. It is the ``forward`` of a layer that is compiled, inside the layer's
-own hooks, which an optimizer that prefetches weights puts there.
+Applied in torchtitan's order: after tensor parallelism and activation checkpointing, whose code is part of
+the graphs, and before gradient sync. A layer's ``forward`` is compiled, inside the layer's
+own hooks, which an optimizer that prefetches weights installs.
 
-Layers that are alike share one function, and so one graph for each kind of call: see
+Identical layers share one function, and so one graph for each kind of call: see
 :mod:`~nanotrain_core.compile.function`.
 """
 
@@ -30,14 +30,15 @@ def compile_blocks(
     passes: Passes | None = None,
     log: bool = True,
 ) -> list[str]:
-    """Have the layers of ``parts`` run compiled; parameters and modules stay as they are.
+    """Compile the layers of ``parts``; parameters and modules stay as they are.
 
     Args:
-        parts: of the model, wrapped and converted; they may be on ``meta`` still.
+        parts: of the model, wrapped and converted; they may still be on ``meta``.
         backend: a name that torch knows.
-        eager: modules of these roles stay eager, and what they are in is compiled in pieces around them.
-        passes: of the run; they may ask for eager calls.
-        log: say on standard error what is compiled and how long it took.
+        eager: modules of these roles stay eager, and the modules that contain them are compiled in pieces
+            around them.
+        passes: of the run; they may request eager calls.
+        log: whether to log to standard error what is compiled and how long it took.
 
     Returns:
         The names of the compiled modules.
@@ -59,9 +60,9 @@ def compile_blocks(
 
 
 def pieces(module: nn.Module, eager: Collection[Role]) -> Iterator[nn.Module]:
-    """Yield ``module``, or where it holds some that stay eager, the largest ones without any.
+    """Yield ``module``, or if it contains modules that stay eager, the largest ones without any.
 
-    A norm or a linear layer by itself is one kernel already, and stays out.
+    A single norm or linear layer is already one kernel, and is not compiled.
     """
     if not any(tag.role in eager for _, _, tag in tagged(module)):
         yield module
@@ -72,7 +73,7 @@ def pieces(module: nn.Module, eager: Collection[Role]) -> Iterator[nn.Module]:
 
 
 def _kind(module: nn.Module) -> Any:
-    """Return what modules have in common that can share graphs."""
+    """Return a key that is equal for modules that can share graphs."""
     return (
         _function(taken_over_by(module) or type(module).forward),
         tuple((name, type(each), tag_of(each), _hooks(each)) for name, each in module.named_modules()),
@@ -88,5 +89,5 @@ def _function(function: Callable[..., Any]) -> Any:
 
 
 def _hooks(module: nn.Module) -> tuple[int, int]:
-    """Return how many hooks there are."""
+    """Return the number of hooks."""
     return len(module._forward_pre_hooks), len(module._forward_hooks)

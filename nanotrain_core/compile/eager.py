@@ -1,8 +1,8 @@
-"""What of a recipe's run is compiled, what stays eager, and why: known before anything runs. Torch-free.
+"""What in a recipe's run is compiled, what stays eager, and why: known before anything runs. Torch-free.
 
-A component says what cannot be traced on its account, with :attr:`Component.stays_eager`. That weight
-gradients of W passes wait is the core's own to know: a graph holds a whole backward pass, which makes them
-at once.
+A component declares what cannot be traced because of it, with :attr:`Component.stays_eager`. The core itself
+knows that weight gradients of W passes are deferred: a graph holds a whole backward pass, which computes
+them immediately.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class KeptEager:
 
 
 def kernels_of(selection: Selection, registry: Registry, device: str) -> str:
-    """Return the name of a recipe's kernels on a device of type ``device``, where ``auto`` says none.
+    """Return the name of a recipe's kernels on a device of type ``device``, if ``auto`` leaves it open.
 
-    That is the one installed component that provides ``kernels:<device>``; ``torch`` where there is none, or
+    They are the only installed component that provides ``kernels:<device>``; ``torch`` if there is none, or
     several.
     """
     if selection.use != "auto":
@@ -49,13 +49,13 @@ def kernels_of(selection: Selection, registry: Registry, device: str) -> str:
 def kept_eager(
     recipe: Recipe, registry: Registry, layout: Layout, device: str | None = None
 ) -> list[KeptEager]:
-    """Return what stays eager in a run that is compiled.
+    """Return what stays eager in a compiled run.
 
     Args:
-        recipe: checked.
+        recipe: the checked recipe.
         registry: the plugins.
-        layout: of its ranks.
-        device: type of the run's; None: not known, so that kernels of ``auto`` have no say.
+        layout: the layout of its ranks.
+        device: type of the run's device; None: unknown, so that the kernels of ``auto`` are not considered.
 
     Raises:
         PluginError: a component's rule is wrong.
@@ -89,7 +89,7 @@ def _of_w_passes(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator
 
 
 def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
-    """Refuse ``compile = true`` where nothing is left to compile."""
+    """Reject ``compile = true`` where nothing is left to compile."""
     against = [each for each in kept if each.role is Role.BLOCK]
     if recipe.run.compile is True and against:
         remedy = 'expected "auto" or false'
@@ -100,7 +100,7 @@ def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
 
 
 def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
-    """Return lines that say what is compiled, and what stays eager on whose account."""
+    """Return lines that say what is compiled, and what stays eager because of which component."""
     kept = list(kept)
     against = [each for each in kept if each.role is Role.BLOCK]
     roles = {each.role for each in kept}
@@ -116,7 +116,7 @@ def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
 
 
 def explain_compiled(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:
-    """Return what ``nanotrain check --explain`` says of it, for the recipe's device as far as it is known."""
+    """Return these lines for ``nanotrain check --explain``, for the recipe's device as far as it is known."""
     wanted, device = recipe.run.compile, recipe.run.device
     if wanted is False:
         return ["torch.compile: off"]

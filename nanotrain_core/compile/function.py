@@ -1,9 +1,9 @@
-"""A function of a run that ``torch.compile`` makes graphs of, few and bounded, with a line on each.
+"""A function compiled by ``torch.compile`` into few, bounded graphs, with a log line for each.
 
-A kind of call that was not seen before may need another graph, and is prepared for: gradients in another
-dtype than their parameter's, which torch cannot trace, are put aside, and a checkpointed layer is allowed to
-remember its input's gathered form. torch makes sizes that have changed symbols, so that a third batch size
-needs no third graph; after :data:`MOST_GRAPHS` of them new kinds of calls run eager.
+A new kind of call may need another graph, and is prepared for: gradients in another
+dtype than their parameter's, which torch cannot trace, are set aside, and a checkpointed layer is allowed to
+remember its input's gathered form. torch makes sizes that have changed symbolic, so that a third batch size
+needs no third graph; after :data:`MOST_GRAPHS` of them new kinds of calls run eagerly.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights
 
-#: Graphs of layers that are alike: training and evaluation, each for a first size, for one sequence (which
-#: torch never makes a symbol) and for any, and as many again.
+#: Graphs of identical layers: training and evaluation, each for a first size, for one sequence (which
+#: torch never makes symbolic) and for any, and as many again.
 MOST_GRAPHS = 12
 
 _log = structlog.get_logger()
 
 
 class CompiledFunction:
-    """Runs in the place of a function, such as the ``forward`` of modules that are alike."""
+    """Replaces a function, such as the ``forward`` of identical modules."""
 
     def __init__(
         self,
@@ -45,21 +45,21 @@ class CompiledFunction:
         modules: int = 0,
         passes: Passes | None = None,
     ) -> None:
-        """Compile nothing yet: that is done by calls.
+        """Compile nothing yet: calls do that.
 
         Args:
-            function: what is called now; a ``forward`` with its module first.
+            function: the current function; a ``forward`` takes its module first.
             backend: of ``torch.compile``.
             name: of the first of the modules.
-            log: whether to tell of graphs.
-            modules: how many share it so far.
-            passes: of the run; they may ask for eager calls.
+            log: whether to log new graphs.
+            modules: number of modules that share it so far.
+            passes: of the run; they may request eager calls.
         """
         self.function, self.backend, self.name, self.log = function, backend, name, log
         self.modules, self.passes = modules, passes or Passes()
-        """How many share this."""
+        """Number of modules that share this."""
         self.graphs = 0
-        """How many were made."""
+        """Number of graphs so far."""
         self.known: set[Any] = set()
         """Kinds of calls that have a graph."""
         self._gemms: dict[nn.Module, list[nn.Module]] = {}
@@ -68,18 +68,18 @@ class CompiledFunction:
         )
 
     def _linear(self, module: nn.Module) -> list[nn.Module]:
-        """Return the modules of ``module`` whose GEMMs somebody else makes."""
+        """Return the modules of ``module`` whose GEMMs are computed by a backend."""
         if module not in self._gemms:
             self._gemms[module] = [each for each in module.modules() if gemms_of(each) is not None]
         return self._gemms[module]
 
     @property
     def most(self) -> int:
-        """How many graphs there may be: modules whose hooks torch tells apart need some each."""
+        """Maximum number of graphs: modules with different hooks need some each."""
         return MOST_GRAPHS * self.modules
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function does.
+        """Return the result of the function.
 
         Raises:
             NanotrainError: something in it cannot be traced.
@@ -93,7 +93,7 @@ class CompiledFunction:
         if call in self.known:
             try:
                 return self._compiled(*args, **kwargs)
-            except TorchDynamoException:  # something else than arguments asks for a graph, not prepared for
+            except TorchDynamoException:  # something other than the arguments requires an unexpected graph
                 if self.graphs >= self.most:
                     return self.function(*args, **kwargs)
                 return self._first(*args, **kwargs)
@@ -104,12 +104,12 @@ class CompiledFunction:
         return result
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a call of a kind that has not been before."""
+        """Make the first call of its kind."""
         fields = {"layer": self.name, "alike": self.modules, "backend": self.backend}
         if self.log and not self.graphs:
             _log.info("compiling", **fields)
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
-        # Activation checkpointing inside of a graph runs no side effects again: that a tensor-parallel
+        # Activation checkpointing inside a graph does not repeat side effects: that a tensor-parallel
         # boundary remembers what it gathered is one.
         flags = {
             "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
@@ -135,7 +135,7 @@ class CompiledFunction:
 
 
 def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` behind a code object of its own: torch counts and keeps graphs by code objects."""
+    """Return ``function`` with its own code object: torch counts and keeps graphs by code object."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -145,10 +145,10 @@ def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _without_wide_gradients(args: Iterable[Any]) -> Iterator[None]:
-    """Put aside gradients in another dtype than their parameter's: torch refuses to trace such a pair.
+    """Set aside gradients in another dtype than their parameter's: torch refuses to trace such a pair.
 
-    Those of modules among ``args`` are there from a step's second microbatch on, where gradients of bfloat16
-    weights are added up in float32.
+    Modules among ``args`` have them from a step's second microbatch on, where gradients of bfloat16
+    weights are accumulated in float32.
     """
     modules = (each for each in args if isinstance(each, nn.Module))
     found = [(each, each.grad) for module in modules for each in module.parameters()]
@@ -164,7 +164,7 @@ def _without_wide_gradients(args: Iterable[Any]) -> Iterator[None]:
 
 
 def _signature(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what of a call's arguments may ask for another graph."""
+    """Return what in a call's arguments may require another graph."""
     return tuple(map(_of_argument, arguments))
 
 

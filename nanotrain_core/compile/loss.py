@@ -1,14 +1,14 @@
-"""The head's loss of a chunk with its gradient, as compiled functions: few passes over the logits.
+"""The head's chunked loss and its gradient, as compiled functions: few passes over the logits.
 
 The matrix products around them stay outside, with their sums in float32. What the eager definition
-(:func:`~nanotrain_core.models.cross_entropy.cross_entropy`) does in place in a wide copy of the logits is
-written here without one: a compiler computes exponentials where they are used, of the logits as they are, and
-stores nothing as large but the gradient, in the logits' dtype, with its columns of zeros. Where ranks share
-the vocabulary, they talk between two graphs.
+(:func:`~nanotrain_core.models.cross_entropy.cross_entropy`) does in place in a float32 copy of the logits is
+written here without one: a compiler computes exponentials where they are used, directly from the logits, and
+stores nothing of that size except the gradient, in the logits' dtype, with its columns of zeros. Where ranks
+shard the vocabulary, they communicate between two graphs.
 
-Rows are a symbol from the first call on, so that a last, shorter chunk needs no graph of its own.
+The row count is symbolic from the first call on, so that a last, shorter chunk needs no graph of its own.
 
-Shapes: C tokens of one chunk, V vocabulary, or this rank's part of it, P columns of logits that are stored.
+Shapes: C tokens of one chunk, V vocabulary, or this rank's shard of it, P columns of logits that are stored.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Loss = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def compile_losses(parts: Iterable[nn.Module], backend: str, *, log: bool = True) -> list[str]:
-    """Have each HEAD of ``parts`` compute its chunks' losses compiled; return the heads' names.
+    """Compile the chunk loss of each HEAD of ``parts``; return the heads' names.
 
-    A head whose kernels have a loss of their own, in place of the core's, keeps it.
+    A head whose kernels have their own loss instead of the core's keeps it.
     """
     names = []
     for part in parts:
@@ -95,13 +95,13 @@ class CompiledLoss:
 
 
 def _rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
-    """Have a graph take any number of rows; one or none need graphs of their own."""
+    """Let a graph take any number of rows; zero or one row needs its own graph."""
     for each in tensors:
         torch._dynamo.maybe_mark_dynamic(each, dim)
 
 
 def whole_loss(logits_CP: torch.Tensor, target_C: torch.Tensor, columns: int, gradient: bool) -> Loss:
-    """Return the loss and the gradient where the rows of all tokens are here."""
+    """Return the loss and the gradient where this rank has the whole vocabulary."""
     own_C3 = own_statistics(logits_CP, target_C, columns, None)
     return loss_and_gradient(logits_CP, target_C, columns, None, own_C3, None, gradient)
 
@@ -128,7 +128,7 @@ def loss_and_gradient(
     each_RC3: torch.Tensor | None,
     gradient: bool,
 ) -> Loss:
-    """Return the loss, and softmax - onehot in the logits' dtype, of what all ranks said of their logits."""
+    """Return the loss, and softmax - onehot in the logits' dtype, from all ranks' logit statistics."""
     all_C3 = own_C3 if each_RC3 is None else combine(each_RC3)
     loss = loss_of(all_C3, target_C)
     if not gradient:

@@ -1,4 +1,4 @@
-"""Batches that a thread reads before a step asks for them, which changes no batch and no position."""
+"""Prefetching of batches in a thread, which changes no batch and no position."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from nanotrain_core.batch import Batch, Shard
 
 @attrs.define(frozen=True)
 class Request:
-    """Which rows of which global batch: all that decides what is read."""
+    """The rows of a global batch: everything that determines what is read."""
 
     position: int
-    """Of its first sequence, in the endless stream of epochs."""
+    """Position of its first sequence, in the endless stream of epochs."""
     sequences: int
     shard: Shard
     length: int
 
 
 class ReadAhead:
-    """Reads the batches that come next, if steps go on as they do."""
+    """Prefetches the next batches, assuming that steps continue as before."""
 
     def __init__(self, read: Callable[[Request], Batch], depth: int) -> None:
-        """Read ``depth`` batches ahead with ``read``, which one thread calls beside the caller's own."""
+        """Read ``depth`` batches ahead with ``read``, which one thread calls in addition to the caller."""
         self._read, self._depth = read, depth
         self._coming: deque[tuple[Request, Future[Batch]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanotrain-data")
@@ -35,7 +35,7 @@ class ReadAhead:
         """Return a batch, and begin to read those that are expected to follow it.
 
         Raises:
-            Exception: what reading this batch raised; of one that nobody asks for nothing is told.
+            Exception: raised by reading this batch; errors of batches that are never requested are dropped.
         """
         if not self._coming or self._coming[0][0] != wanted:
             self.clear()
@@ -48,7 +48,7 @@ class ReadAhead:
         return batch
 
     def clear(self) -> None:
-        """Forget what was read, and return once nothing is being read."""
+        """Discard prefetched batches, and return once nothing is being read."""
         for _, future in self._coming:
             future.cancel()
         wait([future for _, future in self._coming])

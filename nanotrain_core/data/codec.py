@@ -1,4 +1,4 @@
-"""Text to tokens and back: what whoever reads or writes text needs to know of a tokenizer. Torch-free."""
+"""The interface of a tokenizer for code that reads or writes text. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextCodec(Protocol):
 
     @property
     def separator(self) -> int | None:
-        """The token that ends a document; None: not known."""
+        """The token that ends a document; None: unknown."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -24,21 +24,21 @@ class TextCodec(Protocol):
 
 @runtime_checkable
 class EncodesSpecial(Protocol):
-    """What a tokenizer may offer beside, if it has special tokens that text can name."""
+    """Optional interface of a tokenizer with special tokens that text can name."""
 
     def encode_special(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, in which what is written as a special token is that token."""
+        """Return the tokens of ``text``, in which the text of a special token becomes that token."""
         ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """What a data component may offer beside, if its tokens are text: to write text no data need be there."""
+    """Optional interface of a data component whose tokens are text: decoding text requires no data."""
 
     def tokenizer_alone(self) -> TextCodec:
-        """Return who encodes and decodes, without opening the data.
+        """Return the tokenizer, without opening the data.
 
         Raises:
-            DataError: what it is made of is missing.
+            DataError: one of its files is missing.
         """
         ...

@@ -14,7 +14,7 @@ import attrs
 
 from nanotrain_core.errors import DataError, did_you_mean
 
-#: Folders of the standard library that are not its own working source: installed packages, tests, the editor.
+#: Folders of the standard library that are not its source proper: installed packages, tests, the editor.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib"})
 
 
@@ -37,15 +37,15 @@ class Source:
     path: Path
     suffixes: Sequence[str]
     skip: frozenset[str] = frozenset()
-    """Names of folders that are left out."""
+    """Names of folders that are skipped."""
     hint: str = "set data.suffixes"
     """What to do if no file has one of the suffixes."""
 
     def files(self) -> list[Path]:
-        """Return the files, in an order that is the same on every machine.
+        """Return the files, in the same order on every machine.
 
         Raises:
-            DataError: the path does not exist, or the folder has nothing to read.
+            DataError: the path does not exist, or the folder has no matching files.
         """
         if not self.path.is_dir():
             if not self.path.exists():
@@ -81,7 +81,7 @@ class Source:
 
 
 def sources(paths: Sequence[str], suffixes: Sequence[str]) -> list[Source]:
-    """Return where a corpus is: without ``paths`` in the Python standard library, its tests left out."""
+    """Return the sources of a corpus: without ``paths`` the Python standard library, without its tests."""
     if not paths:
         return [Source(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY)]
     return [Source(Path(path), suffixes) for path in paths]
@@ -91,7 +91,7 @@ def read_documents(paths: Sequence[str], suffixes: Sequence[str]) -> list[Docume
     """Read the documents of all :func:`sources`.
 
     Raises:
-        DataError: a path does not exist or cannot be read, or a folder has nothing to read.
+        DataError: a path does not exist or cannot be read, or a folder has no matching files.
     """
     return [document for source in sources(paths, suffixes) for document in source.documents()]
 
@@ -106,7 +106,7 @@ def fingerprint(documents: Iterable[Document]) -> str:
 
 
 def missing_path(path: Path, what: str) -> str:
-    """Return that ``path`` does not exist, from which part on, and what has a name like it."""
+    """Return an error that names the first missing part of ``path``, and similar names."""
     parent, child = path.parent, path
     while not parent.exists() and parent != parent.parent:
         parent, child = parent.parent, parent
@@ -135,7 +135,7 @@ def _content(path: Path) -> bytes:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file that can be read."""
+    """Return the size in bytes of a readable file."""
     try:
         size = path.stat().st_size
     except OSError as error:

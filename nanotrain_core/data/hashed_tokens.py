@@ -1,4 +1,4 @@
-"""Tokens of a file, each piece with its hash: what is damaged is not trained on."""
+"""Tokens of a file, with a hash of each piece: damaged pieces are not trained on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy.typing as npt
 
 from nanotrain_core.errors import DataError
 
-#: An array of tokens, whole numbers of any dtype.
+#: An array of tokens, integers of any dtype.
 Tokens = npt.NDArray[Any]
 
-#: Bytes that share a hash. A sequence reads few more than its own.
+#: Bytes per hash. A sequence reads little more than its own bytes.
 PIECE = 2**16
 #: Bytes of a hash: half of a SHA-256.
 HASH = 16
 
 
 class HashedTokens:
-    """Tokens of a file, compared with their hashes as they are read: a piece once, before its first use."""
+    """Tokens of a file, verified against their hashes as they are read: each piece once, at first use."""
 
     def __init__(
         self, path: Path, tokens: Tokens, hashes: bytes, compared: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Take what :func:`piece_hashes` returned of ``tokens``, [tokens] of an unsigned type.
+        """Take the result of :func:`piece_hashes` for ``tokens``, [tokens] of an unsigned type.
 
         ``compared``: :attr:`compared` of an object that had the file open before.
         """
@@ -35,16 +35,16 @@ class HashedTokens:
         self.dtype = tokens.dtype
         self._piece = PIECE // tokens.itemsize
         self.compared = np.zeros(-(-tokens.nbytes // PIECE), np.bool_) if compared is None else compared
-        """Which pieces this process has found to be right, [pieces]."""
+        """Which pieces this process has verified, [pieces]."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Tokens:
-        """Return tokens at a slice, or at an array of places whose rows are compared from end to end.
+        """Return tokens at a slice, or at an array of indices whose rows are verified from end to end.
 
         Raises:
-            DataError: they are not those that were written.
+            DataError: they differ from those that were written.
         """
         if isinstance(index, slice):
             first, last, step = index.indices(len(self))
@@ -59,7 +59,7 @@ class HashedTokens:
         return self.tokens[index]
 
     def damaged(self, byte: int) -> DataError:
-        """Return what is raised where the piece that begins at that byte is not the one that was written."""
+        """Return the error for a piece that begins at that byte and differs from the one that was written."""
         return DataError(f"the tokens {self.path} are damaged at byte {byte}")
 
     def has_hashes(self) -> bool:
@@ -67,7 +67,7 @@ class HashedTokens:
         return len(self.hashes) == len(self.compared) * HASH
 
     def first_damaged(self) -> int | None:
-        """Compare all pieces, and return the byte at which the first that is damaged begins."""
+        """Verify all pieces, and return the byte at which the first damaged one begins."""
         return next((n * PIECE for n in range(len(self.compared)) if not self._is_sound(n)), None)
 
     def _is_sound(self, number: int) -> bool:

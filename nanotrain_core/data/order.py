@@ -1,8 +1,8 @@
-"""Sequences in a seeded order that no layout changes: what the built-in data components share.
+"""Sequences in a seeded order that is independent of the layout: shared by the built-in data components.
 
-A batch is named by positions in an endless stream of epochs, each a permutation of the training
+A batch is identified by positions in an endless stream of epochs, each a permutation of the training
 sequences drawn from (seed, epoch). A rank takes its rows of the positions, so the number of ranks
-never decides which sequences a step sees, and one integer is the whole state.
+never affects which sequences a step sees, and one integer is the whole state.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Integers = npt.NDArray[np.int64]
 
 
 class Order(Protocol):
-    """Which sequence stands at each position of an endless stream."""
+    """Maps each position of an endless stream to a sequence."""
 
     def at(self, positions: Iterable[int]) -> Integers:
-        """Return the sequence numbers at ``positions``, which are any, in any order."""
+        """Return the sequence numbers at ``positions``, which may be any, in any order."""
         ...
 
 
 class ShuffledOrder:
-    """Which of ``count`` sequences stands at each position, every epoch in a new order."""
+    """An order of ``count`` sequences, reshuffled in every epoch."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count, self.seed = count, seed
@@ -53,40 +53,40 @@ class ShuffledOrder:
 
 
 class SequenceData:
-    """Batches of sequences of ``length`` + 1 tokens, which overlap by one to make inputs and targets.
+    """Batches of sequences of ``length`` + 1 tokens, which overlap by one to form inputs and targets.
 
     A subclass calls :meth:`prepare` when it knows its sequences and implements :meth:`read_sequences`, or
     :meth:`read_batch` if not every token is a target.
-    See :class:`~nanotrain_core.contracts.Data`. One that provides ``changes_length`` implements
+    See :class:`~nanotrain_core.contracts.Data`. A component that provides ``changes_length`` implements
     ``set_length`` with :meth:`prepare_length`: see :class:`~nanotrain_core.contracts.ChangesLength`.
     """
 
     position_in_tokens = True
-    """Whether a position is carried over to sequences of another length by its share of the epoch, rounded up
-    to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
-    n-th one of each length has tokens of its own."""
+    """Whether a position is carried over to sequences of another length by its fraction of the epoch, rounded
+    up to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
+    n-th one of each length has its own tokens."""
     read_ahead = 0
-    """Training batches that a thread reads before they are asked for. Above 0, two threads at a time may call
+    """Training batches that a thread prefetches. Above 0, two threads at a time may call
     ``read_sequences`` or ``read_batch``, and ``set_length`` calls :meth:`prepare_length` before it changes
     what these read."""
     document_end: int | None = None
-    """The token that ends a document, if tokens are to attend to those of their own document alone."""
+    """The token that ends a document, if tokens must attend only to their own document."""
     _expected = 0
     _ahead: ReadAhead | None = None
 
     def expect_lengths(self, lengths: Collection[int]) -> None:
-        """Note the longest of the lengths that the run will set."""
+        """Record the longest of the lengths that the run will set."""
         self._expected = max(lengths)
 
     def prepare(self, *, length: int, seed: int, train: int, validation: int, fingerprint: str) -> None:
         """Start at position 0 of ``train`` sequences.
 
         Args:
-            length: tokens of a sequence that the model reads.
+            length: sequence length in tokens, as the model reads it.
             seed: of the order.
-            train: training sequences in an epoch.
-            validation: sequences held out.
-            fingerprint: readable, and different for any data whose positions mean something else.
+            train: number of training sequences in an epoch.
+            validation: number of held-out sequences.
+            fingerprint: readable, and different for any data in which positions mean something else.
         """
         self._ahead = None
         self.longest, self._seed = max(self._expected, length), seed
@@ -95,39 +95,40 @@ class SequenceData:
         self.prepare_length(length, train=train, validation=validation)
 
     def prepare_length(self, length: int, *, train: int, validation: int) -> None:
-        """Have so many sequences of ``length`` tokens; each length has an order of its own."""
+        """Use this many sequences of ``length`` tokens; each length has its own order."""
         if self._ahead:
-            self._ahead.clear()  # it reads sequences of the length before
+            self._ahead.clear()  # it reads sequences of the previous length
         self.length, self.train, self.validation = length, train, validation
         self._train_order = self.order(stream_seed(self._seed, "data/train"), validation=False)
-        # Shuffled once, so that the first few validation batches already represent the whole split.
+        # Shuffled once, so that even the first few validation batches represent the whole split.
         self._validation_order = self.order(stream_seed(self._seed, "data/validation"), validation=True)
 
     def order(self, seed: int, *, validation: bool) -> Order:
-        """Return the order of a split's sequences; a subclass may have another than a seeded shuffle."""
+        """Return the order of a split's sequences; a subclass may use another than a seeded shuffle."""
         return ShuffledOrder(self.validation if validation else self.train, seed)
 
     def _carry_position_over(self) -> None:
-        """Count the position in sequences of the length in force. Only what advances does so."""
+        """Convert the position to sequences of the current length. Only called before advancing."""
         if self.position_in_tokens and self._position_length != self.length:
             if self._position_train > 0:
                 epochs, rest = divmod(self.position, self._position_train)
                 self.position = epochs * self.train - (-rest * self.train // self._position_train)
-            else:  # of a checkpoint that lacks it
+            else:  # loaded from a checkpoint without it
                 self.position = -(-self.position * self._position_length // self.length)
         self._position_length, self._position_train = self.length, self.train
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
-        """Return tokens [len(numbers), length + 1], integers of any dtype, of those sequences of a split.
+        """Return tokens [len(numbers), length + 1], integers of any dtype, for these sequences of a split.
 
-        ``numbers`` are one at least.
+        ``numbers`` has at least one element.
         """
         raise NotImplementedError
 
     def read_batch(self, numbers: Integers, *, validation: bool) -> Batch:
-        """Return those sequences of a split, with what is to be predicted.
+        """Return these sequences of a split, with their targets.
 
-        By default every token of :meth:`read_sequences` but the first is a target. ``numbers`` may be none.
+        By default every token of :meth:`read_sequences` except the first is a target. ``numbers`` may be
+        empty.
         """
         if not len(numbers):  # a shard may have none of the last validation batch
             return _batch(np.zeros((0, self.length + 1), np.int64), self.document_end)
@@ -161,7 +162,7 @@ class SequenceData:
         return self.read_batch(numbers, validation=False)
 
     def skip(self, sequences: int) -> None:
-        """Advance without a look at what is there. Who keeps more than the position overrides this too."""
+        """Advance without reading. A subclass with more state than the position overrides this too."""
         self._carry_position_over()
         self.position += sequences
 
@@ -175,12 +176,12 @@ class SequenceData:
         return _padded(self.read_batch(numbers, validation=True), len(rows))
 
     def meta(self) -> dict[str, Any]:
-        """Return sequences consumed so far, the tokens of each, how many make an epoch, and of what data."""
+        """Return sequences consumed so far, their length, the sequences of an epoch, and the fingerprint."""
         counted_in = {"length": self._position_length, "train": self._position_train}
         return {"position": self.position, **counted_in, "fingerprint": self.fingerprint}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go back to a position.
+        """Restore a position.
 
         Raises:
             DataError: it is a position in other data.
@@ -196,17 +197,17 @@ class SequenceData:
 
 
 def _batch(sequences: Integers, document_end: int | None) -> Batch:
-    sequences = np.asarray(sequences, np.int64)  # files of tokens have narrower ones
+    sequences = np.asarray(sequences, np.int64)  # token files have smaller dtypes
     tokens = torch.from_numpy(sequences)
     begins = None if document_end is None else torch.from_numpy(document_begins(sequences, document_end))
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), begins=begins)
 
 
 def document_begins(sequences: Integers, end: int) -> Integers:
-    """Return where the document of each token begins that is read, [n, length], of tokens [n, length + 1].
+    """Return the position where each token's document begins, [n, length], for tokens [n, length + 1].
 
-    A document begins behind a token ``end``; the first one of a sequence, of which only its end may be
-    there, with the sequence.
+    A document begins after a token ``end``; the first one of a sequence, which may contain only its end,
+    begins with the sequence.
     """
     begins = np.zeros((len(sequences), sequences.shape[1] - 1), np.int64)
     behind = sequences[:, :-2] == end

@@ -1,4 +1,4 @@
-"""What a data component says of its data before any process starts. Never imports torch."""
+"""A data component's report on its data before any process starts. Never imports torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _problems(value: Iterable[Problem]) -> tuple[Problem, ...]:
 
 @attrs.define(frozen=True, kw_only=True)
 class Survey:
-    """What ``Component.survey`` returns. None: known only when the data is opened."""
+    """The result of ``Component.survey``. None: known only when the data is opened."""
 
     vocab: int | None = attrs.field(default=None, validator=_count)
-    """Tokens of the vocabulary, ``vocab_size`` of the opened data."""
+    """Vocabulary size in tokens, ``vocab_size`` of the opened data."""
     train: int | None = attrs.field(default=None, validator=_count)
-    """Training sequences, if one batch can take no more than there are."""
+    """Number of training sequences, if a batch cannot be larger."""
     validation: int | None = attrs.field(default=None, validator=_count)
-    """Sequences held out."""
+    """Number of held-out sequences."""
     problems: tuple[Problem, ...] = attrs.field(default=(), converter=_problems)
-    """What is missing or cannot be read on this machine, each under the key that names it."""
+    """What is missing or unreadable on this machine, each under its recipe key."""

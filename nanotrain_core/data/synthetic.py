@@ -1,6 +1,6 @@
-"""A random Markov chain: data that a model can learn, down to an entropy that is known exactly.
+"""A random Markov chain: data that a model can learn, down to an exactly known entropy.
 
-Uniformly random tokens, a common stand-in, teach nothing: the best loss is the one at the start.
+With uniformly random tokens, a common substitute, a model learns nothing: the best loss is the initial one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class MarkovChain:
     successors: Integers
     """[vocab, branching]. The first successor of a token is the next token, so all can be reached."""
     probabilities: Floats
-    """[vocab, branching], rows add to 1."""
+    """[vocab, branching], rows sum to 1."""
     stationary: Floats
     """[vocab]: how often each token occurs. The first token of a sequence is drawn from it."""
     entropy: float
-    """Of the next token given this one, in nats: the lowest loss any model can reach."""
+    """Entropy of the next token given the current one, in nats: the lowest loss any model can reach."""
 
     def __init__(self, vocab: int, branching: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ class MarkovChain:
         return normalised
 
     def walk(self, uniform: Floats) -> Integers:
-        """Return the tokens [N, S] that uniform numbers [N, S] choose, one walk per row."""
+        """Return the tokens [N, S] selected by uniform random numbers [N, S], one walk per row."""
         tokens = np.empty(uniform.shape, np.int64)
         first = np.searchsorted(self.stationary.cumsum(), uniform[:, 0], side="right")
         tokens[:, 0] = token = np.minimum(first, len(self.stationary) - 1)
@@ -77,7 +77,7 @@ class Synthetic(SequenceData):
         self.vocab_size = config.vocab
 
     def open(self, *, length: int, seed: int) -> None:
-        """Make the chain."""
+        """Create the chain."""
         config = self.config
         self.seed = seed
         self.chain = MarkovChain(config.vocab, config.branching, stream_seed(seed, "data/chain"))
@@ -91,7 +91,7 @@ class Synthetic(SequenceData):
         )
 
     def set_length(self, length: int) -> None:
-        """Walk ``length`` tokens: the n-th walk goes on where the shorter one of that number ends."""
+        """Walk ``length`` tokens: the n-th walk continues the shorter one with that number."""
         config = self.config
         self.prepare_length(length, train=config.sequences, validation=config.validation_sequences)
 
@@ -101,13 +101,13 @@ class Synthetic(SequenceData):
         return self.chain.entropy
 
     def describe(self) -> str:
-        """Return what a model can learn here, in one line."""
+        """Describe in one line what a model can learn here."""
         vocab = self.config.vocab
         uniform = f"ln {vocab} = {math.log(vocab):.3f}"
         return f"Markov chain, {vocab} tokens, entropy {self.entropy:.3f} nats ({uniform})"
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
-        """Return the walks of those numbers."""
+        """Return the walks with these numbers."""
         split = "data/walk/validation" if validation else "data/walk/train"
         uniform = np.empty((len(numbers), self.length + 1))
         for row, number in enumerate(numbers):
@@ -115,7 +115,7 @@ class Synthetic(SequenceData):
         return self.chain.walk(uniform)
 
     def encode(self, text: str) -> list[int]:
-        """Refuse.
+        """Refuse: its tokens are not text.
 
         Raises:
             DataError: always.
@@ -123,5 +123,5 @@ class Synthetic(SequenceData):
         raise DataError("data 'synthetic' has tokens but no text: it cannot encode a prompt")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the numbers of the tokens."""
+        """Return the numbers of the tokens as text."""
         return " ".join(map(str, tokens))

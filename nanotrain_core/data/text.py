@@ -16,23 +16,23 @@ from nanotrain_core.run.working import working
 
 
 class Text(SequenceData):
-    """Documents joined end to end and cut into sequences, some of them held out.
+    """Documents concatenated and split into sequences, some of them held out.
 
-    Sequence i reads tokens i * length up to (i + 1) * length and predicts each one's successor, so every
-    token of the corpus but the first is predicted once, and the few after the last whole sequence never.
+    Sequence i reads tokens i * length up to (i + 1) * length and predicts the successor of each, so every
+    token of the corpus except the first is predicted once, and the few after the last whole sequence never.
 
-    Where phases change the length, the text is cut into pieces of the longest one. These are held out, or
-    trained on, as a whole; each is cut into as many whole sequences of the length in force as it has.
+    Where phases change the length, the text is split into pieces of the longest one. These are held out, or
+    trained on, as a whole; each is split into as many whole sequences of the current length as fit.
     """
 
-    #: Validation sequences on which bytes per token are measured, at most.
+    #: Maximum validation sequences on which bytes per token are measured.
     MEASURED = 1024
 
     def __init__(self, config: TextConfig) -> None:
         self.config = config
 
     def tokenizer_alone(self) -> Tokenizer:
-        """Return the tokenizer, without a look at the documents."""
+        """Return the tokenizer, without reading the documents."""
         return make_tokenizer(self.config.tokenizer)
 
     def open(self, *, length: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class Text(SequenceData):
             self.document_end = self.tokenizer.separator
         self.files = len(documents)
         self.tokens = self.tokenizer.tokenize(documents, digest)
-        self._expected = max(self._expected, self.config.piece_length)  # prepare() has the pieces as long
+        self._expected = max(self._expected, self.config.piece_length)  # prepare() records the piece length
         piece = self.longest = max(self._expected, length)
         count = (len(self.tokens) - 1) // piece
         if count < 1:
@@ -72,7 +72,7 @@ class Text(SequenceData):
         self.bytes_per_token = self._bytes_per_token()
 
     def set_length(self, length: int) -> None:
-        """Cut each piece into sequences of ``length`` tokens."""
+        """Split each piece into sequences of ``length`` tokens."""
         self.prepare_length(length, **self._counts(length))
 
     def _counts(self, length: int) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Text(SequenceData):
         return {"train": each * self._split.train, "validation": each * self._split.held}
 
     def read_sequences(self, numbers: Integers, *, validation: bool) -> Integers:
-        """Return the tokens of those sequences of a split."""
+        """Return the tokens of these sequences of a split."""
         each = self.longest // self.length
         pieces = self._split.pieces(numbers // each, validation=validation)
         begins = pieces * self.longest + numbers % each * self.length
@@ -95,7 +95,7 @@ class Text(SequenceData):
         return sum(self.tokenizer.byte_count(row) for row in targets.tolist()) / targets.size
 
     def describe(self) -> str:
-        """Return what was read, in one line."""
+        """Describe in one line what was read."""
         return (
             f"text: {self.files} files, {len(self.tokens)} tokens ({self.tokenizer.name}), "
             f"{self.train} sequences to train on, {self.validation} held out"

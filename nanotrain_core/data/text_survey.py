@@ -1,4 +1,4 @@
-"""What can be said of a text corpus without reading all of it. Never imports torch."""
+"""Surveys a text corpus without reading all of it. Never imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanotrain_core.data.held_out import held_out
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, Problem
 
-#: Bytes of text up to which tokens are counted by running the tokenizer: more are enough, or take long.
+#: Bytes of text up to which tokens are counted by running the tokenizer: more would take too long.
 SMALL = 2**21
 
 
@@ -17,8 +17,8 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
 
     Args:
         config: of the component.
-        length: of a sequence.
-        longest: of the run's sequences; 0: all have the same length.
+        length: sequence length in tokens.
+        longest: length of the run's longest sequence; 0: all have the same length.
     """
     longest = max(longest, length, config.piece_length)
     problems = []
@@ -30,7 +30,7 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
         except DataError as error:
             problems.append(Problem(f"data.paths.{number}" if config.paths else "data", str(error)))
     tokens: int | None = sum(size + 1 for size in sizes)
-    vocab = 256  # bytes, each document with one more to end it
+    vocab = 256  # bytes, plus an end token per document
     if config.tokenizer != "bytes":
         try:
             vocab, tokens = tokenized(config.tokenizer, found, small=not problems and sum(sizes) <= SMALL)
@@ -53,7 +53,7 @@ def survey(config: TextConfig, length: int, longest: int = 0) -> Survey:
 
 
 def ends_documents(name: str) -> bool:
-    """Return whether a tokenizer has a token for it."""
+    """Return whether a tokenizer has an end-of-document token."""
     from nanotrain_core.data.tokenizers import make_tokenizer
 
     return make_tokenizer(name).separator is not None

@@ -1,11 +1,11 @@
-"""Tokens on the disk, each piece with its hash: what is damaged is not trained on.
+"""A cache of tokens on disk, with a hash of each piece: damaged pieces are not trained on.
 
-A cache is three files that are called after the text, the tokenizer and the hash of all hashes: ``.tokens``,
-``.hashes`` with 16 bytes for every 64 KiB of them, and ``.checked`` with size, time of change and inode that
-the tokens had when all of them were compared last. Where these are still so, a start reads hashes alone (24
-MB for 100 GB of tokens); otherwise one process of the host compares all, and what is damaged is made anew.
-In either case each piece is compared with its hash when a process reads of it for the first time: a bit that
-has flipped since ends the run, with the file's name.
+A cache entry is three files named after the text, the tokenizer and the hash of all hashes: ``.tokens``,
+``.hashes`` with 16 bytes for every 64 KiB of them, and ``.checked`` with size, modification time and inode
+that the tokens had at the last full verification. If these are unchanged, a start reads only the hashes (24
+MB for 100 GB of tokens); otherwise one process of the host verifies all, and damaged entries are recreated.
+In either case each piece is verified against its hash when a process first reads it: a bit that has flipped
+since ends the run, with the file's name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class TokenCache:
         self.key = hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def read(self) -> CachedTokens | None:
-        """Return what was written, mapped into memory; None if there is nothing, or nothing whole."""
+        """Return what was written, memory-mapped; None if there is no intact entry."""
         for path in sorted(self.folder.glob(f"{self.key}-*.tokens")):
             try:
                 hashes = path.with_suffix(".hashes").read_bytes()
                 tokens = np.memmap(path, self.dtype, mode="r")
-            except (OSError, ValueError):  # gone, empty, or cut within a token
+            except (OSError, ValueError):  # missing, empty, or truncated within a token
                 continue
             found = CachedTokens(path, tokens, hashes)
             if path.name == self._name(hashes) and found.is_whole():
@@ -52,7 +52,7 @@ class TokenCache:
         return None
 
     def write(self, tokens: Tokens) -> None:
-        """Keep tokens for the next run, and nothing else under their key; without a place, do nothing."""
+        """Store tokens for the next run, replacing older ones of their key; without a folder, do nothing."""
         hashes = piece_hashes(tokens)
         path = self.folder / self._name(hashes)
         try:
@@ -71,7 +71,7 @@ class TokenCache:
 
 
 class CachedTokens(HashedTokens):
-    """Tokens of the cache. Those found damaged are deleted, to be made anew."""
+    """Tokens of the cache. Damaged ones are deleted, to be recreated."""
 
     def damaged(self, byte: int) -> DataError:
         """Delete the files."""
@@ -91,7 +91,7 @@ class CachedTokens(HashedTokens):
     def is_whole(self) -> bool:
         """Return whether there are as many hashes as pieces, and no piece is known to be damaged.
 
-        All are compared if that was not done since the file changed, by one process of the host.
+        All pieces are verified if that was not done since the file changed, by one process of the host.
         """
         if not self.has_hashes():
             return False
@@ -103,7 +103,7 @@ class CachedTokens(HashedTokens):
             with working("verifying cached tokens"):
                 whole = self.first_damaged() is None
             if whole:
-                with suppress(OSError):  # the next start looks again
+                with suppress(OSError):  # the next start verifies again
                     _note_checked(self.path)
             return whole
 
@@ -130,7 +130,7 @@ def _note_checked(path: Path) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes out that come with the same file, where the file system has locks."""
+    """Hold a lock against other processes with the same file, if the file system supports locks."""
     with path.open("rb") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ from nanotrain_core.data.token_cache import CachedTokens, TokenCache
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.working import working
 
-#: What public tokenizers call the token that ends a document, in the order they are looked for.
+#: Names of the end-of-document token in public tokenizers, in search order.
 END_OF_TEXT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -28,7 +28,7 @@ END_OF_TEXT = (
 
 
 class Tokenizer(TextCodec, Protocol):
-    """What ``text`` needs of a tokenizer."""
+    """The interface that ``text`` requires of a tokenizer."""
 
     name: str
     """Short, and different for different tokenizers."""
@@ -42,7 +42,7 @@ class Tokenizer(TextCodec, Protocol):
         ...
 
     def byte_count(self, tokens: Sequence[int]) -> int:
-        """Return how many bytes of text ``tokens`` stand for."""
+        """Return the number of bytes of text that ``tokens`` represent."""
         ...
 
 
@@ -66,7 +66,7 @@ class Bytes:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return text, with U+FFFD where bytes are no UTF-8 or tokens no bytes."""
+        """Decode to text, with U+FFFD where bytes are invalid UTF-8 or tokens are not bytes."""
         return bytes(t if t < 256 else 0xFF for t in tokens).decode(errors="replace")
 
     def byte_count(self, tokens: Sequence[int]) -> int:
@@ -77,8 +77,8 @@ class Bytes:
 class TokenizerFile:
     """A Hugging Face ``tokenizer.json``. Tokenised text is cached, since it takes minutes per gigabyte."""
 
-    #: Documents and bytes tokenised at a time, which bounds the memory that the encodings take, and is how
-    #: often progress is reported. A longer document is tokenised by itself.
+    #: Documents and bytes tokenised at a time. This bounds the memory of the encodings and sets the interval
+    #: of progress reports. A longer document is tokenised by itself.
     DOCUMENTS, BYTES = 64, 2**22
 
     def __init__(self, path: Path) -> None:
@@ -89,20 +89,20 @@ class TokenizerFile:
         self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
         self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
         if self._tokenizer.truncation or self._tokenizer.padding:
-            # What a file says of a model's single inputs would cut documents, and fill up those beside longer
-            # ones. Another name, since tokens were once cached that were cut.
+            # A file's settings for a model's inputs would truncate documents, and pad those shorter than
+            # others. The name differs because truncated tokens were once cached.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.name += " whole"
-        # A document that writes of <|endoftext|> does not end there, and a message cannot begin a turn.
+        # <|endoftext|> in a document's text does not end it, and a message cannot begin a turn.
         self._tokenizer.encode_special_tokens = True
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
-        """Return the tokens of all documents, from the cache if they are there.
+        """Return the tokens of all documents, from the cache if present.
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
         """
-        # Tokens were once cached in which the text of a special token was that token.
+        # Tokens were once cached in which the text of a special token became that token.
         cache = TokenCache(f"{fingerprint}/{self.name}/special tokens as text", self._dtype)
         known = cache.read()
         if known is not None:
@@ -138,21 +138,21 @@ class TokenizerFile:
             yield some
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, no special ones added; what looks like a special token is text."""
+        """Return the tokens of ``text`` without special ones; the text of a special token stays text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, in which what is written as a special token is that token."""
-        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, as files say
+        """Return the tokens of ``text``, in which the text of a special token becomes that token."""
+        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, the default
         return list(other.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text; all processors tokenise them."""
+        """Return the tokens of each text, using all processors."""
         found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``, special ones left out."""
+        """Return the text of ``tokens``, without special ones."""
         return str(self._tokenizer.decode(list(tokens)))
 
     def byte_count(self, tokens: Sequence[int]) -> int:

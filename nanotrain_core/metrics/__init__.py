@@ -1,1 +1,1 @@
-"""Metrics: numbers under declared names, reduced over ranks once a logged step, handed to every sink."""
+"""Metrics: values under declared names, reduced over ranks once per logged step, passed to every sink."""

@@ -1,11 +1,11 @@
-"""Reduces what monitors publish: one SUM and one MAX over the world per logged step, whatever their number.
+"""Reduces what monitors publish: one SUM and one MAX all-reduce over the world per logged step.
 
-Every name has a fixed place in both buffers. Ranks agree on names once: a rank that has published one
-without a place says so in the SUM itself, and only then do all ranks gather the new names and reduce those
-of that step by themselves. So ranks may publish different names, as those of other pipeline stages, and
-nothing is sent to agree in a step that brings no new ones.
+Every name has a fixed position in both buffers. Ranks agree on names once: a rank that has published one
+without a position signals it in the SUM itself, and only then do all ranks gather the new names and reduce
+those of that step separately. So ranks may publish different names, such as those of other pipeline stages,
+and a step without new names needs no extra communication.
 
-On a CPU a step's values are read at once; elsewhere after the next logged step, when they have long arrived.
+On a CPU a step's values are read immediately; elsewhere after the next logged step, when they have arrived.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CORE = Names(CORE)
 
 
 def is_of_core(name: str) -> bool:
-    """Return whether the core tells a metric of that name."""
+    """Return whether the core publishes a metric of that name."""
     return _CORE.find(name) is not None
 
 
 def of_core(step: int, values: Mapping[str, float]) -> MetricsReport:
-    """Return a report of metrics of the core alone."""
+    """Return a report with only metrics of the core."""
     return MetricsReport(step, values, metrics=_declared(values))
 
 
@@ -43,33 +43,33 @@ def _declared(values: Mapping[str, float]) -> dict[str, Metric]:
 
 @attrs.define(eq=False)
 class Sent:
-    """A step's values on their way."""
+    """A step's values in flight."""
 
     step: int
     values: Mapping[str, float]
-    """Those of the core, which every rank has already."""
+    """The core's values, which every rank already has."""
     table: Sequence[Spec]
     news: Mapping[str, Gathered]
-    """What this rank has published without a place."""
+    """Values that this rank has published under new names."""
     texts: Mapping[str, tuple[str, Metric]]
     numbers: torch.Tensor
-    """As :func:`~nanotrain_core.metrics.pack.pack` returns them, of all ranks; on the host once
+    """As returned by :func:`~nanotrain_core.metrics.pack.pack`, over all ranks; on the host once
     ``arrived``."""
     arrived: torch.Event | None
 
 
 class Board:
-    """Where the monitors of one rank publish, and where what all ranks published is read."""
+    """Collects the metrics published by the monitors of one rank, and reads those of all ranks."""
 
     def __init__(self, mesh: Mesh, declared: Mapping[str, Sequence[Metric]]) -> None:
-        """Open it.
+        """Create the board.
 
         Args:
             mesh: of the run.
-            declared: what each monitor of the run declares, by its name, in order.
+            declared: the declarations of each monitor of the run, by its name, in order.
 
         Raises:
-            PluginError: two declarations of a monitor are of one name.
+            PluginError: two declarations of a monitor overlap.
         """
         self.mesh = mesh
         self.owners = [*declared]
@@ -77,13 +77,13 @@ class Board:
             check_distinct(metrics)
         self.names = [Names(metrics) for metrics in declared.values()]
         self._publishers: dict[str, set[int]] = {}
-        """Of each number of ranks, those that have published it so far, by its name."""
+        """For each per-rank value, the ranks that have published it so far, by its name."""
         self._failed = [0.0] * len(declared)
         """How often each monitor failed on this rank since the last logged step."""
         self.table: dict[str, Spec] = {}
-        """Names that have a place, in the order of places: the same on every rank."""
+        """Names with a position, in order of position: the same on every rank."""
         self._told_as: dict[str, str] = {}
-        """By the name of each value, what publishes it: of statistics a name with ``{statistic}``."""
+        """For each value's name, the published name: for statistics a name with ``{statistic}``."""
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
@@ -94,10 +94,10 @@ class Board:
     # --- what monitors publish ---------------------------------------------------------------
 
     def take(self, spec: Spec) -> Gathered:
-        """Return where to put values of a name.
+        """Return where to accumulate values of a name.
 
         Raises:
-            PluginError: another monitor publishes it, or one of its statistics is a name of its own.
+            PluginError: another monitor publishes it, or one of its statistics has a name of its own.
         """
         found = self.gathered.get(spec.name)
         known = found.spec if found else self.table.get(spec.name, spec)
@@ -107,12 +107,12 @@ class Board:
             if spec.name not in self.table:
                 self._check_values(spec)
             elif known is not spec:
-                self.table[spec.name] = spec  # from now on equal at a glance
+                self.table[spec.name] = spec  # from now on an identity check suffices
             found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
         return found
 
     def _check_values(self, spec: Spec) -> None:
-        """Refuse a value that another name has, too: `x/{statistic}` may be published as `x/rms`."""
+        """Reject a value whose name is taken, too: `x/{statistic}` may be published as `x/rms`."""
         for name in spec.names:
             other = self._told_as.setdefault(name, spec.name)
             if other != spec.name:
@@ -120,13 +120,13 @@ class Board:
                 raise PluginError(text)
 
     def fail(self, owner: int) -> None:
-        """Note that a monitor has failed: what it published since the last logged step counts no more."""
+        """Record that a monitor has failed: what it published since the last logged step is discarded."""
         self._failed[owner] += 1
 
     # --- a logged step -----------------------------------------------------------------------
 
     def logged(self, step: int, values: Mapping[str, float]) -> list[MetricsReport]:
-        """Send what was published until now, and return the reports that are complete. Collective.
+        """Reduce what was published until now, and return the reports that are complete. Collective.
 
         Args:
             step: the logged one.
@@ -141,12 +141,12 @@ class Board:
         return [*reports, self._read(sent)]
 
     def rest(self) -> list[MetricsReport]:
-        """Wait for what is on its way. Collective, if there is any."""
+        """Wait for values in flight. Collective, if there are any."""
         before, self._waiting = self._waiting, None
         return [self._read(before)] if before is not None else []
 
     def last(self, step: int) -> list[MetricsReport]:
-        """Return the rest, and what was published since the last logged step, as of a validation. Collective.
+        """Return the rest, and what was published since the last logged step, as by a validation. Collective.
 
         ``step``: the last of the run.
         """
@@ -156,7 +156,7 @@ class Board:
         return reports
 
     def forget(self) -> None:
-        """Forget what is on its way and what was published since: the run goes back to before it."""
+        """Discard values in flight and later ones: the run rolls back to before them."""
         self._waiting = None
         self.gathered, self.texts = {}, {}
 
@@ -205,10 +205,10 @@ class Board:
         )
 
     def _agree(self, sent: Sent) -> tuple[list[Spec], dict[str, tuple[str, Metric]]]:
-        """Gather new names and texts, give the names places, and return both. Collective.
+        """Gather new names and texts, assign positions to the names, and return both. Collective.
 
         Raises:
-            PluginError: ranks mean different things by one name.
+            PluginError: ranks use one name with different meanings.
         """
         mine = ([each.spec for each in sent.news.values()], sent.texts)
         everyone: list[tuple[list[Spec], dict[str, tuple[str, Metric]]]] = self.mesh.gather(mine)
@@ -234,10 +234,10 @@ class Board:
     def _reduce(
         self, table: Sequence[Spec], gathered: Mapping[str, Gathered], header: Sequence[float]
     ) -> torch.Tensor:
-        """Return what :func:`pack` does, of all ranks together. Two all-reduces, at the same time.
+        """Return the result of :func:`pack` over all ranks. Two all-reduces, at the same time.
 
-        Header: whether there are new names, and how often each monitor failed; then the rank it failed on
-        ends the buffer.
+        Header: whether there are new names, and how often each monitor failed; the rank it failed on is at
+            the end of the buffer.
         """
         ranks = [float(self.mesh.rank) if times else -math.inf for times in header[1:]]
         numbers = pack(table, gathered, self.mesh.device, header, ranks)
@@ -248,13 +248,13 @@ class Board:
     def _decode(
         self, table: Sequence[Spec], numbers: Sequence[float], failed: Collection[int]
     ) -> dict[str, float | Histogram]:
-        """Return the values of all names of ``table`` that any rank published, but of monitors that
+        """Return the values of all names of ``table`` that any rank published, except those of monitors that
         ``failed``."""
         first, most = 0, sum(spec.width for spec in table)
         found: dict[str, float | Histogram] = {}
         for number, spec in enumerate(table):
             end = first + spec.width
-            # Most names are one number, and most names of a run are published in few of its steps.
+            # Most names are scalars, and most names of a run are published in few of its steps.
             if spec.is_number:
                 if (count := numbers[first + 1]) and spec.owner not in failed:
                     found[spec.name] = spec.scalar(numbers[first], count, numbers[most + number])
@@ -266,8 +266,8 @@ class Board:
         return found
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:
-        """Return whether no rank is missing that has published this number of each rank before: what some
-        ranks say is not reported as if it were of all."""
+        """Return whether all ranks that have published this per-rank value before did so now: a value of some
+        ranks is not reported as if it were of all."""
         if not spec.ranks:
             return True
         present = {rank for rank, count in enumerate(sums[spec.ranks :]) if count}

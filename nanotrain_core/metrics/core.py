@@ -1,4 +1,4 @@
-"""The metrics that every run has, from the reports of its steps, evaluations and checkpoints. Torch-free."""
+"""The metrics of every run, from the reports of its steps, evaluations and checkpoints. Torch-free."""
 
 from __future__ import annotations
 

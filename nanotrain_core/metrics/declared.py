@@ -1,4 +1,4 @@
-"""What a metric is: its name, unit, meaning, reduction over ranks, cost, and which values are good.
+"""Declarations of metrics: name, unit, meaning, reduction over ranks, cost, and thresholds.
 Torch-free."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Kind = Literal["scalar", "histogram", "text"]
 Reduce = Literal["sum", "mean", "max", "min", "last"]
 Level = Literal["minimal", "standard", "debug"]
 Cost = Literal["host", "device", "layers", "weights"]
-#: What a :class:`Rule` says of a value.
+#: A :class:`Rule`'s verdict on a value.
 Verdict = Literal["good", "warn", "bad"]
-#: What of a tensor can be published; ``{statistic}`` in a name stands for one of them.
+#: Statistics of a tensor that can be published; ``{statistic}`` in a name stands for one of them.
 Statistic = Literal["norm", "rms", "mean", "std", "max_abs", "nonfinite"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
-#: What each cost means.
+#: The meaning of each cost level.
 COSTS: Mapping[Cost, str] = {
     "host": "the host has the number anyway",
     "device": "a number that the device has anyway; it travels in the one reduction of a logged step",
@@ -33,7 +33,7 @@ COSTS: Mapping[Cost, str] = {
     "weights": "a pass over all weights, gradients or optimizer state, in logged steps",
 }
 
-#: Reported of a number of each rank: the largest, the mean, the lower median, and who has the largest.
+#: Reported for a per-rank value: the largest, the mean, the lower median, and the rank with the largest.
 OVER = ("max", "mean", "median", "rank")
 
 _NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)*")
@@ -42,24 +42,24 @@ _PATTERN = re.compile(r"(?:[\w.\-]|\{\w+\})+(?:/(?:[\w.\-]|\{\w+\})+)*")
 
 @attrs.define(frozen=True, kw_only=True)
 class Rule:
-    """Which values of a metric are worth a word. A number that is none is always bad."""
+    """Thresholds of a metric. NaN and infinity are always bad."""
 
     warn_below: float | None = None
     bad_below: float | None = None
     warn_above: float | None = None
     bad_above: float | None = None
     warn_times: float | None = None
-    """Above this many times its usual value, the median of what it was before in the run."""
+    """Warn above this multiple of its usual value, the median of earlier values in the run."""
     bad_times: float | None = None
     low: str = ""
-    """What a value that is too low says, and what to do about it: one plain sentence. ``{value}``,
-    ``{percent}`` and ``{times}`` (beyond the first limit, or the usual value) stand for numbers,
-    ``{where}`` for what varies in the metric's name, as its layer."""
+    """The message for a value that is too low, and what to do about it: one plain sentence. ``{value}``,
+    ``{percent}`` and ``{times}`` (relative to the first limit, or the usual value) stand for numbers,
+    ``{where}`` for the variable part of the metric's name, such as its layer."""
     high: str = ""
-    """The same of one that is too high, or is no number."""
+    """The same for a value that is too high, NaN or infinity."""
 
     def judge(self, value: float, usual: float | None = None) -> Verdict:
-        """Return what ``value`` is; ``usual``: the median of earlier ones, where enough are known.
+        """Return the verdict on ``value``; ``usual``: the median of earlier ones, if enough are known.
 
         >>> [Rule(warn_above=3, bad_above=10).judge(x) for x in (2, 4, 11, float("nan"))]
         ['good', 'warn', 'bad', 'bad']
@@ -73,7 +73,7 @@ class Rule:
         return "warn" if warn or _outside(value, self.warn_below, self.warn_above) else "good"
 
     def say(self, name: str, value: float, *, usual: float | None = None, where: str = "") -> str:
-        """Return what is wrong with ``value``, as a sentence with the number in it.
+        """Describe what is wrong with ``value``, as a sentence that contains it.
 
         >>> Rule(warn_above=3, high="the loss is {times} times too large").say("loss", 6.0)
         'the loss is 2 times too large'
@@ -85,7 +85,7 @@ class Rule:
         limit = next((each for each in limits if each is not None), None)
         text = (self.low if low else self.high) or f"{name} is {{value}}: expected otherwise, {self}"
         if not _outside(value, limit if low else None, None if low else limit):
-            limit = usual  # too many times that
+            limit = usual  # the multiple of that
         pair = (limit, value) if low else (value, limit)
         times = pair[0] / pair[1] if pair[0] is not None and pair[1] else math.inf
         numbers = {"value": f"{value:.3g}", "percent": f"{100 * value:.3g}%", "times": f"{times:.3g}"}
@@ -96,7 +96,7 @@ class Rule:
         return filled if has_number else f"{filled} ({name} is {value:.4g})"
 
     def __str__(self) -> str:
-        """Return the limits in words, ``warn above 3, bad above 10``."""
+        """Return the limits as text, ``warn above 3, bad above 10``."""
         limits = (
             (f"{name.replace('_', ' ')} {limit:g}", limit)
             for name in ("warn_below", "bad_below", "warn_above", "bad_above")
@@ -111,20 +111,20 @@ class Rule:
 
 
 def _outside(value: float, below: float | None, above: float | None, unit: float = 1.0) -> bool:
-    """Return whether a value is outside of limits, which count in ``unit``."""
+    """Return whether a value is outside the limits, which are in ``unit``."""
     return (below is not None and value < below * unit) or (above is not None and value > above * unit)
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Bins:
-    """The edges of a histogram, the same on every rank, so that counts add up."""
+    """The edges of a histogram, the same on every rank, so that counts can be summed."""
 
     low: float
     high: float
     count: int = 64
-    """Bins between them; what lies outside, and what is not finite, is counted too."""
+    """Number of bins between them; values outside, and non-finite ones, are counted too."""
     log: bool = False
-    """Of equal width in the logarithm of the magnitude: signs are dropped, and ``low`` is above 0."""
+    """Equal width in the logarithm of the magnitude: signs are dropped, and ``low`` is above 0."""
 
     def __attrs_post_init__(self) -> None:
         if not (self.low < self.high and self.count > 0 and (self.low > 0 or not self.log)):
@@ -148,35 +148,35 @@ def _pattern(instance: object, attribute: attrs.Attribute[str], value: str) -> N
 
 @attrs.define(frozen=True, kw_only=True)
 class Metric:
-    """What is known of a metric before anything runs."""
+    """The declaration of a metric, known before anything runs."""
 
     name: str = attrs.field(validator=_pattern)
-    """Or a pattern of names: ``gradients/norm/{parameter}``, where ``{parameter}`` is anything without a
+    """Or a pattern of names: ``gradients/norm/{parameter}``, where ``{parameter}`` is any text without a
     slash."""
     unit: str = attrs.field(validator=instance_of(str))
-    """``tokens/s``, ``nats``, ``1`` for a plain number."""
+    """``tokens/s``, ``nats``, ``1`` for a dimensionless number."""
     group: str = attrs.field(validator=instance_of(str))
-    """What it is shown with: ``loss``, ``gradients``, ``memory``."""
+    """The group it is shown in: ``loss``, ``gradients``, ``memory``."""
     summary: str = attrs.field(validator=instance_of(str))
-    """What it means, in one line."""
+    """Its meaning, in one line."""
     kind: Kind = attrs.field(default="scalar", validator=in_(get_args(Kind)))
     reduce: Reduce = attrs.field(default="mean", validator=in_(get_args(Reduce)))
-    """Over ranks, and over what a rank publishes between two logged steps. ``last`` is the last that a rank
-    published, of ranks that differ the largest."""
+    """Reduction over ranks, and over what a rank publishes between two logged steps. ``last`` is the last
+    value that a rank published; if ranks differ, the largest."""
     level: Level = attrs.field(default="standard", validator=in_(get_args(Level)))
     cost: Cost = attrs.field(default="host", validator=in_(get_args(Cost)))
     every: int = attrs.field(default=1, validator=instance_of(int))
-    """Steps from one value to the next, of logged steps, as its monitor is configured by default."""
+    """Interval between values, in logged steps, with its monitor's default config."""
     rule: Rule | None = attrs.field(default=None, validator=optional(instance_of(Rule)))
     bins: Bins | None = attrs.field(default=None, validator=optional(instance_of(Bins)))
-    """Of a histogram. One without is published with bins of its own, the same in every step."""
+    """For a histogram. One without is published with its own bins, the same in every step."""
 
     def __attrs_post_init__(self) -> None:
         if self.bins is not None and self.kind != "histogram":
             raise PluginError(f"metric {self.name}: a histogram has bins, and nothing else has")
 
     def varying(self, name: str) -> str:
-        """Return the words of a name of this declaration that stand for placeholders; empty without.
+        """Return the parts of a name that this declaration's placeholders stand for; empty without any.
 
         >>> entropy = Metric(name="attention/entropy/{block}", unit="nats", group="attention", summary="")
         >>> entropy.varying("attention/entropy/layers.3")
@@ -187,12 +187,12 @@ class Metric:
 
 
 def of_ranks(name: str, summary: str, *, rule: Rule | None = None, **options: Any) -> tuple[Metric, ...]:
-    """Declare what ``metrics.of_rank`` tells of a number that each rank has.
+    """Declare what ``metrics.of_rank`` reports for a per-rank value.
 
     Args:
-        name: without what differs: ``memory/allocated`` declares ``memory/allocated/max`` and so on.
-        summary: what the number is.
-        rule: of the largest.
+        name: without the varying part: ``memory/allocated`` declares ``memory/allocated/max`` and so on.
+        summary: meaning of the value.
+        rule: for the largest.
         options: unit, group, level: see :class:`Metric`.
     """
     what = {
@@ -214,26 +214,26 @@ def of_ranks(name: str, summary: str, *, rule: Rule | None = None, **options: An
 
 
 def describe(metric: Metric) -> dict[str, Any]:
-    """Return a declaration as JSON has it, without what is as usual: :func:`described` reads it."""
+    """Return a declaration as JSON, without defaults: :func:`described` reads it."""
     return attrs.asdict(metric, filter=lambda attribute, value: value != attribute.default)
 
 
 def described(said: Mapping[str, Any]) -> Metric:
-    """Return the declaration that :func:`describe` wrote.
+    """Return the declaration written by :func:`describe`.
 
     Raises:
-        TypeError: a field is missing, or one is there that no declaration has.
-        PluginError: a field says what none can.
+        TypeError: a field is missing, or unknown.
+        PluginError: a field has an invalid value.
     """
     parts = {"rule": Rule, "bins": Bins}
     return Metric(**{key: parts[key](**value) if key in parts else value for key, value in said.items()})
 
 
 class Names:
-    """Declarations, to be asked by the names that numbers have in a run."""
+    """Declarations, looked up by the names of published values."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        """Take declarations; of several that match a name, one without placeholders counts, else the
+        """Take declarations; if several match a name, one without placeholders is used, otherwise the
         first."""
         self.metrics = tuple(metrics)
         self._exact = {metric.name: metric for metric in reversed(self.metrics)}
@@ -249,15 +249,15 @@ class Names:
         return self._known[name]
 
     def near(self, name: str) -> str:
-        """Return `` (did you mean '...'?)`` with the declared name that comes next, or an empty string."""
+        """Return `` (did you mean '...'?)`` with the nearest declared name, or an empty string."""
         return did_you_mean(name, [metric.name for metric in self.metrics])
 
 
 def check_distinct(metrics: Iterable[Metric]) -> None:
-    """Refuse declarations of which two would be of one name.
+    """Reject overlapping declarations.
 
     Raises:
-        PluginError: a name stands twice, or ``{statistic}`` in one stands for what another one declares.
+        PluginError: a name occurs twice, or ``{statistic}`` in one stands for what another one declares.
     """
     seen: dict[str, str] = {}
     for metric in metrics:
@@ -278,7 +278,7 @@ def _expanded(name: str) -> list[str]:
 
 
 def may_name(pattern: str, declared: str) -> bool:
-    """Return whether a pattern as of a shell fits some name of a declared one.
+    """Return whether a shell-style pattern can match a name of a declaration.
 
     >>> [may_name(pattern, "gradients/{what}/{parameter}") for pattern in ("gradients/norm/l*.q", "norm/*")]
     [True, False]
@@ -288,7 +288,7 @@ def may_name(pattern: str, declared: str) -> bool:
 
     @cache
     def meet(i: int, j: int) -> bool:
-        """Return whether what is left of both fits together; ``j`` may be within a placeholder."""
+        """Return whether the remainders match; ``j`` may be within a placeholder."""
         if i == len(asked):
             return j == len(pieces)
         if asked[i] == "*":
@@ -303,10 +303,10 @@ def may_name(pattern: str, declared: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuse what no metric can be called.
+    """Reject an invalid metric name.
 
     Raises:
-        PluginError: it has other characters than a name may have.
+        PluginError: it contains characters that a name must not have.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PluginError(

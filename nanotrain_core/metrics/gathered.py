@@ -14,7 +14,7 @@ from nanotrain_core.metrics.report import Histogram
 
 Number = float | torch.Tensor
 
-#: Values of a name that wait on the device before they are added up.
+#: Values of a name that accumulate on the device before they are summed.
 MOST_WAITING = 64
 
 
@@ -24,15 +24,15 @@ class Spec:
 
     name: str
     owner: int
-    """The monitor that publishes it, by its place in the run."""
+    """The monitor that publishes it, by its index in the run."""
     metric: Metric
     statistics: tuple[Statistic, ...] = ()
-    """Of a tensor's: ``{statistic}`` in the name stands for each of these."""
+    """For a tensor's: ``{statistic}`` in the name stands for each of these."""
     ranks: int = 0
-    """Of a number of each rank: how many ranks there are. ``{over}`` in the name stands for each of
+    """For a per-rank value: the number of ranks. ``{over}`` in the name stands for each of
     :data:`OVER`."""
     names: Sequence[str] = attrs.field(init=False, eq=False, repr=False)
-    """What its values are called."""
+    """Names of its values."""
 
     @names.default
     def _names(self) -> Sequence[str]:
@@ -41,16 +41,16 @@ class Spec:
         return [self.name.replace("{statistic}", each) for each in self.statistics] or [self.name]
 
     width: int = attrs.field(init=False, eq=False, repr=False)
-    """How many sums it takes; each name also takes one maximum."""
+    """The number of sums it takes; each name also takes one maximum."""
     is_number: bool = attrs.field(init=False, eq=False, repr=False)
-    """Whether it is one number of the run: no histogram, and neither a tensor's nor each rank's."""
+    """Whether it is one scalar of the run: no histogram, and neither a tensor's nor a per-rank value."""
 
     @width.default
     def _width(self) -> int:
         if self.metric.bins is not None:
             return self.metric.bins.count + 3
         if self.ranks:
-            return 2 * self.ranks  # of each rank a sum and a count
+            return 2 * self.ranks  # for each rank a sum and a count
         return 5 if self.statistics else 2
 
     @is_number.default
@@ -59,7 +59,7 @@ class Spec:
 
     @property
     def broken(self) -> int:
-        """Which of its sums counts maxima that are NaN, since a maximum over ranks may lose them."""
+        """The index of the sum that counts NaN maxima, since a maximum over ranks may lose them."""
         return BROKEN if self.statistics else 0
 
     def metric_of(self, name: str, declared: Sequence[Names]) -> Metric:
@@ -82,7 +82,7 @@ class Spec:
             yield self.name, self.scalar(sums[0], sums[1], most)
 
     def scalar(self, total: float, count: float, most: float) -> float:
-        """Return the one number of the whole run, of its two sums and its maximum."""
+        """Return the scalar of the whole run, from its two sums and its maximum."""
         match self.metric.reduce:
             case "sum":
                 return total
@@ -91,13 +91,13 @@ class Spec:
             case "min":
                 return math.nan if total else -most
             case _:
-                return math.nan if total else most  # there the sum counts what is NaN
+                return math.nan if total else most  # there the sum counts NaN
 
 
 def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
-    """Return what :data:`OVER` names of the means of the ranks that published; nothing if none did.
+    """Return the :data:`OVER` values of the means of the ranks that published; nothing if none did.
 
-    A mean that is no number is the largest of all.
+    A NaN mean counts as the largest of all.
     """
     values = {
         rank: total / count for rank, (total, count) in enumerate(zip(sums, counts, strict=True)) if count
@@ -110,9 +110,9 @@ def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, .
 
 
 class Gathered:
-    """Sums and a maximum of one name; numbers of the device stay there, and nothing waits for it.
+    """Sums and a maximum of one name; device values stay there, without synchronization.
 
-    A number in the host's memory is read at once: a few kernels less for each in the step.
+    A value in host memory is read immediately: this saves a few kernels for each in the step.
     """
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
@@ -120,20 +120,20 @@ class Gathered:
         self.sums = [0.0] * spec.width
         self.most = -math.inf
         self.device_sums: dict[int, list[torch.Tensor]] = {}
-        """By the place of the first."""
+        """By the index of the first."""
         self.device_most: list[torch.Tensor] = []
         self.device_norms: list[torch.Tensor] = []
-        """Norms whose squares are added up."""
+        """Norms whose squares are summed."""
         self.device_ends: list[torch.Tensor] = []
-        """Least and largest elements, of which the largest magnitude counts."""
+        """Minimum and maximum elements, of which the largest magnitude counts."""
 
     @property
     def waits(self) -> bool:
-        """Whether there are numbers in tensors, beside those that were read."""
+        """Whether there are values in tensors that have not been read."""
         return bool(self.device_sums or self.device_norms or self.device_most or self.device_ends)
 
     def scalar(self, value: Number, weight: Number) -> None:
-        """Take one value as it is now; ``weight`` is that of a mean."""
+        """Add one value in its current state; ``weight`` is its weight in a mean."""
         reduce, value = self.spec.metric.reduce, self._copy(value)
         if reduce == "mean":
             weight = self._copy(weight)
@@ -144,13 +144,13 @@ class Gathered:
             self.add(0, value)
             self.add(1, 1.0)
             return
-        if reduce == "last" and self.sums[1]:  # there is one before
+        if reduce == "last" and self.sums[1]:  # there is an earlier one
             self.__init__(self.spec, self.device)  # type: ignore[misc]
         self.add(1, 1.0)
         self.top(-value if reduce == "min" else value)
 
     def add(self, place: int, value: Number) -> None:
-        """Add a number, or a float64 vector that nobody changes, from ``place`` on."""
+        """Add a scalar, or a float64 vector that is not modified later, from ``place`` on."""
         if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
             value = read(value)
         if not isinstance(value, torch.Tensor):
@@ -162,7 +162,7 @@ class Gathered:
             waiting[:] = [torch.stack(waiting).sum(0)]
 
     def norms(self, found: Sequence[torch.Tensor]) -> None:
-        """Take norms of parts of a tensor, scalars that nobody changes."""
+        """Add norms of parts of a tensor, scalars that are not modified later."""
         if found and found[0].is_cpu:
             self.sums[SQUARES] += sum(read(each) ** 2 for each in found)
             return
@@ -173,7 +173,7 @@ class Gathered:
             self.device_norms.clear()
 
     def ends(self, least: torch.Tensor, largest: torch.Tensor) -> None:
-        """Take the least and the largest element of a tensor, scalars that nobody changes."""
+        """Add the minimum and the maximum element of a tensor, scalars that are not modified later."""
         if least.is_cpu:
             self.top(abs(read(least)))
             self.top(abs(read(largest)))
@@ -184,7 +184,7 @@ class Gathered:
             self.device_ends.clear()
 
     def top(self, value: Number) -> None:
-        """Take what may be the largest; a tensor is float64, and nobody changes it."""
+        """Add a candidate for the maximum; a tensor is float64, and is not modified later."""
         if isinstance(value, torch.Tensor):
             self.device_most.append(value.to(self.device, non_blocking=True))
             if len(self.device_most) > MOST_WAITING:
@@ -195,7 +195,7 @@ class Gathered:
             self.most = max(self.most, value)
 
     def _copy(self, value: Number) -> Number:
-        """Return a tensor's number as float64 of its own: the caller may change the tensor, or drop it."""
+        """Return a tensor's value as a float64 copy: the caller may modify or free the tensor."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.is_cpu:
@@ -205,7 +205,7 @@ class Gathered:
 
 
 def read(value: torch.Tensor) -> float:
-    """Return the number of a tensor in the host's memory: nobody waits for it."""
+    """Return the value of a tensor in host memory, without a synchronization."""
     assert value.is_cpu
     return float(value.item())
 

@@ -1,8 +1,8 @@
-"""Reads ``metrics.jsonl`` of a run folder back: a curve for each metric, without steps that a run gave up.
+"""Reads ``metrics.jsonl`` of a run folder: a curve for each metric, without steps that the run abandoned.
 
-A run that is resumed, restarted or rolled back goes on in the same file, from an earlier step perhaps. Each
-such part is an *attempt*, numbered from 1, and every row says which it is of. What an attempt wrote after
-the step that the next one began from belongs to no curve any more: ``History.abandoned`` has it. Torch-free.
+A run that is resumed, restarted or rolled back continues in the same file, possibly from an earlier step.
+Each such part is an *attempt*, numbered from 1, and every row has its attempt's number. What an attempt wrote
+after the step from which the next one began is on no curve: ``History.abandoned`` has it. Torch-free.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nanotrain_core.metrics.report import Histogram
 
 FILE = "metrics.jsonl"
 
-#: Fields of a row ``step`` that are metrics, but for ``losses``.
+#: Fields of a ``step`` row that are metrics, except ``losses``.
 _STEP = (
     *("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds"),
     *("expert_load", "bubble"),
 )
-#: Events whose rows :attr:`History.events` has.
+#: Events whose rows are in :attr:`History.events`.
 _EVENTS = ("start", "checkpoint", "save_failed", "rollback", "end")
-#: Bytes that are read at once from the end of a file, to find its last row.
+#: Bytes read at once from the end of a file, to find its last row.
 _TAIL = 2**20
 
 
@@ -43,7 +43,7 @@ class Curve:
     values: array[float] = attrs.field(factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Append a value; one of the last step is replaced."""
+        """Append a value; one with the last step replaces it."""
         if self.steps and self.steps[-1] == step:
             self.values[-1] = value
         else:
@@ -51,7 +51,7 @@ class Curve:
             self.values.append(value)
 
     def cut(self, step: int) -> Curve:
-        """Take away what is after ``step``, and return it."""
+        """Remove the values after ``step``, and return them."""
         at = bisect_right(self.steps, step)
         rest = Curve(self.steps[at:], self.values[at:])
         del self.steps[at:], self.values[at:]
@@ -75,28 +75,28 @@ class Curve:
 
 @attrs.define(frozen=True)
 class Seam:
-    """Where a run went on from an earlier step, or from the same one after a pause."""
+    """Where a run continued from an earlier step, or from the same one after an interruption."""
 
     attempt: int
-    """The one that begins here: 2 or more."""
+    """The attempt that begins here: 2 or more."""
     kind: Literal["resume", "rollback"]
     step: int
-    """The last step that it keeps of those before it: its own first is the next one."""
+    """The last step that is kept of earlier attempts: this one's first step is the next."""
     came_to: int
-    """The last step of the attempt before: ``came_to - step`` steps were lost."""
+    """The last step of the previous attempt: ``came_to - step`` steps were lost."""
     time: float
     """Seconds since 1970."""
     reason: str
-    """Of a rollback as its monitor said it; of a resume how the attempt before ended: ``preempted``, or
-    ``killed`` if it did not say so."""
+    """For a rollback, its monitor's reason; for a resume, how the previous attempt ended: ``preempted``, or
+    ``killed`` if it is not recorded."""
 
 
 @attrs.define(eq=False)
 class History:
-    """What a run has logged so far. Curves hold the last attempt of every step."""
+    """What a run has logged so far. Curves have the last attempt's value for every step."""
 
     curves: dict[str, Curve] = attrs.field(factory=dict)
-    """By the name of the metric: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones."""
+    """By metric name: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones."""
     times: Curve = attrs.field(factory=Curve)
     """Seconds since 1970 when each logged step was written."""
     histograms: dict[str, list[tuple[int, Histogram]]] = attrs.field(factory=dict)
@@ -105,31 +105,31 @@ class History:
     """By name: step and text, ascending."""
     seams: list[Seam] = attrs.field(factory=list)
     abandoned: dict[int, dict[str, Curve]] = attrs.field(factory=dict)
-    """By attempt, the curves of steps that it took and that a later one began before."""
+    """By attempt, the curves of steps it took after the step from which a later one began."""
     events: list[dict[str, Any]] = attrs.field(factory=list)
-    """The rows ``start``, ``checkpoint``, ``save_failed``, ``rollback`` and ``end``, of all attempts, as
-    they are in the file."""
+    """The rows ``start``, ``checkpoint``, ``save_failed``, ``rollback`` and ``end``, of all attempts,
+    unchanged."""
     declared: dict[str, Metric] = attrs.field(factory=dict)
-    """Declarations by name or pattern, as the newest attempt had them: unit, group, rule."""
+    """Declarations by name or pattern, from the newest attempt: unit, group, rule."""
     torn: int = 0
-    """Lines that could not be read, as the last one of a run that was killed while it wrote."""
+    """Number of unreadable lines, such as the last one of a run killed while writing."""
     attempt: int = 0
-    """The newest; 0 of an empty file."""
+    """The newest attempt; 0 for an empty file."""
     step: int = 0
     """The newest step of the newest attempt."""
 
     def attempt_of(self, step: int) -> int:
-        """Return the attempt whose value curves have at ``step``."""
+        """Return the attempt that curves take the value at ``step`` from."""
         return next((seam.attempt for seam in reversed(self.seams) if seam.step < step), 1)
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The newest row ``start``: name, steps, world_size, device and so on; empty without one."""
+        """The newest ``start`` row: name, steps, world_size, device and so on; empty without one."""
         return next((row for row in reversed(self.events) if row["event"] == "start"), {})
 
     @property
     def end(self) -> Mapping[str, Any]:
-        """How the newest attempt ended, the row ``end``; empty while it runs, and if it was killed."""
+        """The ``end`` row of the newest attempt; empty while it runs, and if it was killed."""
         last = self.events[-1] if self.events else {}
         return last if last.get("event") == "end" else {}
 
@@ -141,7 +141,7 @@ def read_metrics(
     histograms: bool = True,
     abandoned: bool = True,
 ) -> History:
-    """Read what a run folder's ``metrics.jsonl`` has, line by line: also of a run that goes on meanwhile.
+    """Read a run folder's ``metrics.jsonl``, line by line, even while the run is in progress.
 
     ::
 
@@ -152,14 +152,14 @@ def read_metrics(
 
     Args:
         folder: of the run.
-        names: the metrics to keep, each a name or a pattern as of a shell. A curve takes 16 bytes a value,
-            and what is not kept takes none.
+        names: the metrics to keep, each a name or a shell-style pattern. A curve takes 16 bytes per value;
+            other metrics take none.
         histograms: whether to keep histograms.
-        abandoned: whether to keep the curves of steps that a run gave up.
+        abandoned: whether to keep the curves of steps that the run abandoned.
 
     Returns:
-        An empty history if there is no file. Numbers that are not finite are floats again; lines that
-        cannot be read are left out and counted in ``torn``.
+        An empty history if there is no file. Non-finite values are floats again; unreadable lines
+        are skipped and counted in ``torn``.
     """
     reader = _Reader(_wanted(names), histograms=histograms, abandoned=abandoned)
     path = Path(folder) / FILE
@@ -171,9 +171,9 @@ def read_metrics(
 
 
 def last_attempt(path: Path) -> int:
-    """Return the attempt of the last row of a file, 0 if there is none. Reads no more than the file's end.
+    """Return the attempt of the last row of a file, 0 if there is none. Reads only the end of the file.
 
-    Of a file whose rows do not say, the number is counted.
+    In a file whose rows have no attempt, it is counted.
     """
     if not path.is_file():
         return 0
@@ -192,7 +192,7 @@ def last_attempt(path: Path) -> int:
 
 
 def _wanted(names: Iterable[str]) -> Callable[[str], bool]:
-    """Return whether a name matches, remembered by name: a file has the same ones in every row."""
+    """Return whether a name matches, cached by name: a file has the same ones in every row."""
     patterns, known = tuple(names), dict[str, bool]()
 
     def wanted(name: str) -> bool:
@@ -204,10 +204,10 @@ def _wanted(names: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line, None if it is none."""
+    """Return the row of a line, None if it is invalid."""
     try:
         row = json.loads(line)
-    except ValueError:  # torn, or no UTF-8
+    except ValueError:  # incomplete, or not UTF-8
         return None
     return row if isinstance(row, dict) and "event" in row else None
 
@@ -218,13 +218,13 @@ def _cut(rows: list[Any], step: int) -> None:
 
 
 class _Reader:
-    """Puts rows into a history, in the file's order."""
+    """Adds rows to a history, in file order."""
 
     def __init__(self, wanted: Callable[[str], bool], *, histograms: bool, abandoned: bool) -> None:
         self.history = History()
         self.wanted, self.histograms, self.abandoned = wanted, histograms, abandoned
         self.edges: dict[tuple[float, ...], tuple[float, ...]] = {}
-        """The same edges stand in every row: they are kept once."""
+        """The same edges are in every row: they are stored once."""
 
     def line(self, line: bytes) -> None:
         if not line.strip():
@@ -263,7 +263,7 @@ class _Reader:
     def begin(
         self, row: Mapping[str, Any], kind: Literal["resume", "rollback"], step: int, reason: str
     ) -> None:
-        """Go on from ``step`` with the next attempt."""
+        """Continue from ``step`` with the next attempt."""
         history, before = self.history, self.history.attempt
         history.attempt = int(row.get("attempt", before + 1))
         if before:
@@ -273,7 +273,7 @@ class _Reader:
         history.step = step
 
     def cut(self, step: int, attempt: int) -> None:
-        """Give up what is after ``step``."""
+        """Abandon everything after ``step``."""
         history = self.history
         history.times.cut(step)
         cut = {name: curve.cut(step) for name, curve in history.curves.items()}
@@ -311,7 +311,7 @@ class _Reader:
 
 
 def metrics_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers of a row of ``metrics.jsonl`` under their metrics' names."""
+    """Yield the numbers of a row of ``metrics.jsonl`` under their metric names."""
     if row["event"] == "step":
         yield from ((name, row[name]) for name in _STEP if row.get(name) is not None)
         yield from ((f"losses/{term}", value) for term, value in row["losses"].items())

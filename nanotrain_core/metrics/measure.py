@@ -1,7 +1,7 @@
-"""Sums over a tensor's elements from which statistics of the whole follow, whatever ranks hold of it.
+"""Per-rank sums from which statistics of a whole tensor follow, whatever block of it each rank holds.
 
-Squares are added up in float32 at least, in runs of 65,536 elements on a CPU, and these in float64, as those
-of the global gradient norm; all else in float64. Nothing here waits for the device.
+Squares are summed in float32 or wider, in chunks of 65,536 elements on a CPU, and these in float64, as for
+the global gradient norm; everything else in float64. Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from nanotrain_core.metrics.declared import Statistic
 from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.optim.grad_norm import chunks_for_norm
 
-#: Elements that are counted at a time: 0.5 GB of what it takes to find their places, in float64 and int64.
+#: Elements counted at a time: finding their bins takes 0.5 GB, in float64 and int64.
 COUNTED = 2**24
 
-#: What of a tensor is summed over ranks, in this order; the last counts magnitudes that are NaN.
+#: The sums over ranks for a tensor, in this order; the last counts magnitudes that are NaN.
 SUM, SQUARES, NONFINITE, COUNT, BROKEN = range(5)
 
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the 2-norms of each tensor's chunks, scalars of float32 at least: their squares add up."""
+    """Return the 2-norms of each tensor's chunks, scalars of float32 or wider: their squares are summed."""
     found: list[list[torch.Tensor]] = [[] for _ in tensors]
-    for dtype in {each.dtype for each in tensors}:  # one kernel for all of a dtype
+    for dtype in {each.dtype for each in tensors}:  # one kernel per dtype
         of_dtype = [(n, each) for n, each in enumerate(tensors) if each.dtype == dtype]
         pieces = [(n, chunk) for n, each in of_dtype for chunk in chunks_for_norm([each])]
         wide = torch.promote_types(dtype, torch.float32)
@@ -68,7 +68,7 @@ def count_into(
     values: torch.Tensor, edges: tuple[float, ...], *, log: bool, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return how many ``values`` are below the first edge, in each bin, above the last, and NaN [bins +
-    3]; with ``weights`` of the same shape, what they weigh together. Works on :data:`COUNTED` elements at a
+    3]; with ``weights`` of the same shape, the sums of their weights. Processes :data:`COUNTED` elements at a
     time."""
     counts = torch.zeros(len(edges) + 2, dtype=torch.float64, device=values.device)
     limits = _edges(edges, values.device)
@@ -82,6 +82,6 @@ def count_into(
 
 
 def histogram(edges: tuple[float, ...], sums: Sequence[float]) -> Histogram:
-    """Return what the sums of :func:`count_into` over all ranks say."""
+    """Return the histogram from the sums of :func:`count_into` over all ranks."""
     below, *counts, above, nan = sums
     return Histogram(edges, tuple(counts), below, above, nan)

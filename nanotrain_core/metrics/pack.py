@@ -1,4 +1,4 @@
-"""Puts what one rank gathered under all names into one buffer, by a few kernels whatever their number."""
+"""Packs what one rank gathered under all names into one buffer, with few kernels whatever their number."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pack(
         at = (number, first + spec.broken)
         tops += [(at, x) for x in mine.device_most]
         ends += [(at, x) for x in mine.device_ends]
-    # From an array: of a list, torch would look at each number's type.
+    # From an array: with a list, torch would check each number's type.
     host = torch.frombuffer(array("d", [*sums, *most, *ranks]), dtype=torch.float64)
     buffer = host.to(device, non_blocking=True)
     squares = [(where, x.square()) for where, x in _wide(norms)]
@@ -71,7 +71,7 @@ def pack(
 def _wide(
     found: Iterable[tuple[Place, torch.Tensor]],
 ) -> Iterator[tuple[list[Place], torch.Tensor]]:
-    """Yield scalars in float64, those of one dtype in one tensor, with the places of each."""
+    """Yield scalars in float64, those of one dtype in one tensor, with the index of each."""
     pairs = list(found)
     for dtype in {x.dtype for _, x in pairs}:
         alike = [(place, x) for place, x in pairs if x.dtype == dtype]

@@ -1,4 +1,4 @@
-"""What a monitor publishes metrics with: ``run.metrics``."""
+"""The interface through which a monitor publishes metrics: ``run.metrics``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from nanotrain_core.metrics.measure import COUNT, NONFINITE, SUM, count_into, no
 class Metrics:
     """Publishes under names that the monitor declares, at any time and on any rank.
 
-    What is published between two logged steps is reduced over all ranks with the second, and handed to
+    Values published between two logged steps are reduced over all ranks with the second, and passed to
     every monitor in ``on_metrics``: on a CPU right after that step's ``on_step``, elsewhere one logged step
-    later. A number of the device is taken as it is: nothing here waits for it or calls a collective.
+    later. A device value stays on the device: nothing here synchronizes or calls a collective.
     """
 
     def __init__(self, board: Board, owner: int, name: str, *, strict: bool) -> None:
-        """Publish for the monitor ``name``, the ``owner``-th of the run; ``strict``: declared names alone."""
+        """Publish for the monitor ``name``, at index ``owner``; ``strict``: declared names only."""
         self._board, self._owner, self._name, self._strict = board, owner, name, strict
         self._specs: dict[str, Spec] = {}
         self._own: dict[tuple[Any, ...], bool] = {}
-        """Of blocks that were asked for, whether this rank measures them."""
+        """For each set of blocks seen so far, whether this rank measures them."""
 
     def scalar(
         self,
@@ -46,12 +46,12 @@ class Metrics:
 
         Args:
             name: declared, or of a declared pattern: ``gradients/norm/layers.0.attn.q.weight``.
-            value: a Python number, or a tensor of one element on any device.
-            unit, reduce: as declared; of a name that is not declared, its own (``mean`` by default).
-            weight: of a mean, what the value counts, as the tokens that it is the mean of.
+            value: a Python number, or a tensor of one element on any device. unit, reduce: as declared; for
+                an undeclared name, its own (``mean`` by default).
+            weight: for a mean, the value's weight, such as the number of tokens it is the mean over.
 
         Raises:
-            PluginError: the name is not the monitor's to publish, or is declared otherwise.
+            PluginError: the name is not this monitor's to publish, or is declared differently.
         """
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise PluginError(f"the metric '{name}' has {value.numel()} values; expected one number")
@@ -61,13 +61,13 @@ class Metrics:
         self._board.take(spec).scalar(value, weight)
 
     def of_rank(self, name: str, value: float) -> None:
-        """Publish a number of this rank's host, to learn how ranks differ.
+        """Publish a value of this rank, to report how ranks differ.
 
         Reported are the largest of all ranks, the mean, the lower median, and which rank has the largest.
-        What a rank publishes between two logged steps is averaged. Publish it in every logged step, or on all
-        ranks in the same ones: nothing is reported of a step in which a rank is missing that has published it
-        before. Each rank's number has a place of its own
-        in the sums: with a thousand ranks it is as long as a histogram of a thousand bins.
+        Values that a rank publishes between two logged steps are averaged. Publish it in every logged step,
+        or on all ranks in the same ones: nothing is reported for a step in which a rank is missing that has
+        published it before. Each rank's value has its own position in the sums: with a thousand ranks it is
+        as long as a histogram of a thousand bins.
 
         Args:
             name: ``memory/allocated/{over}``, where ``{over}`` stands for ``max``, ``mean``, ``median`` and
@@ -84,17 +84,17 @@ class Metrics:
     def histogram(
         self, name: str, values: torch.Tensor, *, bins: Bins | None = None, weight: Number = 1.0
     ) -> None:
-        """Publish how the elements of a tensor are distributed, counted over all ranks in the declared bins.
+        """Publish the distribution of a tensor's elements, counted over all ranks in the declared bins.
 
         Args:
             name: declared as a histogram.
             values: floating-point, of any shape.
-            bins: of a name that is not declared, or is declared without.
-            weight: what each element counts, for example 1 / ``placement.replicas(layout)``; a tensor of
-                the shape of ``values`` has a weight for each.
+            bins: for a name that is undeclared, or is declared without bins.
+            weight: each element's weight, for example 1 / ``placement.replicas(layout)``; a tensor of the
+                shape of ``values`` has a weight for each.
 
         Raises:
-            PluginError: nobody says which bins.
+            PluginError: no bins are given or declared.
         """
         spec = self._spec(name, "histogram", bins=bins)
         if spec.metric.bins is None:
@@ -107,7 +107,7 @@ class Metrics:
         self._board.take(spec).add(0, counts if weight == 1.0 else counts * weight)
 
     def text(self, name: str, text: str) -> None:
-        """Publish a text. Of several ranks, that of the lowest is kept, and costs a gather in that step."""
+        """Publish a text. If several ranks do, the lowest rank's is kept; it costs a gather in that step."""
         self._board.texts[name] = (str(text), self._spec(name, "text").metric)
 
     def statistics(
@@ -118,14 +118,14 @@ class Metrics:
     ) -> None:
         """Publish statistics of a tensor of which ranks hold parts, each element equally often.
 
-        So are activations, whether ranks along tp hold all of them or a share. Several tensors published
-        under one name, as those of microbatches, are parts of one.
+        This holds for activations, whether ranks along tp hold all of them or a shard. Several tensors
+        published under one name, such as those of microbatches, are parts of one tensor.
 
         Args:
             name: ``residual/{statistic}/layers.3``, where ``{statistic}`` stands for ``rms`` and so on.
             tensor: floating-point.
-            of: which of :data:`~nanotrain_core.metrics.declared.STATISTICS`, but neither norm nor
-                nonfinite: ``max_abs`` tells whether an element is not finite.
+            of: which of :data:`~nanotrain_core.metrics.declared.STATISTICS`, except norm and
+            nonfinite: ``max_abs`` shows whether an element is not finite.
 
         Raises:
             PluginError: it is one of those.
@@ -144,18 +144,18 @@ class Metrics:
         *,
         group: Callable[[str], str] | None = None,
     ) -> None:
-        """Publish statistics of each of many tensors of the model, from this rank's blocks or ranges of them.
+        """Publish statistics of each of many tensors of the model, from this rank's blocks or ranges.
 
         Exact on every layout, if all ranks call it: a block that several ranks hold is measured by one of
-        them, as :meth:`measures` says.
+        them, as given by :meth:`measures`.
 
         Args:
             name: ``weights/{statistic}/{parameter}``, where ``{parameter}`` stands for each tensor's global
-                name. Without that, they are one large tensor.
+                name. Without that, they are treated as one large tensor.
             tensors: with their placements.
             of: which of :data:`~nanotrain_core.metrics.declared.STATISTICS`.
-            group: what ``{parameter}`` is in place of a tensor's name, as the name of its layer. Tensors of
-                one group are one large tensor.
+            group: the value of ``{parameter}`` instead of a tensor's name, such as the name of its layer.
+                Tensors of one group are treated as one large tensor.
         """
         called = group or str
         self._measured(
@@ -168,9 +168,9 @@ class Metrics:
         )
 
     def measures(self, placement: Placement) -> bool:
-        """Return whether this rank is the one that measures its block, of all ranks that hold the same.
+        """Return whether this rank measures its block, among all ranks that hold the same block.
 
-        Tensors are shared out by their names, so that each rank has a part of the work.
+        Tensors are distributed by name, so that the ranks share the work.
         """
         key = (placement.name, placement.view, placement.summed, placement.same, placement.stages)
         if key not in self._own:
@@ -188,7 +188,7 @@ class Metrics:
 
     @torch.no_grad()
     def _measured_on(self, full: Sequence[tuple[str, torch.Tensor]], of: Sequence[Statistic]) -> None:
-        """Add up what statistics follow from. Numbers stay as they are until all names' are put in place."""
+        """Accumulate the sums for statistics. They stay separate until all names' sums are packed."""
         tensors, statistics = [each.detach() for _, each in full], tuple(of)
         several = {
             name: self._board.take(self._spec(name, "scalar", statistics=statistics))
@@ -211,7 +211,7 @@ class Metrics:
     def _spec(
         self, name: str, kind: Any, *, statistics: tuple[Statistic, ...] = (), ranks: int = 0, **said: Any
     ) -> Spec:
-        """Return the declaration of a name, looked up once; warn of one that is not declared."""
+        """Return the declaration of a name, looked up once; warn if it is undeclared."""
         said = {key: value for key, value in said.items() if value is not None}
         found = self._specs.get(name)
         if found is None:

@@ -1,4 +1,4 @@
-"""What sinks receive of metrics: values that are global and equal on every rank, with their declarations."""
+"""The metrics that sinks receive: values that are global and equal on every rank, with their declarations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from nanotrain_core.metrics.declared import Metric
 
 @attrs.define(frozen=True)
 class Histogram:
-    """How many of a tensor's elements, over all ranks, fell where."""
+    """The distribution of a tensor's elements over all ranks."""
 
     edges: tuple[float, ...]
-    """Of the bins, ascending: one more than ``counts``."""
+    """Edges of the bins, ascending: one more than ``counts``."""
     counts: tuple[float, ...]
     below: float
     above: float
-    """Beyond the first and the last edge, infinities included."""
+    """Counts below the first and above the last edge, infinities included."""
     nan: float
 
 
 @attrs.define(frozen=True)
 class MetricsReport:
-    """The metrics of one step, those of the core included. Equal on every rank but for times."""
+    """The metrics of one step, including the core's. Equal on every rank except times."""
 
     step: int
     values: Mapping[str, float]
@@ -34,7 +34,7 @@ class MetricsReport:
     """The declaration of every name above: unit, group, rule."""
     failed: Mapping[str, int] = attrs.field(factory=dict)
     """Monitors that failed since the last logged step, each with a rank on which it did. What they published
-    since then is left out: ranks may have published different parts of it."""
+    since then is omitted: ranks may have published different parts of it."""
     published: frozenset[str] = frozenset()
-    """Which of these names monitors published; the others the report of a step, an evaluation or a
-    checkpoint has too."""
+    """Which of these names were published by monitors; the others are also in the report of a step, an
+    evaluation or a checkpoint."""

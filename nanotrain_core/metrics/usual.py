@@ -1,4 +1,4 @@
-"""What is usual of a metric in this run, for rules that are relative to it. Torch-free."""
+"""The usual value of a metric in this run, for rules relative to it. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from statistics import median
 
 from nanotrain_core.metrics.declared import Rule
 
-#: How many last values of a metric its usual one is the median of.
+#: Number of last values whose median is the usual value.
 USUAL = 100
-#: How many values of a metric must be known before it has a usual one.
+#: Minimum number of values for a usual value.
 USUAL_KNOWN = 30
 
 
 class Usual:
-    """The last values of one metric that were finite.
+    """The last finite values of one metric.
 
     >>> usual = Usual([1.0, 3.0, 2.0] * 10)
     >>> usual.before(9.0), Usual().before(9.0)
@@ -35,5 +35,5 @@ class Usual:
 
 
 def is_relative(rule: Rule | None) -> bool:
-    """Return whether a rule compares values with the usual one."""
+    """Return whether a rule is relative to the usual value."""
     return rule is not None and not (rule.warn_times is None and rule.bad_times is None)

@@ -1,1 +1,1 @@
-"""Phases of a run: what of its recipe changes after how many tokens."""
+"""Phases of a run: changes of its recipe after given numbers of tokens."""

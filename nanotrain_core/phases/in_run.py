@@ -1,4 +1,4 @@
-"""Puts the phases of a recipe into force, step by step."""
+"""Applies the phases of a recipe, step by step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def begin_step(run: Run, scheduler: Scheduler | None = None, *, again: bool = False) -> Run:
-    """Return the run as its next step is taken, and give the scheduler its rate.
+    """Return the run as its next step needs it, and set the scheduler's rate.
 
     Args:
-        run: as its last step was taken.
+        run: as the last step used it.
         scheduler: of the learning rate.
-        again: return the run as its last step was taken, for an evaluation that was owed after it.
+        again: return the run as its last step used it, for an evaluation that was interrupted after it.
     """
     if run.phases is None:
         return run
@@ -37,17 +37,17 @@ def begin_step(run: Run, scheduler: Scheduler | None = None, *, again: bool = Fa
 
 
 class RunPhases:
-    """What of a run changes, and what of it is in force.
+    """What changes in a run, and the current values.
 
-    That depends on the tokens that the run has trained on, which its checkpoints have, and on nothing else:
-    a resumed run, or one that went back, is at once where it was.
+    These depend only on the tokens that the run has trained on, which its checkpoints contain: a resumed run,
+    or one that rolled back, immediately has the right values.
     """
 
     def __init__(self, recipe: Recipe, model: Model, schedule: Schedule, pp: int, dp: int) -> None:
-        """Of a run with ``pp`` pipeline ranks and ``dp`` data-parallel ones.
+        """Create them for a run with ``pp`` pipeline ranks and ``dp`` data-parallel ones.
 
         Raises:
-            PluginError: keys of the model change, and it cannot change them.
+            PluginError: keys of the model change, and the model does not support it.
         """
         self.recipe, self.timeline = recipe, Timeline(recipe)
         self._model, self._schedule, self._pp, self._dp = model, schedule, pp, dp
@@ -60,7 +60,7 @@ class RunPhases:
             )
 
     def split_backward(self, actions: Sequence[Sequence[Action]]) -> bool:
-        """Return whether there are W passes: in ``actions``, or at a corner of a phase."""
+        """Return whether there are W passes: in ``actions``, or at the beginning or end of any phase."""
         corners = (self._actions(recipe.batch) for _, recipe in self.timeline.corners())
         return any(action.kind == "W" for each in (actions, *corners) for rank in each for action in rank)
 
@@ -68,7 +68,7 @@ class RunPhases:
         return self._schedule.actions(self._pp, batch.microbatches(self._dp))
 
     def advance(self, run: Run, *, again: bool = False) -> Run:
-        """Return the run as its next step is taken; ``again``: as its last one was."""
+        """Return the run as its next step needs it; ``again``: as its last one did."""
         if not self.recipe.phase:
             return run
         tokens = run.feed.tokens_before if again else run.feed.tokens
@@ -90,7 +90,7 @@ class RunPhases:
         return run
 
     def _with_batch(self, run: Run, batch: BatchConfig) -> Run:
-        """Return the run with the schedule and the FLOPs of ``batch``; stages stay as the model was cut."""
+        """Return the run with the schedule and the FLOPs of ``batch``; stages are unchanged."""
         actions, costs = self._actions(batch), self._model.flops(batch.length)
         mine = actions[run.mesh.coordinate("pp") if self._pp > 1 else 0]
         return attrs.evolve(run, actions=mine, schedule=actions, flops_per_token=costs.total)
@@ -103,16 +103,16 @@ class RunPhases:
 
     @property
     def number(self) -> int | None:
-        """Which phase is in force, from 0; None of a recipe without."""
+        """The index of the current phase, from 0; None in a recipe without phases."""
         return self._now.number if self._now else None
 
     @property
     def lr(self) -> float | None:
-        """The learning rate in force, before warm-up; None: no phase changes it."""
+        """The current learning rate, before warm-up; None: no phase changes it."""
         return self._now.values.get("optimizer.lr") if self._now else None
 
     def _tell(self, run: Run, moment: Moment) -> None:
-        """Tell people on rank 0, and the run's log, that a phase begins, or goes on after a resume."""
+        """Report on rank 0 and in the run's log that a phase begins, or continues after a resume."""
         if run.mesh.rank:
             return
         phase, since = self.recipe.phase[moment.number], self.timeline.spans[moment.number].begins
@@ -122,6 +122,6 @@ class RunPhases:
 
 
 def _changed(before: Moment | None, moment: Moment) -> Mapping[str, Value]:
-    """Return the values that are others than before; all of them at the beginning."""
+    """Return the values that have changed; all of them at the beginning."""
     old = before.values if before else {}
     return {key: value for key, value in moment.values.items() if key not in old or old[key] != value}

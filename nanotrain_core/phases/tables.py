@@ -1,4 +1,4 @@
-"""Types ``[[phase]]`` by the sections whose keys it changes."""
+"""Resolves the types of ``[[phase]]`` from the sections whose keys it changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.types import expected, field_types, found
 from nanotrain_core.recipe.write import plain
 
-#: Keys that somebody may want to change, and why they stay.
+#: Keys that users may want to change, and why they cannot.
 FIXED = {
     "optimizer.lr_schedule": "it counts steps of the whole run; let optimizer.lr move over the tokens of a "
     'phase: lr = { end = 1e-5, shape = "cosine" }',
@@ -24,7 +24,7 @@ FIXED = {
 
 
 class PhaseTables:
-    """The phases of a recipe whose other sections have their types already."""
+    """The phases of a recipe whose other sections are already typed."""
 
     def __init__(self, sections: Mapping[str, Any]) -> None:
         """``sections``: ``batch`` and the selections of a recipe, by name."""
@@ -36,11 +36,11 @@ class PhaseTables:
             f"{name}.{field}"
             for name, config in self._configs.items()
             for field in changeable(type(config))
-            if name != "optimizer" or field == "lr"  # the one that the core applies
+            if name != "optimizer" or field == "lr"  # the only one that the core applies
         ]
 
     def phases(self, tables: Any) -> tuple[Phase, ...]:
-        """Return the phases of an array of tables; ``problems`` tell what is wrong with it."""
+        """Return the phases of an array of tables; ``problems`` has what is wrong with it."""
         if not isinstance(tables, list):
             self.problems.append(Problem("phase", "expected an array of tables: write [[phase]]"))
             return ()
@@ -75,7 +75,7 @@ class PhaseTables:
         return attrs.evolve(head, changes=changes) if head is not None else Phase()
 
     def _value(self, name: str, value: Any, phase: str) -> Any:
-        """Return what the config of its section has there, or a :class:`Ramp` of numbers."""
+        """Return the typed value for its section's config, or a :class:`Ramp` of numbers."""
         key = join(phase, name)
         if name not in self._keys:
             reason = f": {FIXED[name]}" if name in FIXED else self._near(name)
@@ -103,13 +103,13 @@ class PhaseTables:
         return ramp
 
     def _near(self, name: str) -> str:
-        """Return the nearest key of the same section, as half a sentence."""
+        """Return the nearest key of the same section, as a clause."""
         section, _, field = name.partition(".")
         own = [key for key in self._keys if key.startswith(f"{section}.")]
         return did_you_mean(name, own) if did_you_mean(field, [key.partition(".")[2] for key in own]) else ""
 
     def _checked(self, name: str, value: Any, key: str) -> Any:
-        """Return ``value`` as its config takes it; what is wrong with it stands under ``key``."""
+        """Return ``value`` as its config converts it; problems are recorded under ``key``."""
         section, _, field = name.partition(".")
         config = self._configs[section]
         changed, problems = structure({**plain(config), field: value}, type(config), "")
@@ -121,7 +121,7 @@ class PhaseTables:
 
 
 def _order(phases: tuple[Phase, ...]) -> Iterator[Problem]:
-    """Check that phases follow one another, and that what moves has an end."""
+    """Check that phases follow one another, and that ramps have an end."""
     before = 0
     for number, phase in enumerate(phases):
         key, ends = join("phase", number), phase.until_tokens
@@ -137,13 +137,13 @@ def _order(phases: tuple[Phase, ...]) -> Iterator[Problem]:
 
 
 def steps_of(recipe: Recipe) -> int | None:
-    """Return the steps that all phases of a recipe take; None if the last has no end."""
+    """Return the total steps of all phases of a recipe; None if the last has no end."""
     timeline = Timeline(recipe)
     return None if timeline.ends is None else sum(each.steps for each in timeline.stretches())
 
 
 def key_in_force(recipe: Recipe, number: int, key: str) -> str:
-    """Return where a recipe says what ``key`` is in a phase: there, in one before it, or in its section.
+    """Return where a recipe sets ``key`` for a phase: in it, in an earlier one, or in its section.
 
     >>> key_in_force(recipe, 1, "batch.sequences")  # doctest: +SKIP
     'phase.0.batch.sequences'

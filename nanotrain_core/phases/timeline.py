@@ -1,4 +1,4 @@
-"""What is in force after how many tokens: a function of that number alone, the same on every layout."""
+"""The values in force after a number of tokens: a function of that number alone, the same on every layout."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from nanotrain_core.recipe.tree import BatchConfig, Recipe
 
 Number = int | float
-#: Of a key that a phase changes: a number, or the config of a table.
+#: A value that a phase changes: a number, or the config of a table.
 Value = Any
 
 
 @attrs.define(frozen=True)
 class Moment:
-    """The values that a step is taken with."""
+    """The values with which a step is taken."""
 
     number: int
-    """Of the phase, from 0."""
+    """Index of the phase, from 0."""
     values: Mapping[str, Value]
-    """Each key that any phase changes, with its value now."""
+    """Each key that any phase changes, with its current value."""
 
 
 @attrs.define(frozen=True)
 class Stretch:
-    """Steps of one phase with batches of one size."""
+    """Consecutive steps of one phase with batches of one size."""
 
     phase: int
     sequences: int
-    """Of each batch."""
+    """Sequences of each batch."""
     length: int
     """Tokens of each sequence."""
     steps: int
@@ -42,22 +42,22 @@ class Stretch:
 
     @property
     def tokens(self) -> int:
-        """Of all its steps."""
+        """Tokens of all its steps."""
         return self.steps * self.sequences * self.length
 
 
 @attrs.define(frozen=True)
 class Span:
-    """One phase with every value spelled out."""
+    """One phase with every value written out."""
 
     begins: int
     ends: int | None
     values: Mapping[str, Value]
-    """At its first token."""
+    """Values at its first token."""
     ramps: Mapping[str, Ramp]
 
     def at(self, tokens: int) -> dict[str, Value]:
-        """Return the values after so many tokens of the run."""
+        """Return the values after this many tokens of the run."""
         if not self.ramps:
             return dict(self.values)
         assert self.ends is not None
@@ -73,8 +73,8 @@ class Span:
 class Timeline:
     """The phases of a recipe along the tokens of its run.
 
-    A step is taken whole with the values of its first token. So a phase ends with the first step that
-    reaches its ``until_tokens``, and what a ramp has come to depends on tokens, not on steps.
+    A whole step uses the values at its first token. So a phase ends with the first step that
+    reaches its ``until_tokens``, and the value of a ramp depends on tokens, not on steps.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -97,14 +97,14 @@ class Timeline:
         self._after = values
 
     def at(self, tokens: int) -> Moment:
-        """Return what the next step is taken with, after so many tokens."""
+        """Return the values for the next step, after this many tokens."""
         for number, span in enumerate(self.spans):
             if span.ends is None or tokens < span.ends:
                 return Moment(number, span.at(tokens))
         return Moment(max(0, len(self.spans) - 1), self._after)
 
     def recipe_with(self, values: Mapping[str, Value]) -> Recipe:
-        """Return the recipe without phases that has ``values`` of these keys."""
+        """Return the recipe without phases, with these ``values``."""
         changed: dict[str, dict[str, Value]] = {}
         for key, value in values.items():
             section, _, name = key.partition(".")
@@ -119,14 +119,14 @@ class Timeline:
         return attrs.evolve(self.recipe, phase=(), **sections)
 
     def corners(self) -> Iterator[tuple[int, Recipe]]:
-        """Yield the recipes that hold at the beginning of each phase, and of one with ramps at its end."""
+        """Yield the recipes in force at the beginning of each phase, and at the end of one with ramps."""
         for number, span in enumerate(self.spans):
             yield number, self.recipe_with(span.values)
             if span.ramps and span.ends is not None:
                 yield number, self.recipe_with(span.at(span.ends))
 
     def ramps(self) -> Iterator[tuple[int, range]]:
-        """Yield the phases whose batch grows or shrinks, with the sizes between those of its corners."""
+        """Yield the phases whose batch size is ramped, with the sizes between those of its corners."""
         for number, span in enumerate(self.spans):
             ramp = span.ramps.get("batch.sequences")
             if ramp is not None:
@@ -140,9 +140,9 @@ class Timeline:
         return self.recipe_with({**values, "batch.sequences": sequences})
 
     def largest(self) -> Recipe:
-        """Return the recipe of the phase that needs most memory, of those that the run's steps reach.
+        """Return the recipe of the phase that needs the most memory, among those that the run's steps reach.
 
-        That is the one with most tokens in a microbatch and, of these, with most of them in a step.
+        It is the one with the most tokens in a microbatch and, among these, the most in a step.
         """
         reached = self.reached(self.recipe.run.steps) if self.spans else 0
         found = [recipe for number, recipe in self.corners() if number < reached] or [self.recipe]
@@ -155,14 +155,14 @@ class Timeline:
         return self.recipe_with(values).batch
 
     def lengths(self) -> tuple[int, ...]:
-        """Return the lengths of sequences that any phase has, the first one first."""
+        """Return the sequence lengths of all phases, the first one first."""
         found = (recipe.batch.length for recipe in (self.recipe, *(now for _, now in self.corners())))
         return tuple(dict.fromkeys(found))
 
     def validated_at(self, number: int) -> BatchConfig:
-        """Return the batches in which a run validates during a phase.
+        """Return the batch shape with which a run validates during a phase.
 
-        That is ``[batch]``, so that all evaluations see the same sequences; from a phase on that changes
+        It is ``[batch]``, so that all evaluations see the same sequences; after a phase that changes
         their length it is the first batch of that phase.
         """
         batches = [self.recipe.batch, *(self.batch_at(span.values) for span in self.spans[: number + 1])]
@@ -173,7 +173,7 @@ class Timeline:
         return found
 
     def batches(self, tokens: int) -> Iterator[BatchConfig]:
-        """Yield the batches of the steps after so many tokens, without end."""
+        """Yield the batches of the steps after this many tokens, without end."""
         while True:
             yield (batch := self.batch_at(self.at(tokens).values))
             tokens += batch.tokens
@@ -186,7 +186,7 @@ class Timeline:
         return self.spans[-1].ends if self.spans else None
 
     def stretches(self, steps: int | None = None) -> Iterator[Stretch]:
-        """Yield the steps of a run from its beginning: ``steps`` of them, or as many as all phases take."""
+        """Yield the steps of a run from its beginning: ``steps`` of them, or the total of all phases."""
         tokens, left = 0, steps
         last = self.ends
         while (left is None and last is not None and tokens < last) or (left is not None and left > 0):
@@ -198,11 +198,11 @@ class Timeline:
             left = None if left is None else left - count
 
     def reached(self, steps: int) -> int:
-        """Return how many of the phases a run of so many steps takes a step of."""
+        """Return how many of the phases a run of ``steps`` steps reaches."""
         return 1 + max(stretch.phase for stretch in self.stretches(steps))
 
     def ended(self, steps: int) -> int:
-        """Return how many of a run's first ``steps`` steps all phases take together."""
+        """Return how many of a run's first ``steps`` steps belong to phases that have ended."""
         inside = (
             each.steps for each in self.stretches(steps) if self.ends is None or each.begins < self.ends
         )
@@ -222,7 +222,7 @@ class Timeline:
             while least + jump < end and self._size(tokens + (least + jump - 1) * each) == size:
                 least, jump = least + jump, 2 * jump
             above = min(end, least + jump)
-            while least < above:  # the first ``least`` steps are alike, and no more than ``above`` of them
+            while least < above:  # the first ``least`` steps are equal, and at most ``above`` of them
                 middle = (least + above + 1) // 2
                 alike = self._size(tokens + (middle - 1) * each) == size
                 least, above = (middle, above) if alike else (least, middle - 1)
@@ -230,11 +230,11 @@ class Timeline:
         return end if most is None else min(end, most)
 
     def _size(self, tokens: int) -> int:
-        return int(self.at(tokens).values["batch.sequences"])  # of a phase that changes it
+        return int(self.at(tokens).values["batch.sequences"])  # set by a phase that changes it
 
 
 def value_of(recipe: Recipe, key: str) -> Value:
-    """Return what the recipe has under a dotted key, ``optimizer.lr``."""
+    """Return the recipe's value of a dotted key, ``optimizer.lr``."""
     section, _, name = key.partition(".")
     table: Any = getattr(recipe, section)
     return getattr(table if section == "batch" else table.config, name)

@@ -1,6 +1,6 @@
-"""Scripts: the engine's other door, for a model, an optimizer and loaders of your own.
+"""Scripts: the engine for a model, an optimizer and loaders of your own, without a recipe.
 
-What a script needs beside the engine is here: callbacks, their configs, and the config of an LR schedule.
+What a script needs in addition to the engine: callbacks, their configs, and the config of an LR schedule.
 """
 
 from nanotrain_core.builtin.configs import ConsoleConfig, GuardConfig, JsonlConfig

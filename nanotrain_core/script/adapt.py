@@ -1,4 +1,4 @@
-"""The engine's other door: a model, an optimizer and loaders of your own, no recipe."""
+"""Adapts a model, an optimizer and loaders of your own to the engine, without a recipe."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ LossSum = Callable[[Any, torch.Tensor], torch.Tensor]
 
 @attrs.define(frozen=True, kw_only=True)
 class ScriptConfig:
-    """What a recipe would say, for a script."""
+    """The settings of a script's run, as a recipe has them."""
 
     name: str = "script"
     accumulate: int = attrs.field(default=1, validator=ge(1))
     """Loader batches per optimizer step."""
     clip_norm: float = attrs.field(default=0.0, validator=ge(0.0))
-    """Largest global gradient norm; 0 never clips."""
+    """Maximum global gradient norm; 0 never clips."""
     lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
     evaluate_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between evaluations; 0 evaluates only at the end."""
@@ -53,20 +53,21 @@ class ScriptConfig:
     precision: Literal["fp32", "bf16", "fp16"] = attrs.field(
         default="fp32", validator=in_(("fp32", "bf16", "fp16"))
     )
-    """`fp32` calls the model as it is. `bf16` and `fp16` call model and loss under `torch.autocast`, and
-    leave weights as they are; `fp16` also scales the loss, dynamically, as a recipe's `fp16` does."""
+    """`fp32` calls the model unchanged. `bf16` and `fp16` call model and loss under `torch.autocast`, and
+    do not cast weights; `fp16` also scales the loss, dynamically, as a recipe's `fp16` does."""
     folder: Path | None = attrs.field(default=None, converter=optional(Path))
-    """Where checkpoints go, to `checkpoints/` in it; made if need be. None saves nothing."""
+    """Folder for checkpoints, in its subfolder `checkpoints/`; created if necessary. None saves nothing."""
     save_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
     keep: int = attrs.field(default=2, validator=ge(1))
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     resume: str | None = attrs.field(default=None, converter=optional(str))
     """`"auto"`: from the newest checkpoint of the folder, or the beginning if there is none; `"latest"`: from
-    the newest; a step's number or a file's path: from that one. None begins anew, in a folder without any."""
+    the newest; a step's number or a file's path: from that one. None starts from the beginning, in a folder
+    without checkpoints."""
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what needs a folder without one.
+        """Reject settings that need a folder without one.
 
         Raises:
             ValueError: naming the field.
@@ -94,20 +95,20 @@ def adapt(
     gradient_sync: GradientSync | None = None,
     kernels: Kernels | None = None,
 ) -> Run:
-    """Dress a script's objects as a run.
+    """Wrap a script's objects as a run.
 
     Args:
-        model: called as ``model(inputs)``, on its device already.
+        model: called as ``model(inputs)``, already on its device.
         optimizer: of the model's parameters.
-        config: defaults train without clipping at a constant rate.
+        config: defaults train at a constant rate without clipping.
         callbacks: monitors.
         loss: sum of the loss; the engine divides by the global number of predicted positions.
         gradient_sync: sums gradients when the script's process group has several ranks.
-        kernels: whose transport such ranks exchange through; by default those that ``auto`` takes.
+        kernels: provide the transport between such ranks; by default those that ``auto`` selects.
 
     Raises:
-        NanotrainError: there are several ranks and nobody to sum their gradients, or a DTensor.
-        CheckpointError: the folder cannot be used, or has checkpoints and nothing says to resume.
+        NanotrainError: there are several ranks without a gradient sync, or a DTensor.
+        CheckpointError: the folder cannot be used, or has checkpoints and ``resume`` is not set.
         ValueError: there is a folder, and the optimizer has parameters that are not the model's.
     """
     config = config or ScriptConfig()
@@ -149,7 +150,7 @@ def adapt(
 
 
 def loss_scale(config: ScriptConfig) -> LossScale:
-    """Return a dynamic loss scale for float16, with a recipe's defaults; none for the others."""
+    """Return a dynamic loss scale for float16, with a recipe's defaults; none for other dtypes."""
     if config.precision != "fp16":
         return NoLossScale()
     scale = FP16Config()
@@ -159,7 +160,7 @@ def loss_scale(config: ScriptConfig) -> LossScale:
 def checkpoint(
     config: ScriptConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
 ) -> ScriptCheckpoint | None:
-    """Return what saves the run, if it has a folder."""
+    """Return the checkpoint component of the run, if it has a folder."""
     if config.folder is None:
         return None
     strangers = [p for g in optimizer.inner.param_groups for p in g["params"] if p not in optimizer.names]
@@ -175,7 +176,7 @@ def checkpoint(
 
 
 class ScriptPart(nn.Module):
-    """A plain model as the only part of itself."""
+    """A plain model as its own single part."""
 
     def __init__(self, model: nn.Module, loss: LossSum, precision: str) -> None:
         super().__init__()
@@ -184,7 +185,7 @@ class ScriptPart(nn.Module):
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
-        """Return the loss sum, or the model's output where there are no targets."""
+        """Return the loss sum, or the model's output without targets."""
         with self.autocast(inputs.device):
             output = self.model(inputs)
             if batch.targets is None:
@@ -192,5 +193,5 @@ class ScriptPart(nn.Module):
             return PartOutput(None, {"lm": self.loss(output, batch.targets)})
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return what model and loss are called in: it changes nothing without a low-precision dtype."""
+        """Return the autocast context of model and loss: a no-op without a low-precision dtype."""
         return torch.autocast(device.type, self.dtype) if self.dtype else nullcontext()

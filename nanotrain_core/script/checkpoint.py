@@ -1,4 +1,4 @@
-"""What a script's run adds to the built-in checkpoint: optimizer state, buffers, the place in its loader."""
+"""A script's checkpoint: the built-in one with optimizer state, buffers, and the loader's position."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.script.feed import LoaderFeed
 from nanotrain_core.script.optimizer import ScriptOptimizer
 
-#: Stands before the names of the loader's random-number streams, among those of the rank.
+#: Prefix of the names of the loader's random-number streams, among those of the rank.
 LOADER = "loader/"
 
 
 class ScriptCheckpoint(SimpleCheckpoint):
-    """The ``simple`` format with a script's model and optimizer. Of buffers, rank 0's are saved."""
+    """The ``simple`` format with a script's model and optimizer. Rank 0's buffers are saved."""
 
     def __init__(
         self, config: SimpleCheckpointConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
@@ -31,7 +31,7 @@ class ScriptCheckpoint(SimpleCheckpoint):
         self.model, self.optimizer, self.feed = model, optimizer, feed
 
     def save(self, step: int, state: TrainState) -> None:
-        """Save, with the model's buffers and the streams with which the pass over the loader began."""
+        """Save, with the model's buffers and the streams at the beginning of the pass over the loader."""
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
         super().save(
             step,
@@ -43,13 +43,13 @@ class ScriptCheckpoint(SimpleCheckpoint):
         )
 
     def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
-        """Have the optimizer make the state that was saved, in place of what it has by now."""
+        """Make the optimizer allocate the saved state, replacing its current state."""
         weights = [block for block in state.blocks if block.name in self.optimizer.names.values()]
         expected = self.optimizer.expect(meta.get("optimizer", {}))
         return attrs.evolve(state, blocks=[*weights, *expected, *buffers(self.model)])
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
-        """Load, and tell the feed how the pass over the loader began: nothing after a change of layout."""
+        """Load, and restore how the pass over the loader began in the feed; not after a change of layout."""
         saved = super().load(which, state)
         if saved is not None:
             streams = saved.rank_tensors.items()
@@ -58,7 +58,7 @@ class ScriptCheckpoint(SimpleCheckpoint):
 
 
 def buffers(model: nn.Module) -> Iterator[Block]:
-    """Yield the buffers that are part of the model's state, as the statistics of a batch norm."""
+    """Yield the buffers that are part of the model's state, such as batch-norm statistics."""
     kept = model.state_dict().keys()
     for name, tensor in model.named_buffers():
         if name in kept:
@@ -66,10 +66,10 @@ def buffers(model: nn.Module) -> Iterator[Block]:
 
 
 def claim(folder: Path, resume: str | None) -> None:
-    """Make a script's folder.
+    """Create a script's folder.
 
     Raises:
-        CheckpointError: it cannot be made, or it has checkpoints that the script does not resume from.
+        CheckpointError: it cannot be created, or it has checkpoints that the script does not resume from.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batches from a script's loaders, and how a resumed run finds its place in them again."""
+"""Batches from a script's loaders, and how a resumed run restores its position in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanotrain_core.run import random_state
 from nanotrain_core.run.upload import Upload
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-#: Yields ``(inputs, targets)`` or :class:`Batch`. Targets stand where they are predicted.
+#: Yields ``(inputs, targets)`` or :class:`Batch`. Targets are at the positions that predict them.
 Loader = Iterable[Pair | Batch]
 
 
@@ -27,11 +27,11 @@ class EmptyLoader(ValueError):
 
 @attrs.define(frozen=True, eq=False)
 class Taken:
-    """One batch, and the position behind it."""
+    """One batch, and the position after it."""
 
     batch: Batch
     into: int
-    """Batches taken from the loader since it was last iterated from its beginning, this one included."""
+    """Batches taken from the loader since it was last iterated from its beginning, including this one."""
     epoch: int
     """How often the loader had been iterated before."""
     begun: Mapping[str, torch.Tensor]
@@ -39,13 +39,13 @@ class Taken:
 
 
 class LoaderFeed:
-    """Feeds from a script's loaders, going round the training loader as often as needed.
+    """Feeds from a script's loaders, iterating the training loader as often as needed.
 
-    A position is a number of batches into a pass over the loader. To go back to it, random-number streams
-    are put back to where they were when that pass began, the loader is iterated from its beginning and
-    that many batches are passed over. A ``DataLoader`` that shuffles then gives the same order, with a
+    A position is a number of batches into a pass over the loader. To restore it, random-number streams
+    are reset to their state when that pass began, the loader is iterated from its beginning and
+    that many batches are skipped. A ``DataLoader`` that shuffles then gives the same order, with a
     generator of its own or without, and so does every loader that yields the same whenever it is iterated.
-    What has ``set_epoch``, as a ``DistributedSampler``, is told the number of each pass, from 0.
+    If it has ``set_epoch``, like a ``DistributedSampler``, it receives the number of each pass, from 0.
     """
 
     bytes_per_token: float | None = None
@@ -57,13 +57,13 @@ class LoaderFeed:
         """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
         self.tokens = self.tokens_before = self.taken = self.into = self.epoch = 0
         self.begun: Mapping[str, torch.Tensor] = {}
-        """Of the pass over the loader that :attr:`into` counts in: see :class:`Taken`."""
+        """Streams at the beginning of the pass that :attr:`into` counts in: see :class:`Taken`."""
         self._tokens = 0
         self._ahead: list[Taken] = []
-        """The next step's batches, where somebody asked for their size already."""
+        """The next step's batches, if their size was already requested."""
 
     def use(self, train: Loader | None, validation: Loader | None) -> None:
-        """Take the loaders of one call of fit.
+        """Set the loaders of one call of fit.
 
         Raises:
             TypeError: there is no training loader.
@@ -119,7 +119,7 @@ class LoaderFeed:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of the last step or, before the first one of a call of fit, of the next, whose batches are read."""
+        """Tokens of the last step or, before the first of a call of fit, of the next, whose batches are read."""
         if not self._tokens:
             try:
                 self._ahead = self._take()
@@ -132,14 +132,14 @@ class LoaderFeed:
         return sum(each.batch.tokens.numel() for each in taken) * self.mesh.world_size
 
     length: int | None = None
-    """Not known: sequences of a batch are as long as the loader has them."""
+    """None: the loader determines the length of sequences."""
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
-        """Refuse: the loader says how large batches are."""
+        """Refuse: the loader determines the batch size."""
         raise NotImplementedError("a script's loader has batches of its own")
 
     def step_done(self) -> None:
-        """Nothing to note: each call of fit begins with its loader."""
+        """Do nothing: each call of fit begins with its loader."""
 
     def microbatches(self) -> list[Batch]:
         """Return the loader's next batches."""
@@ -153,7 +153,7 @@ class LoaderFeed:
         return [each.batch for each in taken]
 
     def _take(self) -> list[Taken]:
-        """Return the next step's batches, behind those that are left out."""
+        """Return the next step's batches, after those that are skipped."""
         position = self.taken
         while self._is_skipped(position):
             position += self.accumulate
@@ -173,7 +173,7 @@ class LoaderFeed:
         return {"lm": batch.target_tokens()}
 
     def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which batches the last ``steps`` steps took, those they left out among them."""
+        """Return which batches the last ``steps`` steps used, including those they skipped."""
         first = self.taken
         while steps and first > 0:
             first -= self.accumulate
@@ -181,16 +181,16 @@ class LoaderFeed:
         return max(first, 0), self.taken
 
     def meta(self) -> dict[str, Any]:
-        """Return the position in the loader and what is skipped, as JSON."""
+        """Return the position in the loader and the skipped ranges, as JSON."""
         skipped = [list(each) for each in self.skipped]
         place = {"taken": self.taken, "into": self.into, "epoch": self.epoch}
         return {**place, "tokens": self.tokens, "skipped": skipped}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go back to a position.
+        """Restore a position.
 
         Raises:
-            NanotrainError: the loader is an iterator that batches were taken from: it cannot begin again.
+            NanotrainError: the loader is an iterator that batches were taken from: it cannot be restarted.
         """
         if self._used and isinstance(self.data, Iterator):
             raise NanotrainError(
@@ -204,7 +204,7 @@ class LoaderFeed:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, or a ``DataLoader``'s sampler, which epoch begins, as ``DistributedSampler`` wants."""
+    """Set the epoch of a loader, or of a ``DataLoader``'s sampler, as ``DistributedSampler`` requires."""
     batches = getattr(loader, "batch_sampler", None)
     for holder in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
         tell = getattr(holder, "set_epoch", None)
@@ -213,7 +213,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the random-number generators that a ``DataLoader`` and its sampler were given."""
+    """Return the random-number generators that were passed to a ``DataLoader`` and its sampler."""
     found = {"generator": loader, "sampler": getattr(loader, "sampler", None)}
     own = {name: getattr(holder, "generator", None) for name, holder in found.items()}
     return {name: generator for name, generator in own.items() if isinstance(generator, torch.Generator)}

@@ -15,14 +15,14 @@ from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
 from nanotrain_core.optim.master_optimizer import step_unless
 
-#: Options that say how a step is computed, not what: a resumed run may change them.
+#: Options that affect how a step is computed, not its result: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def has_momentum(inner: torch.optim.Optimizer) -> bool:
     """Return whether every weight with a gradient has its momentum, if its group has any.
 
-    torch's fused SGD makes momentum of a first step out of memory that a step skipped on the device never
+    torch's fused SGD allocates the momentum of a first step in memory that a step skipped on the device never
     writes to.
     """
     return all(
@@ -35,9 +35,9 @@ def has_momentum(inner: torch.optim.Optimizer) -> bool:
 
 
 class Reached:
-    """Which parameters the backward passes of a step have reached, on any rank.
+    """Records which parameters the backward passes of a step have reached, on any rank.
 
-    torch's optimizers skip a parameter without a gradient: they neither decay it nor move its moments.
+    torch's optimizers skip a parameter without a gradient: they neither decay it nor update its moments.
     """
 
     def __init__(self, placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
@@ -48,7 +48,7 @@ class Reached:
                 each.parameter.register_post_accumulate_grad_hook(self._setter(index))  # type: ignore[no-untyped-call]
 
     def _setter(self, index: int) -> Callable[[torch.Tensor], None]:
-        flags = self.flags  # not the run: a tensor's hooks are out of the garbage collector's sight
+        flags = self.flags  # not the run: the garbage collector cannot see a tensor's hooks
 
         def reached(_: torch.Tensor) -> None:
             flags[index] = True
@@ -56,7 +56,7 @@ class Reached:
         return reached
 
     def take(self) -> list[bool]:
-        """All-reduce: return a flag for each parameter, and forget them for the next step."""
+        """All-reduce: return a flag for each parameter, and reset them for the next step."""
         found = list(self.flags)
         self.flags[:] = [False] * len(found)
         if self.mesh.world_size == 1:
@@ -69,8 +69,8 @@ class Reached:
 class ScriptOptimizer(Optimizer):
     """A torch optimizer that steps on the engine's gradients.
 
-    What it keeps for each parameter is saved as it is, tensors of any shape and plain numbers, whatever
-    optimizer it is. Its options, as betas and weight decay, are those that the script gives, also after a
+    Its state for each parameter is saved unchanged, tensors of any shape and plain numbers, for any
+    optimizer. Its options, such as betas and weight decay, are those that the script sets, even after a
     resume.
     """
 
@@ -95,11 +95,11 @@ class ScriptOptimizer(Optimizer):
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Nothing: the script made its optimizer."""
+        """Do nothing: the script has created its optimizer."""
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Unscale, clip and update. A parameter that no backward reached, or is frozen, has no gradient."""
+        """Unscale, clip and update. A frozen parameter, or one that no backward reached, has no gradient."""
         for placed, reached in zip(self.placed, self.reached.take(), strict=True):
             placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]
@@ -118,7 +118,7 @@ class ScriptOptimizer(Optimizer):
     # --- state --------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Block]:
-        """Yield every tensor that the optimizer keeps, named after its parameter."""
+        """Yield every tensor of the optimizer's state, named after its parameter."""
         for name, state in self._state():
             yield from (block(key, name, t) for key, t in state.items() if isinstance(t, torch.Tensor))
 
@@ -127,10 +127,10 @@ class ScriptOptimizer(Optimizer):
         return ((name, kept[parameter]) for parameter, name in self.names.items() if parameter in kept)
 
     def meta(self) -> dict[str, Any]:
-        """Return what the optimizer is and what it keeps: plain values, and the form of each tensor.
+        """Return the class of the optimizer and its state: plain values, and the form of each tensor.
 
         Raises:
-            CheckpointError: it keeps something that cannot be saved.
+            CheckpointError: its state has something that cannot be saved.
         """
         state = {
             name: {key: described(f"{key} of {name}", value) for key, value in found.items()}
@@ -139,7 +139,7 @@ class ScriptOptimizer(Optimizer):
         return {"class": type(self.inner).__name__, "groups": self._groups(), "state": state}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameters of each group, and its switches, without which state may not fit."""
+        """Return the parameters of each group, and its switches, which determine whether state fits."""
         return [
             {
                 "parameters": [self.names[p] for p in group["params"] if p in self.names],
@@ -149,12 +149,12 @@ class ScriptOptimizer(Optimizer):
         ]
 
     def expect(self, meta: Mapping[str, Any]) -> list[Block]:
-        """Allocate what a checkpoint's ``meta`` says that it holds, and return it to be filled.
+        """Allocate the state that a checkpoint's ``meta`` describes, and return it to be filled.
 
-        The optimizer gets it with :meth:`load_meta`: until then nothing of it changes.
+        The optimizer gets it with :meth:`load_meta`: until then it is unchanged.
 
         Raises:
-            CheckpointError: it is of another optimizer.
+            CheckpointError: it belongs to another optimizer.
         """
         self._refuse_other(meta)
         parameters = {name: parameter for parameter, name in self.names.items()}
@@ -198,7 +198,7 @@ class ScriptOptimizer(Optimizer):
                     )
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Give the optimizer the state that was read, in place of all it had."""
+        """Set the optimizer's state to what was read, replacing all it had."""
         if self._incoming is None:
             return
         incoming, self._incoming = self._incoming, None
@@ -209,12 +209,12 @@ class ScriptOptimizer(Optimizer):
 
 
 def block(key: str, name: str, tensor: torch.Tensor) -> Block:
-    """Return a whole tensor of the state of parameter ``name``."""
+    """Return a whole state tensor of parameter ``name``."""
     return Block(f"{key}/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def described(what: str, value: Any) -> Any:
-    """Return the form of a tensor, or a plain value as it is, as JSON."""
+    """Return the form of a tensor, or a plain value unchanged, as JSON."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": list(value.shape), "host": value.device.type == "cpu"}
@@ -226,7 +226,7 @@ def described(what: str, value: Any) -> Any:
 
 
 def allocated(parameter: nn.Parameter, form: Mapping[str, Any]) -> Any:
-    """Return an empty tensor of the recorded shape, where the optimizer had it, or the plain value."""
+    """Return an empty tensor of the recorded shape, where the optimizer had one, or the plain value."""
     if "value" in form:
         return form["value"]
     device = torch.device("cpu") if form["host"] else parameter.device
