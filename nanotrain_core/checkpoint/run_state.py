@@ -21,7 +21,7 @@ MOST_SKIPPED = 2**31
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON.
+    """Parse a JSON text strictly, and return its value.
 
     Raises:
         ValueError: it is invalid, a table has a duplicate key, which readers interpret differently, or it is

@@ -28,7 +28,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def strange_entries(folder: Path) -> list[Path]:
-    """Return entries of ``folder`` that resemble a checkpoint but are none: a copy, a folder, a dangling link."""
+    """Return entries of ``folder`` that only resemble a checkpoint: a copy, a folder, a dangling link."""
     there = sorted(folder.glob("step-*"))
     mine = set(own(there))
     return [path for path in there if path not in mine]

@@ -119,7 +119,7 @@ class LoaderFeed:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of the last step or, before the first of a call of fit, of the next, whose batches are read."""
+        """Tokens of the last step or, before the first of a call of fit, of the next, which it reads."""
         if not self._tokens:
             try:
                 self._ahead = self._take()

@@ -1,6 +1,6 @@
-"""Data parallelism: every rank trains on its own rows and gradients are summed, bucket by bucket.
+"""Data parallelism: every rank trains on its own rows, and gradients are all-reduced in buckets.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class DataParallelConfig:
     }
 
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient summed by one all-reduce: small ones start early, large ones cost less each."""
+    """Megabytes of gradient per all-reduce: small buckets start early, large ones have less overhead."""
     overlap: bool = True
-    """Start a bucket's all-reduce during backward, as soon as its last gradient is there."""
+    """Start a bucket's all-reduce during backward, as soon as its last gradient is available."""
 
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``ddp``."""
+    """Register ``ddp``."""
     register(
         Component(
             name="ddp",

@@ -1,11 +1,11 @@
-"""Sums gradients over the ranks whose gradients are partial, in buckets, while backward still runs.
+"""All-reduces gradients over the ranks with partial gradients, in buckets, overlapped with backward.
 
 Buckets are filled in the order in which backward reaches parameters, last layers first. A bucket's
 all-reduce starts when its last gradient has arrived *and* every earlier bucket has started, so all
-ranks issue the same collectives in the same order even if gradients arrive differently. Which ranks
-to sum over is read from placements: this code knows neither data parallelism nor experts.
+ranks issue the same collectives in the same order even if gradients arrive in different orders. The ranks
+to sum over are read from placements: this code is independent of data parallelism and experts.
 
-Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums in place of means.
+Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums instead of means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanotrain_ddp import DataParallelConfig
 
 
 class Bucket:
-    """Gradients that one all-reduce sums: consecutive ranges of a flat buffer."""
+    """The gradients of one all-reduce: consecutive ranges of a flat buffer."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffer: Buffer) -> None:
         self.parameters, self.buffer = parameters, buffer
@@ -45,11 +45,11 @@ class Bucket:
         self.missing.discard(parameter)
 
     def start(self) -> None:
-        """Begin to sum over the group."""
+        """Begin to all-reduce over the group."""
         self.pending = self.buffer.all_reduce()
 
     def wait(self) -> None:
-        """Return when the sum is there, and be ready for the next step."""
+        """Return when the sum is available, and reset for the next step."""
         assert self.pending is not None
         self.pending()
         self.reset()
@@ -60,20 +60,20 @@ class Bucket:
 
 
 class DataParallel(LocalGradients, Parallel):
-    """The ``ddp`` component: a wrapper that leaves the model alone, and the run's gradient sync."""
+    """The ``ddp`` component: a wrapper that does not change the model, and the run's gradient sync."""
 
     def __init__(self, config: DataParallelConfig) -> None:
         super().__init__()
         self.config = config
         self.needs_gradient_hooks = (
             config.overlap
-        )  # else all gradients are put into their buckets when they are complete
+        )  # otherwise gradients are copied into their buckets when all are complete
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.started = self.early = 0
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Leave the model as it is: its placements already say that data ranks hold partial gradients."""
+        """Return the model unchanged: its placements already say that data ranks hold partial gradients."""
         return part
 
     def attach(
@@ -85,24 +85,24 @@ class DataParallel(LocalGradients, Parallel):
     ) -> None:
         """Assign every parameter with a partial gradient to a bucket.
 
-        Its span are the ranks to sum over: those of ``dp`` for a layer that every rank has whole. The
+        Its span are the ranks to sum over: those of ``dp`` for a replicated layer. The
         all-reduce of a bucket is ``dist.all_reduce(async_op=True)``, or nanotrain-cpu's in shared memory,
-        which is made when it is waited for.
+        which happens when it is waited for.
         """
         super().attach(parameters, mesh, dtype, passes)
         limit = int(self.config.bucket_mb * 2**20)
-        # Those that other stages hold too come last: all ranks reach them, whatever they did before.
+        # Parameters that other stages also hold come last: all ranks reach them, in whatever order before.
         groups = sorted(group_parameters(parameters, mesh, dtype, limit), key=lambda g: g[1][0].stages)
         self.buckets = [make_bucket(members, mesh, *key) for members, key in groups]
-        # Those others wait for a stage's gradients before they come to a tied one: it starts after backward.
+        # Other stages wait for a stage's gradients before they reach a tied one: it starts after backward.
         self.early = sum(not key[0].stages for _, key in groups)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def check(self, mesh: Mesh) -> None:
-        """Any layout will do."""
+        """Accept any layout."""
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
-        """Put a gradient into its bucket and start every bucket whose turn has come."""
+        """Copy a gradient into its bucket and start every bucket that is next in order."""
         bucket = self.bucket_of.get(parameter)
         if bucket is None:
             return
@@ -112,20 +112,20 @@ class DataParallel(LocalGradients, Parallel):
             self.start_complete()
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave nothing."""
+        """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave no gradient."""
         for parameter in parameters:
             bucket = self.bucket_of.get(parameter)
             if bucket is not None and parameter in bucket.missing:
                 self.on_final_gradient(parameter)
 
     def start_complete(self) -> None:
-        """Start the next buckets in line, as far as they are complete and not tied between stages."""
+        """Start the next buckets in order, as far as they are complete and not tied between stages."""
         while self.started < self.early and not self.buckets[self.started].missing:
             self.buckets[self.started].start()
             self.started += 1
 
     def finish(self) -> None:
-        """Start what backward did not complete, with zeros for gradients no loss reached, and wait."""
+        """Start buckets that backward did not complete, with zeros for missing gradients, and wait."""
         for bucket in self.buckets[self.started :]:
             for parameter in tuple(bucket.missing):
                 bucket.put(parameter, super().gradient(parameter))
@@ -137,7 +137,7 @@ class DataParallel(LocalGradients, Parallel):
         super().finish()
 
     def zero(self) -> None:
-        """Forget all gradients; after a step that was broken off, also what its buckets hold."""
+        """Clear all gradients; after an interrupted step, also the contents of its buckets."""
         super().zero()
         self.started = 0
         for bucket in self.buckets:
@@ -149,7 +149,7 @@ class DataParallel(LocalGradients, Parallel):
         return super().gradient(parameter) if bucket is None else bucket.views[parameter]
 
 
-#: What the members of a bucket have in common: the ranks to sum over, and the dtype.
+#: The common properties of a bucket's members: the ranks to sum over, and the dtype.
 Key = tuple[Span, torch.dtype]
 
 
@@ -158,8 +158,8 @@ def group_parameters(
 ) -> Iterator[tuple[list[nn.Parameter], Key]]:
     """Yield the members of buckets of at most ``limit`` bytes (or one parameter), last parameters first.
 
-    Those that several stages hold come after the others and by name, since stages register them in orders of
-    their own. Parameters whose gradient is complete on this rank are in none.
+    Parameters that several stages hold come after the others and by name, since stages register them in
+    different orders. Parameters whose gradient is complete on this rank are omitted.
     """
     filling: dict[Key, list[nn.Parameter]] = {}
     tied = sorted((p for p in parameters if p.placement.stages), key=lambda p: p.placement.name)
@@ -179,7 +179,7 @@ def group_parameters(
 
 
 def make_bucket(members: Sequence[nn.Parameter], mesh: Mesh, span: Span, dtype: torch.dtype) -> Bucket:
-    """Make the bucket of ``members``. Collective."""
+    """Create the bucket of ``members``. Collective."""
     exchange = mesh.exchange_of(span)
     assert exchange is not None, f"summing over {span}, a single rank"
     return Bucket(members, exchange.buffer(sum(p.numel() for p in members), dtype))

@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank holds some experts, or slices of them, and tokens travel to them.
+"""Expert parallelism: each rank holds some experts, or shards of them, and tokens are sent to them.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ExpertParallelConfig:
 
 
 def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[Problem]:
-    """Check that there are experts, and that they divide, as far as the recipe alone can tell."""
+    """Check that there are experts, and that they divide, as far as the recipe alone determines it."""
     divisibility = divisibility_of(recipe.model.config)
     none = divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility)
     for dim in ("ep", "etp"):
@@ -45,14 +45,14 @@ def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Itera
 
 
 def stays_eager(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[StaysEager]:
-    """Say that experts over ranks do, whose rows the host counts in every layer."""
+    """Yield that experts sharded over ranks stay eager: the host counts their rows in every layer."""
     if any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims):
         yield StaysEager(Role.EXPERTS, "the host must learn how many rows travel before it can send them")
 
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``ep_deepseek``."""
+    """Register ``ep_deepseek``."""
     register(
         Component(
             name="ep_deepseek",

@@ -1,7 +1,7 @@
-"""How a layer's tokens meet experts that other ranks hold: dispatch, compute, combine. No token is dropped.
+"""Token dispatch to experts on other ranks: dispatch, compute, combine. No token is dropped.
 
-With ep = 4, rank e holds the experts [e E/4, (e+1) E/4) whole. With etp = 2 each of those is cut along its
-width over two ranks, which both compute on all the rows that either of them received::
+With ep = 4, rank e holds the experts [e E/4, (e+1) E/4) whole. With etp = 2 each of those is sharded along
+its width over two ranks, which both compute on all the rows that either of them received::
 
     sort rows by expert            on the rank that has the tokens
     all-to-all over ep             each row to the rank of its etp coordinate that holds its expert
@@ -41,28 +41,28 @@ from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, Traffic, from
 
 
 class Experts(Protocol):
-    """What a module of role EXPERTS has; see :class:`nanotrain_core.layout.roles.Role`."""
+    """The interface of a module of role EXPERTS; see :class:`nanotrain_core.layout.roles.Role`."""
 
     compute: Compute
 
 
 @attrs.define(frozen=True, eq=False)
 class Plan:
-    """Who sends how many rows where, for one pass of one layer."""
+    """The row counts that ranks send each other, for one pass of one layer."""
 
     dispatch: Route | None
-    """Over ep; None if that is one rank."""
+    """All-to-all over ep; None if that is one rank."""
     gather: Route | None
-    """Over etp: the own rows to everyone; None if that is one rank."""
+    """All-gather over etp: this rank's rows to all others; None if that is one rank."""
     order_M: torch.Tensor
-    """Sorts the rows that arrived by expert."""
+    """Sorts the received rows by expert."""
     inverse_M: torch.Tensor
     counts_L: torch.Tensor
     """Rows of each of this rank's experts."""
 
 
 class Dispatcher:
-    """Runs one module's experts on the ranks that hold them. Takes the place of the module's forward."""
+    """Runs one module's experts on the ranks that hold them. Replaces the module's forward."""
 
     def __init__(self, experts: int, mesh: Mesh) -> None:
         """``experts``: E, of the whole layer."""
@@ -76,13 +76,13 @@ class Dispatcher:
 
     @property
     def bytes_sent(self) -> int:
-        """To other ranks in training: see :func:`nanotrain_core.moe.routing.bytes_sent`."""
+        """Bytes sent to other ranks in training: see :func:`nanotrain_core.moe.routing.bytes_sent`."""
         return self.traffic.sent
 
     def __call__(self, module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the weighted sums [..., D] of the experts' outputs for this rank's tokens x [..., D].
 
-        Collective over ep and etp, in backward too, also for a rank without tokens or without rows.
+        Collective over ep and etp, in backward too, even for a rank without tokens or without rows.
         """
         order_N, counts_E = sort_by_expert(routing.experts, self.experts)
         back_N, chosen = inverted(order_N), routing.experts.shape[-1]
@@ -94,10 +94,10 @@ class Dispatcher:
         return ops.unpermute(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
     def plan(self, counts_E: torch.Tensor, *, counted: bool = True) -> Plan:
-        """Exchange counts by all-to-all over ep, then over etp, and bring them to the host.
+        """All-to-all counts over ep, then over etp, and copy them to the host.
 
-        The only place where the host waits for the device: it must know the splits of what follows. Bytes
-        of a pass that is not ``counted``, as of an evaluation, are nowhere in :attr:`bytes_sent`.
+        The only host synchronization: the host must know the split sizes of what follows. Bytes
+        of a pass that is not ``counted``, such as an evaluation, are not included in :attr:`bytes_sent`.
         """
         traffic = self.traffic if counted else Traffic()
         sent_PL = counts_E.view(self.ep, -1)
@@ -132,7 +132,7 @@ class Dispatcher:
     ) -> torch.Tensor:
         """Return the outputs [N, D] of rows [N, D], both sorted by expert.
 
-        ``meanwhile`` is called while rows travel; its backward pass runs while their gradients do.
+        ``meanwhile`` is called while rows are in flight; its backward pass runs while their gradients are.
         """
         codec = dispatch_codec(module)
         if plan.dispatch:
@@ -156,14 +156,14 @@ class Dispatcher:
 
 
 def sort_arrivals(arrivals_QPL: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the order [M] that groups rows by expert, which arrived by (etp, ep) source and then expert."""
+    """Return the order [M] that groups rows by expert; they arrive by (etp, ep) source and then expert."""
     sources, experts = arrivals_QPL.shape[0] * arrivals_QPL.shape[1], arrivals_QPL.shape[2]
     labels = torch.arange(experts, device=arrivals_QPL.device).repeat(sources)
     return labels.repeat_interleave(arrivals_QPL.flatten(), output_size=rows).argsort(stable=True)
 
 
 def anchor_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
-    """Return what ties the way back to this rank's graph even if ``compute`` does not; None without grad."""
+    """Return a tensor that ties the combine to the graph even if ``compute`` does not; None without grad."""
     if rows.requires_grad:
         return rows
     return next((p for p in module.parameters() if p.requires_grad), None)

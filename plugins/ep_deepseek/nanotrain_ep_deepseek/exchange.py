@@ -1,4 +1,4 @@
-"""Rows that change places between ranks, and within a rank, and whose gradients take the way back.
+"""All-to-all of rows between ranks, and permutation within a rank, with the reverse for gradients.
 
 Shapes: N rows of width D.
 """
@@ -19,22 +19,22 @@ class Traffic:
     """Counts bytes."""
 
     sent: int = 0
-    """To other ranks, since the beginning."""
+    """Bytes sent to other ranks since the beginning."""
 
 
 @attrs.define(frozen=True)
 class Route:
-    """How many rows this rank sends to each rank of a group, and gets from it, in the group's order."""
+    """Row counts that this rank sends to and receives from each rank of a group, in the group's order."""
 
     group: Exchange
     sent: list[int]
     received: list[int]
     own: int
-    """This rank, in that order."""
+    """This rank's index in that order."""
     traffic: Traffic
 
     def reversed(self) -> Route:
-        """Return the way back."""
+        """Return the reverse route."""
         return attrs.evolve(self, sent=self.received, received=self.sent)
 
     def send(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Route:
         return self.begin(rows, codec).arrived()
 
     def begin(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> Sent:
-        """Send rows and go on."""
+        """Send rows without waiting."""
         wire = (rows if codec is None else codec.encode(rows)).contiguous()
         coming = wire.new_empty(sum(self.received), *wire.shape[1:])
         self.traffic.sent += (sum(self.sent) - self.sent[self.own]) * wire.shape[1] * wire.itemsize
@@ -52,7 +52,7 @@ class Route:
 
 @attrs.define(frozen=True, eq=False)
 class Sent:
-    """An all-to-all under way."""
+    """An all-to-all in flight."""
 
     pending: Pending
     codec: DispatchCodec | None
@@ -60,28 +60,28 @@ class Sent:
     dtype: torch.dtype
 
     def arrived(self) -> torch.Tensor:
-        """Wait; return the rows received, grouped by source."""
+        """Wait; return the received rows, grouped by source."""
         coming = self.pending()
         return coming if self.codec is None else self.codec.decode(coming, self.width, self.dtype)
 
 
 class Flight:
-    """Rows on their way to experts, in backward their gradients on the way back: sent, not yet awaited."""
+    """Rows in flight to experts, and their gradients in backward: sent, not yet awaited."""
 
     def __init__(self, route: Route, codec: DispatchCodec | None = None) -> None:
         self.route, self.codec = route, codec
         self._sent: list[Sent] = []
 
     def depart(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows [N, D]; return what :meth:`arrive` takes, which nobody may read before."""
+        """Send rows [N, D]; return the input of :meth:`arrive`, which must not be read before."""
         handle: torch.Tensor = _Depart.apply(rows, self)  # type: ignore[no-untyped-call]
         return handle
 
     def arrive(self, handle: torch.Tensor) -> torch.Tensor:
-        """Wait for the rows that others sent [M, D]. Backward: their gradients go back, unencoded.
+        """Wait for the rows that others sent [M, D]. Backward: their gradients are sent back, unencoded.
 
-        What ran since :meth:`depart` runs backward while these gradients travel: autograd's order is the
-        reverse of forward's.
+        Computation since :meth:`depart` runs backward while these gradients are in flight: autograd's order
+        is the reverse of forward's.
         """
         rows: torch.Tensor = _Arrive.apply(handle, self)  # type: ignore[no-untyped-call]
         return rows
@@ -91,7 +91,7 @@ class Flight:
         self._sent.append(route.begin(rows, codec))
 
     def end(self) -> torch.Tensor:
-        """Wait for what was begun last and return it."""
+        """Wait for the last operation begun and return its result."""
         return self._sent.pop().arrived()
 
 
@@ -122,7 +122,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def to_experts(rows: torch.Tensor, route: Route, codec: DispatchCodec | None = None) -> torch.Tensor:
-    """Send rows [N, D] to where experts are. Backward: their gradients come back, unencoded."""
+    """Send rows [N, D] to their experts. Backward: their gradients come back, unencoded."""
     flight = Flight(route, codec)
     return flight.arrive(flight.depart(rows))
 
@@ -130,21 +130,21 @@ def to_experts(rows: torch.Tensor, route: Route, codec: DispatchCodec | None = N
 def from_experts(
     rows: torch.Tensor, route: Route, codec: DispatchCodec | None = None, anchor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Send results [N, D] back, unencoded. Backward: their gradients go to the experts.
+    """Send results [N, D] back, unencoded. Backward: their gradients are sent to the experts.
 
     Args:
         rows: results, grouped by destination.
-        route: the way back.
+        route: the reverse route.
         codec: for the gradients.
-        anchor: a tensor that needs a gradient on every rank of the group, or on none. Experts without a
-            single row may return zeros that no gradient flows through; backward must still take part.
+        anchor: a tensor that needs a gradient on every rank of the group, or on none. Experts without rows
+            may return zeros that no gradient flows through; backward must still take part.
     """
     returned: torch.Tensor = _Return.apply(rows, anchor, route, codec)  # type: ignore[no-untyped-call]
     return returned
 
 
 class _Return(torch.autograd.Function):
-    """All-to-all in forward, the reverse all-to-all in backward, whoever needs the gradient."""
+    """All-to-all in forward, the reverse all-to-all in backward, even if no gradient is needed here."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Leaves each rank its block of every layer's experts, and has tokens travel to them."""
+"""Shards the experts of every layer over ranks, and sends tokens to them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ExpertParallel(Parallel):
         self.config = config
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Split every module of role EXPERTS over ep and etp. Along degrees of 1 nothing changes.
+        """Shard every module of role EXPERTS over ep and etp. Along degrees of 1 nothing changes.
 
-        Every rank of a pipeline stage must call such a module with tokens of its own, or with none:
-        data-parallel ranks do; a wrapper that splits the stage otherwise hands each rank its share.
+        Every rank of a pipeline stage must call such a module with its own tokens, or with none:
+        data-parallel ranks do; a wrapper that splits the stage differently gives each rank its share.
 
         Raises:
             NanotrainError: the experts, or their width, do not divide by the degree.
@@ -40,7 +40,7 @@ class ExpertParallel(Parallel):
 
 
 def check_view(layout: Layout) -> None:
-    """Refuse a topology that folds experts in another way than placements of experts can say."""
+    """Reject a topology whose expert view cannot be expressed by placements of experts."""
     view = layout.views.get("expert")
     missing = {"edp", "ep", "etp"} - set(view.dims if view else ())
     if missing:
@@ -51,12 +51,12 @@ def check_view(layout: Layout) -> None:
 
 
 def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: Placements, mesh: Mesh) -> int:
-    """Leave this rank its block of ``module``'s parameters and buffers; return its experts' number.
+    """Leave this rank its block of ``module``'s parameters and buffers; return its number of experts.
 
     Args:
         name: of the module in its part.
         module: stacked experts, on ``meta``.
-        widths: the tag's ``split``: for each parameter the axis along which an expert's width lies.
+        widths: the tag's ``split``: for each parameter the axis of an expert's width.
         placements: updated.
         mesh: of this rank.
     """
@@ -83,7 +83,7 @@ def split(name: str, module: nn.Module, widths: Mapping[str, int], placements: P
 
 
 def expert_placement(dense: Placement, mesh: Mesh) -> Placement:
-    """Place a whole tensor anew in the expert view, whatever the view it was whole in before."""
+    """Place a whole tensor in the expert view, whatever view it was placed in before."""
     if dense.sharded:
         raise NanotrainError(
             f"ep_deepseek: {dense.name} is already split along {', '.join(sorted(dense.sharded))} by a "
@@ -94,7 +94,7 @@ def expert_placement(dense: Placement, mesh: Mesh) -> Placement:
 
 
 def width_axis(full: str, key: str, widths: Mapping[str, int]) -> int:
-    """Return the axis of an expert's width; without one, every rank would add the parameter once more."""
+    """Return the axis of an expert's width; without it, every rank would add the parameter again."""
     if key not in widths:
         known = ", ".join(sorted(widths)) or "none"
         raise NanotrainError(

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: GPipe, 1F1B, interleaved 1F1B, ZB-H1 and DualPipeV.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ _layers: Any = optional(and_(min_len(1), Range(0, MOST_LAYERS)))
 
 @attrs.define(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What every pipeline schedule's ``[schedule]`` has: how layers are split into stages."""
+    """The common keys of every pipeline schedule's ``[schedule]``: how layers are split into stages."""
 
     layers: tuple[int, ...] | None = attrs.field(default=None, validator=_layers)
-    """Layers of each stage: 0 leaves a stage to embedding or head. Unset: balanced."""
+    """Layers of each stage: 0 leaves only the embedding or head to a stage. Unset: balanced."""
     embedding_cost: float | None = attrs.field(default=None, validator=Range(0.0, 1e6))
-    """Time of the embedding, in (mean) layers, where stages are balanced. Unset: by the model's FLOPs."""
+    """Time of the embedding, in (mean) layers, for balancing stages. Unset: by the model's FLOPs."""
     head_cost: float | None = attrs.field(default=None, validator=Range(0.0, 1e6))
-    """Time of the head with all that hangs there, in (mean) layers. Unset: by the model's FLOPs."""
+    """Time of the head and modules after it, in (mean) layers. Unset: by the model's FLOPs."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class InterleavedConfig(PipelineConfig):
 
 @hookimpl
 def nanotrain_register_schedule(register: Register) -> None:
-    """Announce ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zb_h1`` and ``dualpipe_v``."""
+    """Register ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``zb_h1`` and ``dualpipe_v``."""
     summaries = {
         "gpipe": ("GPipe", "all forward passes, then all backward passes"),
         "1f1b": (

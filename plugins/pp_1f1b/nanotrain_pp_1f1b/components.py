@@ -1,4 +1,4 @@
-"""The components: an order from :mod:`.schedules`, and which rank holds which stage. Torch-free."""
+"""The schedule components: an order from :mod:`.schedules`, and the rank of each stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pipeline:
         self.config = config
 
     def placement(self, pp: int) -> list[int]:
-        """Return the pipeline rank of each stage, in the order of the model."""
+        """Return the pipeline rank of each stage, in model order."""
         return list(range(pp))
 
     def order(self, pp: int, rank: int, microbatches: int) -> schedules.Order:
@@ -32,15 +32,15 @@ class Pipeline:
         return split(self.config, costs, self.placement(pp))
 
     def actions(self, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-        """Return every rank's list; any number of microbatches will do."""
+        """Return every rank's list; any number of microbatches is supported."""
         return tuple(self.order(pp, rank, microbatches) for rank in range(pp))
 
     def held(self, pp: int, rank: int) -> float:
-        """Return how many (stage, microbatch) pairs a rank holds at most, whatever their number."""
+        """Return a rank's peak number of (stage, microbatch) pairs, for any number of microbatches."""
         return math.inf
 
     def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
-        """Return what each rank holds at most: no more than all microbatches in all of its stages."""
+        """Return each rank's peak: at most all microbatches in all of its stages."""
         stages = len(self.placement(pp)) // pp
         return tuple(int(min(self.held(pp, rank), stages * microbatches)) for rank in range(pp))
 
@@ -91,7 +91,7 @@ class Interleaved(Pipeline):
         return schedules.interleaved(pp, rank, microbatches, self.config.v)
 
     def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
-        """Return the warm-up of each rank and one more: see :func:`.schedules.interleaved`."""
+        """Return the warm-up of each rank plus one: see :func:`.schedules.interleaved`."""
         group = -(-microbatches // max(1, microbatches // pp))
         warm_up = [(self.config.v - 1) * group + 2 * (pp - 1 - rank) for rank in range(pp)]
         return tuple(min(first + 1, self.config.v * microbatches) for first in warm_up)
@@ -109,5 +109,5 @@ class DualPipeV(Pipeline):
         return schedules.dualpipe_v(pp, rank, microbatches)
 
     def held(self, pp: int, rank: int) -> float:
-        """Return two for each rank, and the one that is on its way."""
+        """Return two for each rank, plus the one in progress."""
         return 2 * pp + 1

@@ -1,7 +1,7 @@
-"""The orders of pipeline schedules: pure functions to one rank's list of actions.
+"""The orders of pipeline schedules: pure functions that return one rank's list of actions.
 
-In each, a stage takes the microbatches in ascending order, forward and backward. Hence an order that can
-run to its end can do so without one of its microbatches as well: :func:`dualpipe_v` uses that.
+In each, a stage runs the microbatches in ascending order, forward and backward. Hence an order without
+deadlock stays so if one of its microbatches is removed: :func:`dualpipe_v` uses that.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def one_forward_one_backward(pp: int, rank: int, microbatches: int) -> Order:
 
 
 def interleaved(pp: int, rank: int, microbatches: int, v: int) -> Order:
-    """1F1B over v stages on each rank, r, r + pp, r + 2 pp and so on.
+    """1F1B over v stages on each rank: r, r + pp, r + 2 pp and so on.
 
-    A rank takes a group of microbatches through its first stage, then the same group through its
-    second. While the last of a group is in one stage the first comes back for the next, if a group has
-    pp microbatches. The paper wants a multiple of pp; here groups have *at least* pp, of nearly equal
+    A rank runs a group of microbatches through its first stage, then the same group through its
+    second. While the last of a group is in one stage the first returns for the next, if a group has
+    pp microbatches. The paper requires a multiple of pp; here groups have *at least* pp, of nearly equal
     size, the larger ones first, and idle time is the same for every number of microbatches from pp on.
 
-    The warm-up of rank r has the largest group in all stages but one, and two for each later rank: the last
-    one's first backward comes when its first microbatch is through, that of a rank before one forward and
-    one backward later.
+    The warm-up of rank r is the largest group in all stages but one, and two for each later rank: the last
+    rank's first backward runs when its first microbatch is through, that of the rank before it one forward
+    and one backward later.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2.2.
     """
@@ -55,10 +55,10 @@ def interleaved(pp: int, rank: int, microbatches: int, v: int) -> Order:
 
 
 def zb_h1(pp: int, rank: int, microbatches: int) -> Order:
-    """1F1B in which rank r puts off weight gradients by r microbatches.
+    """1F1B in which rank r defers weight gradients by r microbatches.
 
-    A stage hands on the gradient of its input sooner, and fills gaps at the end with what it put off. Every
-    rank holds activations of at most pp microbatches, as the first one of 1F1B does: pp - r between F and B,
+    A stage sends the gradient of its input sooner, and fills gaps at the end with the deferred wgrads. Every
+    rank holds activations of at most pp microbatches, as the first rank of 1F1B does: pp - r between F and B,
     r more between B and W.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.1 (ZB-H1).
@@ -75,17 +75,17 @@ def zb_h1(pp: int, rank: int, microbatches: int) -> Order:
 def dualpipe_v(pp: int, rank: int, microbatches: int) -> Order:
     """Stages along a V: rank r holds stage r on the way down and stage 2 pp - 1 - r on the way up.
 
-    The loss is on rank 0, where a backward can follow at once. In the steady state each rank does F down,
-    B up, F up, B down, so that a forward always stands beside a backward of another microbatch, whose
-    communication it can hide. Around it, with b ranks below this one:
+    The loss is on rank 0, where a backward can follow immediately. In the steady state each rank runs F down,
+    B up, F up, B down, so that a forward is always paired with a backward of another microbatch, whose
+    communication it can hide. Before and after it, with b ranks below this one:
 
     - fill: 2 b microbatches down, then a down and an up for this rank and each above it;
-    - before the steady state the b backward passes put off their weight gradients just until the input's
-      gradient is away, for the ranks below wait for it;
-    - drain: what the steady state leaves, backward passes up and down; of the last ones the weight
-      gradients wait for the gaps and the end.
+    - before the steady state the b backward passes defer their weight gradients just until the input's
+      gradient is sent, because the ranks below wait for it;
+    - drain: the remaining backward passes, up and down; the weight gradients of the last ones wait
+      for the gaps and the end.
 
-    With less than 2 pp microbatches it is the order of 2 pp without those that are not there.
+    With fewer than 2 pp microbatches it is the order of 2 pp without the missing ones.
 
     Source: the "cut-in-half" of Qi et al. (Sea AI Lab) applied to DualPipe, DeepSeek-V3, arXiv 2412.19437,
     section 3.2.1; phases derived from the schedule shown in DeepSeek's DualPipe repository (DualPipeV).
@@ -113,7 +113,7 @@ def dualpipe_v(pp: int, rank: int, microbatches: int) -> Order:
 def number(steps: Iterator[str], stages: dict[str, int]) -> Iterator[Action]:
     """Yield the actions of steps such as ``F up``: each kind takes a stage's microbatches in order.
 
-    ``b`` is a backward that leaves its weight gradients to a ``W``, which takes what was put off first.
+    ``b`` is a backward that leaves its weight gradients to a ``W``, which takes deferred ones first.
     """
     counters = {(kind, way): count() for kind in "FB" for way in stages}
     put_off: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ def passes(kind: str, stage: int, microbatches: int) -> list[Action]:
 
 
 def alternate(warm_up: int, forward: Sequence[Action], backward: Sequence[Action]) -> Order:
-    """Return ``warm_up`` forward passes, then forward and backward in turn, then the backward passes left."""
+    """Return ``warm_up`` forward passes, then forward and backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forward))
     steady = chain.from_iterable(zip(forward[warm_up:], backward, strict=False))
     return (*forward[:warm_up], *steady, *backward[len(forward) - warm_up :])

@@ -1,4 +1,4 @@
-"""Cuts the layers of a model into pipeline stages of equal time, or as the recipe says."""
+"""Splits the layers of a model into pipeline stages of equal time, or as given by the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 from nanotrain_core.api import Costs, Part, parts_between
 from nanotrain_pp_1f1b import InterleavedConfig, PipelineConfig
 
-#: How many splits of the first layers over the first stages are kept for every number of layers.
+#: Number of partial splits kept for every number of layers.
 KEPT = 8
 
 
@@ -33,7 +33,7 @@ def split(config: PipelineConfig, costs: Costs, ranks: Sequence[int]) -> tuple[P
 
 
 def in_effect(config: PipelineConfig, costs: Costs) -> Costs:
-    """Return the model's costs, those of its ends as the config says if it does."""
+    """Return the model's costs, with embedding and head costs from the config if set."""
     mean = sum(costs.layers) / len(costs.layers)
     if config.embedding_cost is not None:
         costs = attrs.evolve(costs, embedding=config.embedding_cost * mean)
@@ -46,7 +46,7 @@ def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
     """Check a list of layers per stage.
 
     Raises:
-        ValueError: it has another number of stages, or of layers, or leaves a rank without anything.
+        ValueError: it has another number of stages, or of layers, or leaves a rank empty.
     """
     stages = f"{len(ranks)} stages ({per_rank(ranks)})"
     if len(sizes) != len(ranks):
@@ -63,21 +63,21 @@ def check_list(sizes: Sequence[int], layers: int, ranks: Sequence[int]) -> None:
 
 
 class Beginning(NamedTuple):
-    """Layers for the first stages. Of two that give away as many layers, the smaller one is better."""
+    """A split over the first stages. Among splits with equally many layers, the smaller is better."""
 
     busiest: float
-    """What the busiest rank has to do: the ends of the model, and what it got so far."""
+    """Load of the busiest rank: the ends of the model, and the layers assigned so far."""
     squares: float
-    """Sum over stages of their squared cost: small if they are even."""
+    """Sum over stages of their squared cost: small if they are balanced."""
     in_last: int
-    """Layers of the last stage, once it has them."""
+    """Layers of the last stage, once assigned."""
     sizes: tuple[int, ...]
     loads: tuple[float, ...]
-    """What each rank has to do."""
+    """Load of each rank."""
 
     def then(self, size: int, cost: float, end: float, rank: int, *, final: bool) -> Beginning:
-        """Return it with one stage more: ``size`` layers that cost ``cost``, and an end of the model."""
-        load = round(self.loads[rank] + cost, 9)  # so that rounding decides nothing
+        """Return it with one more stage: ``size`` layers with cost ``cost``, and an end of the model."""
+        load = round(self.loads[rank] + cost, 9)  # rounded so that rounding errors decide nothing
         return Beginning(
             max(self.busiest, load),
             round(self.squares + (cost + end) ** 2, 9),
@@ -88,15 +88,15 @@ class Beginning(NamedTuple):
 
 
 def balance(costs: Costs, ranks: Sequence[int]) -> list[int]:
-    """Return layers per stage such that the slowest stage is as fast as can be.
+    """Return layers per stage such that the slowest stage is as fast as possible.
 
-    Every stage has a layer, but that the first and the last may be left to an embedding or a head that costs
-    something. Of splits with an equal slowest stage it is one whose busiest rank has least to do (where ranks
-    have several stages, as far as the :data:`KEPT` best beginnings tell); then one with even stages; then the
-    last stage gets least, and other later ones more, since the first hold most activations.
+    Every stage has a layer, except that the first and the last may contain only an embedding or a head with
+    nonzero cost. Among splits with an equal slowest stage it is one whose busiest rank has the least load (if
+    ranks have several stages, among the :data:`KEPT` best partial splits); then one with balanced stages;
+    then the last stage gets the fewest, and later ones more, since the first hold most activations.
 
     Args:
-        costs: of a model with no fewer layers than stages.
+        costs: of a model with at least as many layers as stages.
         ranks: the pipeline rank of each stage.
 
     >>> balance(Costs(layers=(1.0,) * 10, head=1.5), [0, 1, 2, 3])
@@ -107,7 +107,7 @@ def balance(costs: Costs, ranks: Sequence[int]) -> list[int]:
     return list(_balanced(costs, tuple(ranks)))
 
 
-@lru_cache(64)  # a plan composes a rank of every stage, and each asks
+@lru_cache(64)  # a plan composes a rank of every stage, and each calls this
 def _balanced(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, ...]:
     total, count, final = costs.total or 1.0, len(costs.layers), len(ranks) - 1
     ends = [0.0] * len(ranks)
@@ -118,7 +118,7 @@ def _balanced(costs: Costs, ranks: tuple[int, ...]) -> tuple[int, ...]:
     loads = [0.0] * (max(ranks) + 1)
     for end, rank in zip(ends, ranks, strict=True):
         loads[rank] += end
-    found = {0: [Beginning(max(loads), 0.0, 0, (), tuple(loads))]}  # by how many layers are given away
+    found = {0: [Beginning(max(loads), 0.0, 0, (), tuple(loads))]}  # by the number of assigned layers
     for stage, (end, rank) in enumerate(zip(ends, ranks, strict=True)):
         longer: dict[int, list[Beginning]] = {}
         for first, last in product(found, range(count + 1)):
@@ -135,7 +135,7 @@ def slowest(edges: Sequence[float], ends: Sequence[float]) -> float:
 
     Args:
         edges: cost of the first 0, 1, 2 ... layers.
-        ends: what each stage costs besides its layers; one that costs nothing has a layer at least.
+        ends: what each stage costs besides its layers; one without such costs has at least one layer.
     """
     best = [0.0, *[inf] * (len(edges) - 1)]  # of splitting the first 0, 1, 2 ... layers over no stage
     for end in ends:
@@ -147,7 +147,7 @@ def slowest(edges: Sequence[float], ends: Sequence[float]) -> float:
 
 
 def too_few(layers: int, ranks: Sequence[int], *, v_can_change: bool) -> str:
-    """Return that there are not enough layers, and what would do."""
+    """Return an error: not enough layers, and what would be enough."""
     pp = len(set(ranks))
     each = len(ranks) // pp
     largest = {"pp": layers // each, "v": layers // pp if v_can_change else 0}
@@ -157,6 +157,6 @@ def too_few(layers: int, ranks: Sequence[int], *, v_can_change: bool) -> str:
 
 
 def per_rank(ranks: Sequence[int]) -> str:
-    """Return how the number of stages comes about."""
+    """Return how the number of stages is computed, as text."""
     pp = len(set(ranks))
     return f"pp {pp}" if pp == len(ranks) else f"pp {pp} x {len(ranks) // pp} on each rank"

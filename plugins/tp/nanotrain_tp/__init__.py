@@ -1,6 +1,6 @@
-"""Tensor parallelism: ranks share every layer, and with sequence parallelism the tokens in between.
+"""Tensor parallelism: ranks shard every layer, and with sequence parallelism the tokens in between.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ class TensorParallelConfig:
     }
 
     sequence_parallel: bool = True
-    """Split what lies between the split layers too, along the sequence: it takes 1/tp of the memory."""
+    """Shard the activations between the sharded layers too, along the sequence: they take 1/tp of the
+    memory."""
     overlap: bool = True
-    """In backward, sum inputs' gradients over ranks while each computes its weights' gradients; not through
+    """In backward, overlap the reduction of dgrads over ranks with the wgrad GEMMs; not through
     shared memory, where the cores that would sum are those that compute."""
     gather_again: bool = False
-    """With sequence parallelism, keep a share of what layers read, and gather it again in backward: 1/tp of
-    its memory for one more collective, which overlaps with the dgrad GEMMs."""
+    """With sequence parallelism, save only a shard of the layers' inputs, and all-gather them again in
+    backward: 1/tp of their memory for one more collective, which overlaps with the dgrad GEMMs."""
 
 
-#: The axis along which each parameter of a role is split.
+#: The axis along which each parameter of a role is sharded.
 AXES: dict[Role, dict[str, int]] = {
     Role.VOCAB: {"weight": 0},
     Role.COLUMN: {"weight": 0, "bias": 0},
@@ -54,12 +55,12 @@ AXES: dict[Role, dict[str, int]] = {
 }
 
 
-#: Roles whose rows need not divide: ranks' shares may differ by one.
+#: Roles whose rows need not divide: shard sizes may differ by one.
 VOCABULARY = (Role.VOCAB, Role.HEAD)
 
 
 def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Iterator[Problem]:
-    """Check that layers divide and every rank gets tokens, as far as the recipe alone can tell."""
+    """Check that layers divide and every rank gets tokens, as far as the recipe alone determines it."""
     tp = layout.size("tp") if "tp" in layout.dims else 1
     cp = layout.size("cp") if "cp" in layout.dims else 1
     if tp == 1:
@@ -76,7 +77,7 @@ def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Itera
 
 
 def _needs_shares(recipe: Recipe, config: TensorParallelConfig) -> str:
-    """Return what each rank takes a share of every sequence for; empty if none does."""
+    """Return what needs a shard of every sequence on each rank; empty if nothing does."""
     if config.sequence_parallel:
         return "sequence_parallel"
     divisibility = divisibility_of(recipe.model.config) or ()
@@ -85,7 +86,7 @@ def _needs_shares(recipe: Recipe, config: TensorParallelConfig) -> str:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``tp``."""
+    """Register ``tp``."""
     register(
         Component(
             name="tp",

@@ -1,11 +1,11 @@
-"""Collectives over the ranks that share a layer, each with its conjugate as the backward pass.
+"""Collectives over the ranks that shard a layer, each with its conjugate as the backward pass.
 
-A tensor outside the split layers is *whole* (every rank has all of it, and the same gradient) or a
-*share* (each rank has its part of the sequence). Inside, every rank computes with other weights: its
+A tensor outside the sharded layers is *whole* (every rank has all of it, and the same gradient) or a
+*share* (each rank has its part of the sequence). Inside, every rank computes with different weights: its
 gradient of a whole input is *partial*, and so is its part of a whole output.
 
 Shapes: B batch, S sequence, D width, R ranks, s = S / R, rounded down or up: shares may differ by one. Only
-what travels is padded then, and what is padded is cut off where it arrives.
+    the tensors that are sent are padded then, and the padding is removed where they arrive.
 
 Sources: f and g of Shoeybi et al., arXiv 1909.08053, section 3; their forms with sequence parallelism,
 Korthikanti et al., arXiv 2205.05198, section 4.2.2.
@@ -25,11 +25,11 @@ from nanotrain_core.api.torch import Exchange, Mesh, Pending, share_of
 
 
 class SplitError(NanotrainError, ValueError):
-    """Something cannot be split over so many ranks, or is not the share that it should be."""
+    """A tensor cannot be split over this many ranks, or is not the expected share."""
 
 
 class Ranks:
-    """The ranks that share a layer, and what they do with plain tensors."""
+    """The ranks that shard a layer, and their collectives on plain tensors."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -37,14 +37,14 @@ class Ranks:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """Their collectives."""
+        """The collectives of their group."""
         exchange = self.mesh.exchange("tp")
         assert exchange is not None, "tp = 1 has no collectives"
         return exchange
 
     @cached_property
     def in_background(self) -> bool:
-        """Whether a collective goes on while this rank computes."""
+        """Whether collectives overlap with this rank's computation."""
         return self.exchange.in_background
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -61,12 +61,12 @@ class Ranks:
         return self.exchange.all_reduce(x, async_op=go_on)
 
     def all_gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
-        """Return every rank's ``x``, one after the other along ``dim``.
+        """Return every rank's ``x``, concatenated along ``dim``.
 
         Args:
             x: this rank's share.
-            dim: along which there are shares.
-            length: of the result; by default ranks have as much as this one.
+            dim: dimension of the shares.
+            length: of the result; by default all ranks have as much as this one.
 
         Raises:
             SplitError: ``x`` is not this rank's share of ``length``.
@@ -84,10 +84,10 @@ class Ranks:
         return lambda: _joined(pending(), dim, sizes)
 
     def share_sizes(self, x: torch.Tensor, dim: int, length: int | None) -> list[int]:
-        """Return how much each rank has of ``length``, as :meth:`all_gather` takes it.
+        """Return the size of each rank's share of ``length``, as :meth:`all_gather` takes it.
 
         Raises:
-            SplitError: ``x`` is not this rank's share of it.
+            SplitError: ``x`` is not this rank's share.
         """
         length = x.shape[dim] * self.size if length is None else length
         sizes = self.sizes(length)
@@ -99,7 +99,7 @@ class Ranks:
         return sizes
 
     def sizes(self, length: int) -> list[int]:
-        """Return how much of ``length`` each rank has: as much as another, or one more."""
+        """Return how much of ``length`` each rank has; sizes differ by at most one."""
         shares = (share_of(length, index, self.size) for index in range(self.size))
         return [end - begin for begin, end in shares]
 
@@ -117,7 +117,7 @@ class Ranks:
 
 
 def _padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return ``x`` with zeros behind it, up to ``length`` along ``dim``."""
+    """Return ``x`` padded with zeros up to ``length`` along ``dim``."""
     missing = length - x.shape[dim]
     return x if not missing else F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
 
@@ -128,7 +128,7 @@ def _shortened(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def _joined(pieces: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-    """Return padded pieces [R, ...] one after the other along ``dim``, of each so much as ``sizes`` say."""
+    """Return padded pieces [R, ...] concatenated along ``dim``, each truncated to its size in ``sizes``."""
     if min(sizes) == max(sizes):
         return pieces.movedim(0, dim).flatten(dim, dim + 1)
     kept = [piece.narrow(dim, 0, size) for piece, size in zip(pieces, sizes, strict=True)]
@@ -145,7 +145,7 @@ def _cut(x: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
 
 
 class Copy(torch.autograd.Function):
-    """Identity forward, all-reduce backward (f): a whole input enters split layers."""
+    """Identity forward, all-reduce backward (f): a whole input enters sharded layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """All-reduce forward, identity backward (g): partial outputs leave split layers."""
+    """All-reduce forward, identity backward (g): partial outputs leave sharded layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Reduce(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather forward. ``length``: of the result along ``dim``. ``known``: it, if gathered before."""
+    """All-gather forward. ``length``: of the result along ``dim``. ``known``: the result, if known."""
 
     @staticmethod
     def forward(
@@ -183,7 +183,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class Gather(_AllGather):
-    """All-gather forward, reduce-scatter backward: shares enter split layers."""
+    """All-gather forward, reduce-scatter backward: shares enter sharded layers."""
 
     @staticmethod
     @once_differentiable
@@ -192,9 +192,9 @@ class Gather(_AllGather):
 
 
 class GatherWhole(_AllGather):
-    """All-gather forward, own share backward: from shares to what every rank then treats alike.
+    """All-gather forward, own share backward: from shares to a computation that is the same on all ranks.
 
-    Unlike after :class:`Gather`, every rank's gradient is complete already, and adding them up would
+    Unlike after :class:`Gather`, every rank's gradient is already complete, and summing them would
     count it once for each rank.
     """
 
@@ -214,7 +214,7 @@ class _ToShares(torch.autograd.Function):
 
 
 class Scatter(_ToShares):
-    """Reduce-scatter forward, all-gather backward: partial outputs leave split layers as shares."""
+    """Reduce-scatter forward, all-gather backward: partial outputs leave sharded layers as shares."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
@@ -223,7 +223,7 @@ class Scatter(_ToShares):
 
 
 class Slice(_ToShares):
-    """Own share forward, all-gather backward: from what is whole to shares."""
+    """Own share forward, all-gather backward: from whole to shares."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:

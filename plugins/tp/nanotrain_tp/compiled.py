@@ -1,7 +1,7 @@
-"""Collectives inside of a compiled graph: torch's functional ones, which a graph holds as nodes.
+"""Collectives inside a compiled graph: torch's functional collectives, which are nodes of the graph.
 
-A graph cannot hold what the others are made of: exchanges through memory that ranks share, handles of
-collectives under way. Whoever runs the graph decides when one begins and when it is waited for.
+A graph cannot contain the others: communication through shared memory, handles of
+collectives in flight. The compiler decides when one begins and when it is waited for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # their shapes are registered here
+import torch.distributed._functional_collectives  # registers their shapes
 
 from nanotrain_tp.collectives import Ranks, _cut, _joined, _padded, _shortened
 
@@ -17,21 +17,21 @@ _OPS: Any = torch.ops._c10d_functional
 
 
 class RanksInGraph(Ranks):
-    """Does what :class:`Ranks` does, where dynamo traces it."""
+    """The counterpart of :class:`Ranks` where dynamo traces it."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks.mesh)
         group = ranks.mesh.group("tp")
         assert group is not None, "tp = 1 has no collectives"
         self.name = group.group_name
-        """Of their process group, by which a graph knows it."""
+        """Name of their process group, by which a graph identifies it."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""
         return _ended(_OPS.all_reduce(x.contiguous(), "sum", self.name))
 
     def all_gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
-        """Return every rank's ``x``, one after the other along ``dim``. See :meth:`Ranks.all_gather`."""
+        """Return every rank's ``x``, concatenated along ``dim``. See :meth:`Ranks.all_gather`."""
         dim %= x.dim()
         sizes = self.share_sizes(x, dim, length)
         share = _padded(x, dim, max(sizes)).contiguous()

@@ -1,7 +1,7 @@
-"""Ranks sum up the gradient of an input while each of them makes its weights' gradients.
+"""Overlaps the reduction of an input's gradient (dgrad) over ranks with the wgrad GEMMs.
 
-Layers that read one tensor each make two GEMMs in backward: a part of that tensor's gradient, and their
-weight's gradient. Only the first is what other ranks wait for. Autograd runs what is ready in the reverse
+Layers that read one tensor run two GEMMs each in backward: for their part of that tensor's gradient, and for
+their weight's gradient. Other ranks wait only for the first. Autograd runs ready nodes in the reverse
 order of forward, so the order of forward is::
 
     hold     backward: wait for the sum, and pass it on
@@ -9,7 +9,7 @@ order of forward, so the order of forward is::
     open     backward: begin to sum
     layers   backward: the dgrad GEMMs; autograd adds them up for `open`
 
-Only the time it takes depends on that order. A place comes by after its layer by an edge, and
+Only the time depends on that order. An edge in the graph makes a place run after its layer, and
 the collectives of all ranks have one order, since their graphs are the same.
 
 Sources: Megatron-LM's ``LinearWithGradAccumulationAndAsyncCommunication``; the order is that of PyTorch's
@@ -28,10 +28,10 @@ from nanotrain_tp.collectives import Ranks
 
 
 class Crossing:
-    """One tensor's way into split layers."""
+    """The entry of one tensor into sharded layers."""
 
     def __init__(self, ranks: Ranks, dim: int | None, length: int | None = None) -> None:
-        """``dim``: along which ranks have shares of it, which make up ``length``; None: it is whole."""
+        """``dim``: the dimension of its shares, which make up ``length``; None: it is whole."""
         self.ranks, self.dim, self.length = ranks, dim, length
         self._under_way: list[Pending] = []
         self._gathering: Pending | None = None
@@ -39,23 +39,23 @@ class Crossing:
         self._waiting = 0
 
     def hold(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        """Return the whole ``x``, for :meth:`open`. ``known``: it, if it was gathered before."""
+        """Return the whole ``x``, for :meth:`open`. ``known``: the result, if it was gathered before."""
         held: torch.Tensor = _Hold.apply(x, self, known)  # type: ignore[no-untyped-call]
         return held
 
     def open(self, held: torch.Tensor) -> torch.Tensor:
-        """Return what split layers read: their gradients of it are partial."""
+        """Return the input of the sharded layers: their gradients of it are partial."""
         inside: torch.Tensor = _Open.apply(held, self)  # type: ignore[no-untyped-call]
         return inside
 
     def begin(self, d_x: torch.Tensor) -> None:
-        """All-reduce or reduce-scatter: begin to sum every rank's ``d_x``."""
+        """Begin to all-reduce or reduce-scatter every rank's ``d_x``."""
         begin = self.ranks.begin_all_reduce
         pending = begin(d_x) if self.dim is None else self.ranks.begin_reduce_scatter(d_x, self.dim)
         self._under_way.append(pending)
 
     def gather_again(self, share: torch.Tensor) -> Pending:
-        """All-gather: begin to make whole, in backward, what entered; once for all layers that wait."""
+        """Begin to all-gather the input again in backward; once for all layers that wait."""
         if self._gathering is None:
             assert self.dim is not None
             self._gathering = self.ranks.begin_all_gather(share, self.dim, self.length)

@@ -1,14 +1,15 @@
 """Tensor parallelism's f and g where tokens enter and leave the split layers: the hooks of each role.
 
-f copies in forward and all-reduces in backward, g the reverse (Megatron-LM, arXiv 1909.08053, section 3).
+f is a copy in forward and an all-reduce in backward, g the reverse (Megatron-LM, arXiv 1909.08053, section
+3).
 With sequence parallelism they are an all-gather and a reduce-scatter along the sequence (arXiv 2205.05198,
 section 4.2).
 
-Hooks use the module they are called with, never a parameter known at ``apply``: materialisation
-makes new parameters, and a precision may put another module in the old one's place.
+Hooks use the module they are called with, never a parameter captured in ``apply``: materialisation
+creates new parameters, and a precision may replace the module.
 
-Shapes: B batch, S sequence (its share with sequence parallelism, outside split layers: ranks' shares may
-differ by one token), D width, V this rank's part of the vocabulary, K experts chosen per token.
+Shapes: B batch, S sequence (its share with sequence parallelism, outside sharded layers: shares may differ by
+    one token), D width, V this rank's shard of the vocabulary, K experts chosen per token.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Entry:
         """Where those that are known to read it have their wgrads made."""
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Return whether ``x`` is that tensor, unchanged, and gradients are wanted as they were."""
+        """Return whether ``x`` is that tensor, unmodified, and the gradient mode is the same."""
         return x is self.outside and self._state(x) == self.state
 
     @staticmethod
     def _state(x: torch.Tensor) -> tuple[int, bool]:
-        # A compiled graph has no versions: there, a model must not write into what split layers have read.
+        # A compiled graph has no versions: there, a model must not write into the inputs of sharded layers.
         return 0 if torch.compiler.is_compiling() else x._version, torch.is_grad_enabled()
 
     def place_of(self, layer: nn.Module) -> Place | None:
@@ -66,50 +67,50 @@ class Entry:
 
     @property
     def values(self) -> torch.Tensor | None:
-        """What was gathered, without a gradient: it need not be gathered again for another use."""
+        """The gathered values, without a gradient: they need not be gathered again for another use."""
         known = self.whole if self.inside is None else self.inside
         return None if known is None else known.detach()
 
 
 class Boundary:
-    """Takes tokens into split layers and out again.
+    """The boundary of sharded layers, through which tokens enter and leave.
 
-    Queries, keys and values read one tensor, and so do gates, shared experts and routers. It is gathered
-    once. Gradients of all split layers that read it are summed here before they are summed over ranks.
+    Queries, keys and values read the same tensor, and so do gates, shared experts and routers. It is gathered
+    once. Gradients of all sharded layers that read it are added here before they are reduced over ranks.
     """
 
     def __init__(
         self, ranks: Ranks, *, sequence_parallel: bool, overlap: bool = True, keep: bool = True
     ) -> None:
-        """Set it up.
+        """Set up the boundary.
 
         Args:
-            ranks: that share the layers.
-            sequence_parallel: whether they split the tokens in between too.
-            overlap: in backward, sum gradients over ranks while weights' gradients are computed.
-            keep: what was gathered, for backward, in place of gathering it again there.
+            ranks: those that shard the layers.
+            sequence_parallel: whether they also split the tokens in between.
+            overlap: in backward, overlap the reduction of gradients over ranks with wgrad computation.
+            keep: save what was gathered for backward, instead of gathering it again there.
         """
         self._ranks, self.sequence_parallel, self.overlap = ranks, sequence_parallel, overlap
         self.in_graph: Ranks | None = None
-        """Who does what ``ranks`` do inside of a compiled graph."""
+        """The counterpart of ``ranks`` inside a compiled graph."""
         self.keep = keep or not sequence_parallel
         self.length: int | None = None
-        """Tokens of a sequence, S; None: as many as all ranks' shares if they are alike."""
+        """Sequence length S in tokens; None: the sum of all ranks' shares if they are equal."""
         self._last: Entry | None = None
         self._last_in_graph: Entry | None = None
-        """As ``_last``, of the graph that is being traced: nothing from outside of it, or from another."""
+        """As ``_last``, for the graph being traced: nothing from outside it, or from another graph."""
         self._readers: dict[nn.Module, list[nn.Module]] = {}
-        """Layers that read one tensor, by the first of them, as they came in a pass before."""
+        """Layers that read the same tensor, by the first of them, as recorded in an earlier pass."""
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that share the layers."""
+        """The ranks that shard the layers."""
         return self.in_graph if self.in_graph and torch.compiler.is_compiling() else self._ranks
 
     def begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
-        """Note how long sequences are, which a share of one does not tell: the pre-hook of a model part.
+        """Record the sequence length, which a share does not determine: the pre-hook of a model part.
 
-        Those of a step are all as long, so what is noted is true under activation checkpointing, too.
+        All sequences of a step have the same length, so the recorded one also holds in recomputation.
         """
         batches = (each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
         self.length = next((batch.tokens.shape[1] for batch in batches), None)
@@ -124,7 +125,7 @@ class Boundary:
         return self._last
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [B, S, ...] as split layers read it, with the whole sequence."""
+        """Return ``x`` [B, S, ...] as the input of sharded layers, with the whole sequence."""
         entry = self._entry(x)
         if entry.inside is None and self.sequence_parallel:
             entry.inside = Gather.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
@@ -135,12 +136,12 @@ class Boundary:
         return inside
 
     def _forget_in_backward(self, entry: Entry) -> None:
-        """Have :meth:`forget` called when the gradient of ``entry`` comes.
+        """Call :meth:`forget` when the gradient of ``entry`` arrives.
 
-        A layer that backward computes again enters tensors too, and is broken off, without a forward hook,
-        as soon as all that was saved is there: the last of them and what its graph saved would be alive
-        until the next forward pass. Gradients come to what the forward pass entered, after that was computed
-        again.
+        A layer that backward recomputes also enters tensors, and is interrupted, without a forward hook,
+        as soon as all saved tensors are available: the last input and what its graph saved would stay alive
+        until the next forward pass. Gradients arrive at what the forward pass entered, after that was
+        recomputed.
         """
         inside = entry.inside
         if entry.watched or torch.compiler.is_compiling() or inside is None or not inside.requires_grad:
@@ -155,7 +156,7 @@ class Boundary:
         inside.register_hook(forget)  # type: ignore[no-untyped-call]
 
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        """As :meth:`enter`, and give ``layer`` the place for its weight's product where there can be one."""
+        """As :meth:`enter`, and give ``layer`` the place for its weight's product if there can be one."""
         entry, gemms = self._entry(x), gemms_of(layer)
         if entry.inside is None and gemms is not None and self._overlaps(x):
             self._cross(entry, layer)
@@ -169,12 +170,12 @@ class Boundary:
         return not self.keep or (self.overlap and self.ranks.in_background)
 
     def _overlaps(self, x: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling():  # whoever runs a graph puts its nodes in order
+        if torch.compiler.is_compiling():  # the compiler orders a graph's nodes
             return False
         return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
-        """Let ``entry`` in; in backward its gradient is summed while the readers' weights get theirs."""
+        """Pass ``entry`` in; in backward its gradient is reduced while the readers' wgrads are computed."""
         crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         held = crossing.hold(entry.outside, entry.values)
         if not self.keep:
@@ -184,9 +185,9 @@ class Boundary:
         entry.inside = crossing.open(held)
 
     def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
-        """Return a place of ``layer``. One that was not expected comes by before the sum begins.
+        """Return a place for ``layer``. An unexpected layer's place runs before the reduction begins.
 
-        It has one all the same: a layer that is recomputed for its backward pass must do as it did.
+        It has one nevertheless: a layer that is recomputed for its backward pass must behave the same.
         """
         assert entry.first is not None
         readers = self._readers[entry.first]
@@ -195,7 +196,7 @@ class Boundary:
         return entry.places.pop(layer, None) or entry.place_of(layer)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a share of tokens ``x`` [B, S, ...] as the whole sequence, for every rank to treat alike."""
+        """All-gather a share of tokens ``x`` [B, S, ...] for a computation that is the same on every rank."""
         entry = self._entry(x)
         if entry.whole is None:
             entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
@@ -203,7 +204,7 @@ class Boundary:
         return whole
 
     def forget(self, *_: Any) -> None:
-        """Let go of the last tensor that entered. Also a forward hook."""
+        """Release the last tensor that entered. Also a forward hook."""
         if torch.compiler.is_compiling():
             self._last_in_graph = None
         else:
@@ -212,32 +213,32 @@ class Boundary:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
         if torch.compiler.is_compiling():
-            self.forget()  # what is remembered at the end of a graph is one of its outputs
+            self.forget()  # tensors remembered at the end of a graph are among its outputs
         if self.sequence_parallel:
             return Scatter.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
         return Reduce.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]
 
     def slice(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of tokens ``x`` that are whole."""
+        """Return this rank's share of whole tokens ``x``."""
         return Slice.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
 
     def gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
-        """Return whole what every rank has a part of, for all of them to treat alike.
+        """All-gather the ranks' parts for a computation that is the same on all of them.
 
-        ``length``: of the whole along ``dim``; by default all parts are alike.
+        ``length``: of the result along ``dim``; by default all parts are equal.
         """
         return GatherWhole.apply(x, self.ranks, dim, length, None)  # type: ignore[no-any-return, no-untyped-call]
 
     def enter_first(self, module: nn.Module, args: Args) -> Args:
-        """Take the first argument in: the pre-hook of SHARED."""
+        """Pass the first argument in: the pre-hook of SHARED."""
         return self.enter(args[0]), *args[1:]
 
     def enter_linear(self, module: nn.Module, args: Args) -> Args:
-        """Take the input in: the pre-hook of COLUMN."""
+        """Pass the input in: the pre-hook of COLUMN."""
         return self.enter_layer(args[0], module), *args[1:]
 
     def leave_last(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        """Sum the output: the hook of a ROW without bias."""
+        """Reduce the output: the hook of a ROW without bias."""
         return self.leave(output)
 
 
@@ -249,12 +250,12 @@ class BiasedRow:
         self.bias: nn.Parameter | None = None
 
     def before(self, module: nn.Module, args: Args) -> None:
-        """Take the bias out of the module."""
+        """Remove the bias from the module."""
         self.bias = module.get_parameter("bias")
         module.register_parameter("bias", None)
 
     def after(self, module: nn.Module, args: Args, output: torch.Tensor | None) -> torch.Tensor | None:
-        """Put the bias back, also when the module failed, and add it to the sum."""
+        """Restore the bias, even if the module failed, and add it to the sum."""
         bias, self.bias = self.bias, None
         module.register_parameter("bias", bias)
         if output is None:
@@ -264,14 +265,14 @@ class BiasedRow:
 
 
 class Vocabulary:
-    """Hooks of an embedding that has this rank's rows of the table."""
+    """Hooks of an embedding of which this rank holds some rows of the table."""
 
     def __init__(self, boundary: Boundary, rows: Rows) -> None:
         self.boundary, self.rows = boundary, rows
         self.elsewhere = torch.empty(0)
 
     def before(self, module: nn.Module, args: Args) -> Args:
-        """Look up row 0 for tokens [B, S] that others have. Tokens nobody has stay wrong."""
+        """Look up row 0 for tokens [B, S] on other ranks. Tokens on no rank stay invalid."""
         tokens = args[0]
         local = tokens - self.rows.first
         outside = (local < 0) | (local >= len(module.weight))  # type: ignore[arg-type]
@@ -279,12 +280,12 @@ class Vocabulary:
         return local.masked_fill(self.elsewhere, 0), *args[1:]
 
     def after(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        """Sum what each rank found."""
+        """All-reduce the rows found."""
         return self.boundary.leave(output.masked_fill(self.elsewhere.unsqueeze(-1), 0.0))
 
 
 class Head:
-    """Takes over a head that has this rank's rows of the weight, its own or lent."""
+    """Replaces the forward of a head of which this rank holds some rows of the weight, its own or tied."""
 
     def __init__(self, boundary: Boundary, rows: Rows) -> None:
         self.boundary, self.rows = boundary, rows
@@ -316,13 +317,13 @@ class Experts:
         self.boundary = boundary
 
     def before_router(self, module: nn.Module, args: Args) -> Args:
-        """All-gather: make the sequence whole; every rank routes it alike."""
+        """All-gather the sequence; every rank routes it identically."""
         if not self.boundary.sequence_parallel:
             return args
         return self.boundary.whole(args[0]), *args[1:]
 
     def after_router(self, module: nn.Module, args: Args, routing: Routing) -> Routing:
-        """Keep the choices of this rank's share; losses are of whole sequences and stay."""
+        """Keep the choices of this rank's share; losses are over whole sequences and stay."""
         experts = self.boundary.ranks.own(routing.experts, SEQUENCE)
         return replace(routing, experts=experts, weights=self.boundary.slice(routing.weights))
 
@@ -331,7 +332,7 @@ class Experts:
         return (args[0] if self.boundary.sequence_parallel else self.boundary.slice(args[0])), *args[1:]
 
     def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        """Make the tokens whole again where they were."""
+        """All-gather the tokens where they were whole."""
         if self.boundary.sequence_parallel:
             return output
         return self.boundary.gather(output, SEQUENCE, self.boundary.length)

@@ -1,4 +1,4 @@
-"""Splits the layers of a model over ranks: which parameter along which axis, which hook on which role.
+"""Shards the layers of a model over ranks: which parameter along which axis, which hook on which role.
 
 COLUMN  weight [out, in] and bias by rows; the input enters.
 ROW     weight [out, in] by columns; the output leaves.
@@ -6,10 +6,10 @@ PER_HEAD every parameter and buffer by its first axis.
 VOCAB   table [V, D] by rows; the output leaves.
 HEAD    weight [V, D] by rows; the input enters, the loss is summed.
 
-Ranks' rows of the vocabulary may differ by one, so that any vocabulary will do: nothing is padded.
+Shard sizes of the vocabulary may differ by one, so that any vocabulary size works without padding.
 
-Everything else is whole on every rank. With sequence parallelism it sees this rank's share of the
-sequence only, so that its gradient is partial.
+Everything else is replicated on every rank. With sequence parallelism it sees only this rank's share of the
+sequence, so that its gradient is partial.
 
 Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
@@ -49,12 +49,12 @@ class TensorParallel(Parallel):
         self._boundaries: list[Boundary] = []
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Leave this rank its blocks of ``part``, and hook in the collectives.
+        """Leave this rank its blocks of ``part``, and install the hooks with the collectives.
 
         Raises:
-            SplitError: heads or feed-forward width do not divide by the number of ranks, or it is larger
+            SplitError: heads or feed-forward width are not divisible by the number of ranks, or it is larger
                 than the vocabulary.
-            NanotrainError: sequences stay whole, and nobody says whether some gradients are partial.
+            NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
@@ -85,18 +85,18 @@ class TensorParallel(Parallel):
         return part
 
     def splits_linear(self, mesh: Mesh) -> bool:
-        """Return whether wgrads are placed where they overlap with the sum of dgrads over ranks."""
+        """Return whether wgrads are placed where they overlap with the reduction of dgrads over ranks."""
         return any(boundary.places_wgrad for boundary in self._boundaries)
 
     def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
-        """Note which gradients are partial because a rank saw a share of the tokens, or of the heads."""
+        """Record which gradients are partial because a rank saw a share of the tokens, or of the heads."""
         routers = set(parameters_of(part, Role.ROUTER))
         partial = {*parameters_of(part, Role.EXPERTS), *parameters_of(part, Role.INNER)}
         if self.config.sequence_parallel:
             partial = {name for name, _ in part.named_parameters()}
         for name in partial - routers:
             placement = placements[name]
-            if "tp" in placement.same:  # else it is split, or another wrapper placed it in another view
+            if "tp" in placement.same:  # else it is sharded, or another wrapper placed it in another view
                 placements[name] = placement.sum_over("tp")
 
 
@@ -109,7 +109,7 @@ def parameters_of(part: nn.Module, role: Role) -> Iterator[str]:
 
 
 def refuse_unknown(part: nn.Module) -> None:
-    """Refuse parameters below ``part`` without a role: between COLUMN and ROW their gradients are partial.
+    """Reject parameters below ``part`` without a role: between COLUMN and ROW their gradients are partial.
 
     With sequence parallelism they are partial everywhere.
     """
@@ -137,7 +137,7 @@ def is_copied(module: nn.Module, tag: Tag, degree: int) -> bool:
 
 
 def copy(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: Ranks) -> None:
-    """Leave a COLUMN whole on every rank, which uses some units of its output: gradients are partial."""
+    """Replicate a COLUMN on every rank, which uses some units of its output: gradients are partial."""
     for key, _ in module.named_parameters():
         placements[f"{name}.{key}"] = placements[f"{name}.{key}"].sum_over("tp")
     used = used_units(len(module.get_parameter("weight")) // tag.unit, ranks.index, ranks.size)
@@ -145,9 +145,10 @@ def copy(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks: 
 
 
 def used_units(units: int, index: int, count: int) -> list[int]:
-    """Return which units the ``index``-th of ``count`` ranks uses: each is repeated until they divide.
+    """Return the units that the ``index``-th of ``count`` ranks uses: each is repeated until they divide.
 
-    Their users, as query heads, divide both by ``count`` and by ``units``: each copy serves as many of them.
+    Their users, such as query heads, divide by both ``count`` and ``units``: each copy serves the same
+    number.
 
     >>> [used_units(3, index, 2) for index in range(2)], [used_units(2, index, 4) for index in range(4)]
     ([[0, 0, 1], [1, 2, 2]], [[0], [0], [1], [1]])
@@ -178,7 +179,7 @@ def split(name: str, module: nn.Module, tag: Tag, placements: Placements, ranks:
         if old is None:
             continue
         placement = placements[f"{name}.{key}"]
-        if "tp" not in placement.sharded:  # a tied table is split once, with the first part that has it
+        if "tp" not in placement.sharded:  # a tied table is sharded once, with the first part that has it
             _check_units(f"{name}.{key}", placement.shape[axis], tag, ranks.size)
             uneven = tag.role in VOCABULARY
             placement = placement.split(axis, "tp", ranks.index, ranks.size, uneven=uneven)
@@ -205,7 +206,7 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
 
 
 def table_of(name: str, module: nn.Module, part: nn.Module, placements: Placements) -> Placement:
-    """Return where a module's table sits that may be lent: then it is that of the embedding in its part."""
+    """Return the placement of a module's table, which may be the embedding's of its part if tied."""
     if getattr(module, "weight", None) is not None:
         return placements[f"{name}.weight"]
     lenders = [other for other, _, tag in tagged(part) if tag.role is Role.VOCAB]
@@ -218,7 +219,7 @@ def table_of(name: str, module: nn.Module, part: nn.Module, placements: Placemen
 
 
 def hook_vocabulary(module: nn.Module, tag: Tag, boundary: Boundary, rows: Rows) -> None:
-    """Hook in what VOCAB or HEAD has to do with other ranks."""
+    """Install the collectives of VOCAB or HEAD."""
     if tag.role is Role.HEAD:
         take_over(module, Head(boundary, rows).forward)
         return
@@ -228,7 +229,7 @@ def hook_vocabulary(module: nn.Module, tag: Tag, boundary: Boundary, rows: Rows)
 
 
 def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
-    """Hook in what a role has to do with other ranks."""
+    """Install the collectives of a role."""
     match tag.role:
         case Role.COLUMN:
             module.register_forward_pre_hook(boundary.enter_linear)
@@ -241,7 +242,7 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
         case Role.ROW:
             module.register_forward_hook(boundary.leave_last)
         case Role.POSITION if boundary.sequence_parallel:
-            # Of vectors [S, D] or [B, S, D]; without a conjugate, since the gradient is summed over ranks.
+            # For vectors [S, D] or [B, S, D]; without a conjugate, since the gradient is summed over ranks.
             module.register_forward_hook(
                 lambda module, args, output: boundary.ranks.own(output, output.dim() - 2)
             )

@@ -1,6 +1,6 @@
-"""Optimizer-state sharding (ZeRO-1, ZeRO-2): AdamW whose state and gradients the ranks shard that sum them.
+"""Optimizer-state sharding (ZeRO-1, ZeRO-2): ranks that sum gradients shard AdamW's state and gradients.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,12 @@ class Zero12Config(AdamWConfig):
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient that travel at once; a transport may ask for less."""
+    """Megabytes of gradient per reduce-scatter; a transport may require less."""
     overlap: bool = True
-    """Send gradients during backward, and gather new weights during the next forward where a backend can."""
+    """Reduce-scatter during backward, and all-gather new weights during the next forward if the backend
+    can."""
     offload: bool = False
-    """Keep master weights and moments in the host's memory, and update them there. On CPU they are there."""
+    """Keep master weights and moments in host memory, and update them there. On CPU they always are."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -39,14 +40,15 @@ class ShardConfig:
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient that travel at once; a transport may ask for less."""
+    """Megabytes of gradient per reduce-scatter; a transport may require less."""
     overlap: bool = True
-    """Send gradients during backward, and gather new weights during the next forward where a backend can."""
+    """Reduce-scatter during backward, and all-gather new weights during the next forward if the backend
+    can."""
 
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``zero12`` for the optimizers of others."""
+    """Register ``zero12`` for other optimizers."""
     register(
         Component(
             name="zero12",
@@ -61,7 +63,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_optimizer(register: Register) -> None:
-    """Announce ``zero12``."""
+    """Register ``zero12``."""
     register(
         Component(
             name="zero12",

@@ -1,9 +1,9 @@
-"""One buffer for the weights of many parameters, cut into buckets of which each rank owns an equal range.
+"""One buffer for the weights of many parameters, split into buckets of which each rank owns an equal range.
 
-A parameter is a view into its buffer, so weights that other ranks updated can be received straight into
+A parameter is a view into its buffer, so weights that other ranks updated can be received directly into
 the model, and a float32 range is its own master. A buffer has rows of :data:`ALIGN` weights, in whatever form
-a precision holds them: packed ones also travel packed. Where a bucket ends has nothing to do with where a
-parameter does: a large one lies in several buckets, and each rank's range of a bucket is pieces of a few.
+a precision stores them: packed ones are also sent packed. Bucket boundaries are independent of parameter
+boundaries: a large parameter is in several buckets, and each rank's range of a bucket has pieces of a few.
 
 Source: the partition of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5, bucket by bucket.
 """
@@ -20,12 +20,12 @@ from torch import nn
 from nanotrain_core.api.torch import RANGE, Piece, PlacedParameter, memory_like, move_into
 
 #: A parameter, and a rank's range of a bucket, begins at a multiple of this many elements of the buffer. So
-#: ranges are cut where the contract says, and begin on cache lines.
+#: ranges are split where the contract requires, and begin on cache lines.
 ALIGN = RANGE
 
 
 def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each bucket of a buffer for ``total`` elements; the last may end beyond.
+    """Return (start, stop) of each bucket of a buffer with ``total`` elements; the last may extend past it.
 
     Every bucket is at most ``limit`` elements long and divides into equal, aligned ranges.
 
@@ -40,30 +40,30 @@ def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
 
 @attrs.define(frozen=True, eq=False)
 class Fill:
-    """Elements of a parameter that lie in a bucket."""
+    """The elements of a parameter in a bucket."""
 
     parameter: nn.Parameter
     source: slice
-    """Of the flattened parameter."""
+    """Range of the flattened parameter."""
     target: slice
-    """Of the bucket."""
+    """Range of the bucket."""
 
 
 @attrs.define(eq=False)
 class Bucket:
-    """What one reduce-scatter sums and one all-gather brings back."""
+    """The unit of one reduce-scatter and one all-gather."""
 
     fills: Sequence[Fill]
     weights: torch.Tensor
-    """Of all ranks' ranges, flat, as they are held: a view of the buffer."""
+    """Weights of all ranks' ranges, flat, in storage form: a view of the buffer."""
     own: slice
     """This rank's range of the bucket, in elements of parameters."""
     length: int
-    """In elements of parameters: of gradients that travel."""
+    """Length in elements of parameters, and of the gradients that are sent."""
     shard: torch.Tensor
     """The sum of gradients in this rank's range."""
     summed: bool = False
-    """Whether :attr:`shard` holds a sum of this step: the next one is added to it."""
+    """Whether :attr:`shard` holds a sum of this step: the next one is accumulated."""
     missing: set[nn.Parameter] = attrs.field(init=False)
     """Parameters whose gradient of this microbatch has not arrived."""
 
@@ -109,14 +109,14 @@ class Flat:
         return Bucket(fills, weights, mine, stop - start, shard[start // self.ranks :][:own])
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[PlacedParameter, int, int, int]]:
-        """Yield each member in elements ``start`` to ``stop``: where it begins, and which of them are its."""
+        """Yield each member in elements ``start`` to ``stop``: its offset, and which of them belong to it."""
         for member, at in zip(self.members, self.starts, strict=False):
             a, b = max(start, at), min(stop, at + member.parameter.numel())
             if a < b:
                 yield member, at, a, b
 
     def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield what this rank owns, bucket by bucket, each piece with its range of the summed gradient."""
+        """Yield this rank's pieces, bucket by bucket, each with its range of the summed gradient."""
         placements = {member.parameter: member.placement.sharded_over_summed() for member in self.members}
         for bucket in self.buckets:
             for fill in bucket.fills:
@@ -128,12 +128,12 @@ class Flat:
 
 
 def padded(length: int) -> int:
-    """Return how many elements a parameter of ``length`` takes: up to where the next may begin."""
+    """Return the padded size of a parameter of ``length`` elements: up to where the next may begin."""
     return -(-length // ALIGN) * ALIGN
 
 
 def running_total(lengths: Iterator[int] | Sequence[int]) -> Iterator[int]:
-    """Yield where each of consecutive ranges begins, and where the last ends."""
+    """Yield the offset of each of consecutive ranges, and the end of the last."""
     total = 0
     yield total
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Master weights in the host's memory: the optimizer works there and copies new weights to the device."""
+"""Master weights in host memory: the optimizer works there and copies new weights to the device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HostMaster(MasterWeight):
 
     @classmethod
     def of(cls, piece: Piece, precision: Precision) -> HostMaster:
-        """Copy the weight of ``piece`` to pinned memory, from where a GPU reads by itself."""
+        """Copy the weight of ``piece`` to pinned memory, from which a GPU copies asynchronously."""
         weight = piece.weight
         host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
         host.copy_(unquantized(weight))
         inner = precision.master(host, piece)
-        weight.copy_(host)  # which the master may have rounded
+        weight.copy_(host)  # as rounded by the master
         kind = LossyHostMaster if isinstance(inner, ErrorFeedback) else cls
         return kind(weight, host, inner)
 
@@ -32,24 +32,24 @@ class HostMaster(MasterWeight):
         return self.inner.load()
 
     def store(self, value: torch.Tensor) -> None:
-        """Keep ``value`` and send the weight it rounds to, to the device."""
+        """Store ``value`` and copy the rounded weight to the device."""
         self.inner.store(value)
         self.weight.copy_(self.host, non_blocking=True)
 
     def refresh(self) -> None:
-        """Follow a weight that was read from a checkpoint into the device's memory."""
+        """Update the master from a weight that a checkpoint was read into on the device."""
         self.host.copy_(self.weight)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return what the precision keeps beyond the weight."""
+        """Return the precision's state beyond the weight."""
         return self.inner.state()
 
 
 class LossyHostMaster(HostMaster, ErrorFeedback):
-    """The same of a master whose error the optimizer carries."""
+    """The same for a master whose rounding error the optimizer carries."""
 
     inner: ErrorFeedback
 
     def error(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what was lost of ``value``, on the host."""
+        """Return the rounding error of ``value``, on the host."""
         return self.inner.error(value)

@@ -1,4 +1,4 @@
-"""AdamW on this rank's range of every bucket: the ``zero12`` component, optimizer and sync in one."""
+"""AdamW on this rank's range of every bucket: the ``zero12`` component, both optimizer and gradient sync."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class Zero12(ShardedGradients, AdamW):
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Make masters of this rank's ranges, and bring what they rounded to the other ranks."""
+        """Create masters of this rank's ranges, and all-gather the values they rounded."""
         super().setup(parameters, precision, gradients, mesh)
         self.gather_weights()
         self.wait(list(self.line_of))
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Update this rank's ranges and begin to gather all others'.
+        """Update this rank's ranges and begin to all-gather all others.
 
-        A skipped step gathers nothing, or, where the host would wait to know of it, what is there already.
+        A skipped step gathers nothing or, where the host would have to wait for the flag, unchanged values.
         """
-        self.wait(list(self.line_of))  # what no module asked for must not arrive on top of newer weights
+        self.wait(list(self.line_of))  # what no module waited for must not overwrite newer weights
         stats = super().step(loss_scale=loss_scale)
-        if self.mesh.device_is_async or not stats.skipped:  # all ranks alike, also one that read the norm
+        if self.mesh.device_is_async or not stats.skipped:  # on all ranks alike, also one that read the norm
             self.gather_weights()
         return stats
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint was read into."""
+        """Restore the state that a checkpoint was read into."""
         super().load_meta(meta)
         for slot in self.slots:
             if isinstance(slot.master, HostMaster):

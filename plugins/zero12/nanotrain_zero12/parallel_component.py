@@ -1,7 +1,7 @@
 """The parallel component ``zero12``: optimizer-state and gradient sharding for any optimizer.
 
-How gradients are reduce-scattered is in :mod:`.sharded_gradients`, how parameters lie in flat buffers that
-are cut into ranges in :mod:`.flat`.
+The reduce-scatter of gradients is in :mod:`.sharded_gradients`, the flat buffers of parameters and
+their ranges in :mod:`.flat`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from nanotrain_zero12.sharded_gradients import ShardedGradients
 
 
 class Sharded(ShardedGradients, Parallel):
-    """Hands the optimizer ranges to update, and gathers them, as ``GathersWeights`` of the core has it."""
+    """Passes the optimizer ranges to update, and gathers them: implements the core's ``GathersWeights``."""
 
     def __init__(self, config: ShardConfig) -> None:
         super().__init__()
         self.config = config
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Leave the model as it is: its placements already say whose gradients are partial."""
+        """Return the model unchanged: its placements already say whose gradients are partial."""
         return part

@@ -1,13 +1,13 @@
-"""Sums gradients into shards: every rank is left with the sum in its own range of each bucket, no more.
+"""Reduce-scatters gradients: every rank ends up with the sum of its own range of each bucket only.
 
-Buckets are filled in the order in which backward reaches parameters, last layers first, and leave as soon
-as their last gradient has arrived *and* every earlier one has left, so that all ranks issue the same
-exchanges in the same order. In stage 1 that is once a step, with the last microbatch, to which gradients
-were added up on each rank; in stage 2 with every microbatch, so that no rank ever holds the gradient of the
-whole model. Which ranks a parameter's state is sharded over is read from its placement: this code knows
-neither data parallelism nor experts.
+Buckets are filled in the order in which backward reaches parameters, last layers first, and are sent as soon
+as their last gradient has arrived *and* every earlier one was sent, so that all ranks issue the same
+collectives in the same order. In stage 1 that is once per step, with the last microbatch, to which gradients
+were accumulated on each rank; in stage 2 with every microbatch, so that no rank ever holds the gradient of
+the whole model. The ranks that shard a parameter's state are read from its placement: this code is
+independent of data parallelism and experts.
 
-Source: stages 1 and 2 of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; sums for means.
+Source: stages 1 and 2 of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5; sums instead of means.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from nanotrain_zero12 import ShardConfig, Zero12Config
 from nanotrain_zero12.flat import Bucket, Flat
 from nanotrain_zero12.transport import choose
 
-#: The model part, so to say, of tied parameters, which several stages of this rank or of others hold: they
-#: are reduced after all of those.
+#: A pseudo model part for tied parameters, which several stages of this rank or of others hold: they
+#: are reduced after all others.
 TIED = -1
 
-#: What the members of one buffer have in common: model part or TIED, ranks to sum over, all ranks that hold
-#: the same blocks, how they are held.
+#: The common properties of a buffer's members: model part or TIED, ranks to sum over, all ranks that hold
+#: the same blocks, storage form.
 Key = tuple[int, Span, Span, str]
 
 
 class Line:
-    """The buckets of one model part, in the order in which they leave."""
+    """The buckets of one model part, in the order in which they are sent."""
 
     def __init__(self, buckets: Sequence[tuple[Bucket, BucketExchange]]) -> None:
         self.buckets = buckets
@@ -56,7 +56,7 @@ class Line:
     def reset(self) -> None:
         """Begin a step."""
         self.rounds = 0
-        """How many microbatches, or sums of them, have left in this step."""
+        """Number of microbatches, or sums of them, sent in this step."""
         for bucket, _ in self.buckets:
             bucket.summed = False
         self._rewind()
@@ -67,25 +67,25 @@ class Line:
             bucket.reset()
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Note a gradient."""
+        """Record a gradient."""
         for bucket in self.by_parameter[parameter]:
             bucket.missing.discard(parameter)
 
     def ready(self) -> Iterator[tuple[Bucket, BucketExchange]]:
-        """Yield the next buckets in line, as far as they are complete."""
+        """Yield the next buckets in order, as far as they are complete."""
         while self.sent < len(self.buckets) and not self.buckets[self.sent][0].missing:
             self.sent += 1
             yield self.buckets[self.sent - 1]
 
     def rest(self) -> Iterator[tuple[Bucket, BucketExchange]]:
-        """Yield all that have not left, complete or not, and end the round."""
+        """Yield all buckets not yet sent, complete or not, and end the round."""
         yield from self.buckets[self.sent :]
         self.rounds += 1
         self._rewind()
 
 
 class ShardedGradients(LocalGradients):
-    """The gradient sync of ``zero12``, and what brings updated weights back together."""
+    """The gradient sync of ``zero12``, including the all-gather of updated weights."""
 
     config: Zero12Config | ShardConfig
 
@@ -96,7 +96,7 @@ class ShardedGradients(LocalGradients):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Move every trained parameter into a flat buffer, and cut these into buckets. Collective."""
+        """Move every trained parameter into a flat buffer, and split these into buckets. Collective."""
         super().attach(parameters, mesh, dtype, passes)
         trained = [placed for placed in parameters if placed.parameter.requires_grad]
         self.transports: dict[tuple[int, ...], BucketExchange] = {}
@@ -125,41 +125,42 @@ class ShardedGradients(LocalGradients):
         return Flat(members, sharers, dtype, self.transports[ranks].limit)
 
     def check(self, mesh: Mesh) -> None:
-        """Any layout will do."""
+        """Accept any layout."""
 
     # --- gradients ------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Take a microbatch's gradient; in stage 2 each one goes out at once."""
+        """Handle a microbatch's gradient; in stage 2 each one is sent immediately."""
         if self.config.stage == 2:
             assert isinstance(parameter, nn.Parameter)
             self._in_last_microbatch.add(parameter)
         super().on_gradient(parameter)
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
-        """Send every bucket whose turn has come."""
+        """Send every bucket that is next in order."""
         line = self.line_of[parameter]
         if line is self.tied:
             return
         line.arrived(parameter)
-        # Where weight gradients are put off, a parameter may get the next microbatch's before this one's have
-        # left: a bucket that went ahead would have only a part of what the rest of the parameter has.
+        # Where weight gradients are deferred, a parameter may get the next microbatch's before this one's
+        # have been sent: a bucket sent early would have only part of the microbatches of the parameter's
+        # other buckets.
         if self.config.overlap and not (self.config.stage == 2 and self.passes.splits_backward):
             for bucket, transport in line.ready():
                 self._send(bucket, transport)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """In stage 2, send what is left of one microbatch's gradients."""
+        """In stage 2, send the remaining gradients of one microbatch."""
         if self.config.stage == 2:
             self._end_round(self._line(parameters))
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
-        """In stage 1, send what is left of the gradients."""
+        """In stage 1, send the remaining gradients."""
         if self.config.stage == 1:
             self._end_round(self._line(parameters))
 
     def _line(self, parameters: Collection[nn.Parameter]) -> Line:
-        """Return the line of one part's parameters: an empty one if none of them is this part's alone."""
+        """Return the line of one part's parameters: empty if none of them belongs to this part only."""
         lines = (self.line_of.get(parameter, self.tied) for parameter in parameters)
         return next((line for line in lines if line is not self.tied), Line([]))
 
@@ -168,7 +169,7 @@ class ShardedGradients(LocalGradients):
             self._send(bucket, transport)
 
     def _send(self, bucket: Bucket, transport: BucketExchange) -> None:
-        """Reduce-scatter one bucket, with zeros where no gradient came; free what has left as a whole."""
+        """Reduce-scatter one bucket, with zeros for missing gradients; free gradients sent completely."""
         add, bucket.summed = bucket.summed, True
         transport.reduce_scatter(
             bucket.length, lambda buffer: self._write(bucket, buffer), bucket.shard, add=add
@@ -185,7 +186,7 @@ class ShardedGradients(LocalGradients):
                 buffer[fill.target].copy_(fill.parameter.grad.reshape(-1)[fill.source])
 
     def finish(self) -> None:
-        """Send what nobody announced to be complete, then what several stages add to, and wait."""
+        """Send what was not announced as complete, then what several stages add to, and wait."""
         for line in self.lines:
             if not line.rounds:
                 self._end_round(line)
@@ -195,7 +196,7 @@ class ShardedGradients(LocalGradients):
         super().finish()
 
     def zero(self) -> None:
-        """Forget all gradients; after a step that was broken off, also what is on its way."""
+        """Clear all gradients; after an interrupted step, also those in flight."""
         super().zero()
         for line in (*self.lines, self.tied):
             line.reset()
@@ -203,7 +204,7 @@ class ShardedGradients(LocalGradients):
             transport.forget()
 
     def pieces(self) -> Sequence[Piece]:
-        """Return this rank's range of every bucket, cut where parameters begin and end."""
+        """Return this rank's range of every bucket, split at parameter boundaries."""
         return list(self.shards)
 
     def gradient_of(self, piece: Piece) -> torch.Tensor:
@@ -217,7 +218,7 @@ class ShardedGradients(LocalGradients):
     # --- weights --------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
-        """All-gather: begin to bring every rank's updated range to all others, first layers first."""
+        """Begin to all-gather every rank's updated range, first layers first."""
         for line in (self.tied, *self.lines):
             for bucket, transport in reversed(line.buckets):
                 if pending := transport.all_gather(bucket.weights):
@@ -240,14 +241,15 @@ class ShardedGradients(LocalGradients):
 
 
 def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, list[PlacedParameter]]]:
-    """Return what shares a buffer, last parameters first; those that several stages hold come last.
+    """Return the parameters of each buffer, last parameters first; those that several stages hold come last.
 
-    All ranks that shard a buffer find it among the others in the same place, and its members in the
-    same order: of tied parameters by name, since stages hold them in different places.
+    All ranks that shard a buffer have it in the same position among the others, with its members in the
+    same order: tied parameters are ordered by name, since stages register them in different places.
 
-    So do all ranks that hold the same blocks without summing them, as tensor-parallel ranks hold norms: no
-    buffer mixes norms with a vocabulary, whose shares differ by a row, so ranges of norms are the same on all
-    of these ranks. Otherwise ranges would overlap, and the blocks of a checkpoint would not tile the tensor.
+    The same holds for all ranks that hold the same blocks without summing them, as tensor-parallel ranks hold
+    norms: no buffer mixes norms with a vocabulary, whose shards differ by a row, so ranges of norms are the
+    same on all of these ranks. Otherwise ranges would overlap, and the blocks of a checkpoint would not tile
+    the tensor.
     """
     found: dict[Key, list[PlacedParameter]] = defaultdict(list)
     for placed in reversed(parameters):

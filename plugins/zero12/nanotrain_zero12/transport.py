@@ -1,4 +1,4 @@
-"""How buckets of gradients and weights travel: by the run's transport, or nowhere in a group of one."""
+"""The transport of gradient and weight buckets: the run's, or none in a group of one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nanotrain_zero12.flat import ALIGN
 
 
 class Alone(BucketExchange):
-    """A group of one: its range is all there is."""
+    """A group of one rank, whose range is the whole bucket."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
     def reduce_scatter(self, numel: int, write: Write, into: torch.Tensor, *, add: bool) -> None:
-        """Keep or add what is written."""
+        """Store or accumulate what is written."""
         if not add:
             write(into)
             return
@@ -25,19 +25,19 @@ class Alone(BucketExchange):
         into.add_(buffer)
 
     def all_gather(self, whole: torch.Tensor) -> None:
-        """Nothing to gather."""
+        """Do nothing: there is nothing to gather."""
 
     def drain(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""
 
     def forget(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: nothing is in flight."""
 
 
 def choose(span: Span, mesh: Mesh, limit: int) -> BucketExchange:
-    """Return what exchanges buckets of about ``limit`` bytes over ``span``. Collective over its ranks."""
+    """Return the collectives for buckets of about ``limit`` bytes over ``span``. Collective over ``span``."""
     exchange = mesh.exchange_of(span)
     if exchange is None:
         return Alone(limit)
-    smallest = exchange.size * ALIGN * torch.float64.itemsize  # one aligned range per rank, widest dtype
+    smallest = exchange.size * ALIGN * torch.float64.itemsize  # one aligned range per rank, largest dtype
     return exchange.buckets(limit, least=smallest)
