@@ -1,6 +1,6 @@
 """DeepSeek-V3 and V2: latent attention, a mixture of experts and multi-token prediction.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from nanotrain_core.api import Component, Register, hookimpl
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_model(register: Register) -> None:
-    """Announce ``deepseek``."""
+    """Register ``deepseek``."""
     register(
         Component(
             name="deepseek",

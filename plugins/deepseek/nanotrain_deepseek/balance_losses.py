@@ -1,4 +1,4 @@
-"""Losses that keep experts evenly loaded, each of one sequence at a time and summed over sequences.
+"""Load-balancing losses for experts, each computed per sequence and summed over sequences.
 
 f counts choices and has no gradient; P, the mean score, has. Even load gives f = 1 for every expert.
 
@@ -13,19 +13,19 @@ import torch
 
 
 def sequence_loss(scores_SE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return sum of f P with the scores of a token divided by their sum. Source: V3, equations 17 to 20.
+    """Return sum of f P with each token's scores divided by their sum. Source: V3, equations 17 to 20.
 
-    f counts the best ``top_k`` of the bare scores: neither bias nor groups take part.
+    f counts the best ``top_k`` of the unbiased scores: neither bias nor groups are used.
     """
     f_E = _share(scores_SE.topk(top_k, dim=-1).indices, scores_SE)
-    # A token whose scores have all come to nothing must not turn the whole step into nan.
+    # A token whose scores all underflow to zero must not turn the whole step into NaN.
     total_S1 = scores_SE.sum(-1, keepdim=True).clamp(min=torch.finfo(scores_SE.dtype).tiny)
     p_E = (scores_SE / total_S1).mean(-2)
     return (f_E * p_E).sum()
 
 
 def expert_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
-    """Return sum of f P, f of the experts that tokens go to. Source: V2, equations 23 to 25."""
+    """Return sum of f P, f of the experts that tokens are routed to. Source: V2, equations 23 to 25."""
     return (_share(experts_SK, scores_SE) * scores_SE.mean(-2)).sum()
 
 
@@ -38,9 +38,9 @@ def device_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor, devices: int)
 def communication_loss(
     scores_SE: torch.Tensor, experts_SK: torch.Tensor, devices: int, limit: int
 ) -> torch.Tensor:
-    """Return sum over devices of f P, f of the tokens sent there. Source: V2, equations 29 to 31.
+    """Return the sum over devices of f P, with f over the tokens sent there. Source: V2, equations 29 to 31.
 
-    A token is sent to a device once, however many of its experts are there; to ``limit`` devices at most.
+    A token is sent to a device once, however many of its experts are there; to at most ``limit`` devices.
     """
     device_SK = experts_SK // (scores_SE.shape[-1] // devices)
     sent_SG = torch.zeros_like(scores_SE[..., :devices]).scatter(-1, device_SK, 1.0)
@@ -49,7 +49,7 @@ def communication_loss(
 
 
 def _share(experts_SK: torch.Tensor, scores_SE: torch.Tensor) -> torch.Tensor:
-    """Return f [..., E]: how often each expert was chosen, over the mean."""
+    """Return f [..., E]: how often each expert was chosen, divided by the mean."""
     tokens, top_k = experts_SK.shape[-2:]
     count = scores_SE.shape[-1]
     choices = experts_SK.flatten(-2)

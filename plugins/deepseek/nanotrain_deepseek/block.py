@@ -18,8 +18,8 @@ from nanotrain_deepseek.moe import MixtureOfExperts
 
 
 class Routed(NamedTuple):
-    """What a layer of experts says beside its output. Nothing is counted inside of the layer: activation
-    checkpointing runs it twice."""
+    """The outputs of an MoE layer besides its hidden states. Nothing is counted inside the layer, because
+    activation checkpointing runs it twice."""
 
     losses: dict[str, torch.Tensor]
     """Balance losses, summed over sequences."""
@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 
 class Block(nn.Module):
-    """A dense block has ``ffn``, one with experts ``moe``."""
+    """One layer: a dense block has ``ffn``, one with experts ``moe``."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops, *, dense: bool) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ class Block(nn.Module):
 
 
 def norm(config: DeepSeekConfig, ops: Ops) -> nn.Module:
-    """Return a normalisation over the width."""
+    """Return a normalisation over the hidden dimension."""
     return tag(RMSNorm(config.width, eps=config.norm_eps, ops=ops), Role.NORM)

@@ -1,4 +1,4 @@
-"""The recipe table of the model, and its cross-checks. Never imports torch."""
+"""The model's recipe table and its cross-checks. Never imports torch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @attrs.define(frozen=True, kw_only=True)
 class YarnConfig:
-    """``[model.yarn]``: stretch RoPE to sequences longer than those trained on."""
+    """``[model.yarn]``: extend RoPE to sequences longer than those trained on."""
 
     factor: float = attrs.field(default=40.0, validator=Range(1.0, 1e6, above=True))
-    """How many times longer sequences become."""
+    """Factor by which sequences become longer."""
     original_length: int = attrs.field(default=4096, validator=Range(1))
-    """Length the model was trained on before."""
+    """Length with which the model was trained before."""
     beta_fast: float = attrs.field(default=32.0, validator=Range(0.001, 1e6))
-    """Pairs that turn more often than this over `original_length` keep their frequency."""
+    """Pairs with more rotations than this over `original_length` keep their frequency."""
     beta_slow: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
-    """Pairs that turn less often are slowed down by `factor`; those between, in part."""
+    """Pairs with fewer rotations are slowed down by `factor`; those between, in part."""
     mscale: float = attrs.field(default=1.0, validator=Range(-1e3, 1e3))
-    """Scales the rotated numbers by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
+    """Scales the rotated elements by m(mscale) / m(mscale_all_dim), where m(a) = 0.1 a ln(factor) + 1."""
     mscale_all_dim: float = attrs.field(default=1.0, validator=Range(0.0, 1e3))
     """Scales attention scores by m(mscale_all_dim) squared."""
 
@@ -48,11 +48,11 @@ class YarnConfig:
 
     @property
     def magnitude(self) -> float:
-        """What the rotated numbers are multiplied by."""
+        """Factor of the rotated elements."""
         return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
 
 
-#: Keys that say nothing where every layer is dense.
+#: Keys that have no meaning if every layer is dense.
 _OF_EXPERTS = {
     "experts",
     "top_k",
@@ -68,63 +68,65 @@ _OF_EXPERTS = {
 
 @attrs.define(frozen=True, kw_only=True)
 class DeepSeekConfig:
-    """``[model] use = "deepseek"``: defaults are V3's where its dimensions do not matter."""
+    """``[model] use = "deepseek"``: defaults are V3's, except dimensions."""
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
-    """Blocks."""
+    """Number of blocks."""
     dense_layers: int = attrs.field(default=1, validator=Range(0, MOST_LAYERS))
-    """Leading blocks with a dense feed-forward layer in place of experts."""
+    """Number of leading blocks with a dense feed-forward layer instead of experts."""
     width: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Size D of the residual stream."""
     vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Vocabulary size V."""
     max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
-    """Longest sequence; 0: any length."""
+    """Longest sequence in tokens; 0: any length."""
 
     heads: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Attention heads."""
+    """Number of attention heads."""
     q_rank: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Size of the latent that queries are made from (q_lora_rank); 0 makes them from the width."""
+    """Size of the latent from which queries are computed (q_lora_rank); 0 computes them from the hidden
+    state."""
     kv_rank: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Size of the latent that keys and values are made from (kv_lora_rank)."""
+    """Size of the latent from which keys and values are computed (kv_lora_rank)."""
     nope_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Numbers of a query and key head without position."""
+    """Elements of a query and key head without position."""
     rope_size: int = attrs.field(validator=Range(2, LARGEST_SIZE))
-    """Numbers with position; those of the key are shared by all heads."""
+    """Elements with position; those of the key are shared by all heads."""
     value_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Numbers of a value head."""
+    """Elements of a value head."""
     rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
     """Base of the RoPE frequencies."""
     yarn: YarnConfig | None = attrs.field(default=None, metadata={CHANGES: True})
-    """Stretches RoPE to longer sequences."""
+    """Extends RoPE to longer sequences."""
 
     ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Width of a dense feed-forward layer."""
     experts: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Routed experts E of a layer."""
+    """Routed experts E per layer."""
     top_k: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Routed experts K that a token goes to."""
+    """Routed experts K per token."""
     shared_experts: int = attrs.field(default=1, validator=Range(0, LARGEST_SIZE))
-    """Experts that every token goes to."""
+    """Number of experts that process every token."""
     expert_ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Width F of one expert."""
     groups: int = attrs.field(default=1, validator=Range(1, LARGEST_SIZE))
-    """Groups of consecutive experts: of V2's balance losses, the devices."""
+    """Number of groups of consecutive experts; in V2's balance losses, the devices."""
     group_limit: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Groups that the experts of one token may come from; 0: all."""
+    """Number of groups that the experts of one token may come from; 0: all."""
 
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """`sigmoid` with a bias for balance is V3's router, `softmax` without is V2's."""
+    """`sigmoid` with a bias for load balancing is V3's router, `softmax` without is V2's."""
     normalise_weights: bool = True
     """Divide the chosen experts' scores by their sum."""
     route_scale: float = attrs.field(default=1.0, validator=Range(0.0, 1e3, above=True))
-    """Factor on the experts' weights."""
+    """Factor of the experts' weights."""
     bias_update_rate: float = attrs.field(
         default=0.0, validator=Range(0.0, 1.0), metadata={TRAINING: True, CHANGES: True}
     )
-    """How far a step moves the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it."""
+    """Change per step of the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it
+    fixed."""
     seq_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
-    """Weight of V3's balance loss of each sequence."""
+    """Weight of V3's sequence-wise balance loss."""
     expert_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of V2's expert-level balance loss."""
     device_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
@@ -133,38 +135,39 @@ class DeepSeekConfig:
     """Weight of V2's communication balance loss."""
 
     mtp: int = attrs.field(default=0, validator=Range(0, MOST_LAYERS))
-    """Further tokens predicted in training, each by a module of one layer (V3: 1)."""
+    """Number of additional tokens predicted in training, each by a module of one layer (V3: 1)."""
     mtp_weight: float = attrs.field(
         default=0.3, validator=Range(0.0, 1e3), metadata={TRAINING: True, CHANGES: True}
     )
     """Weight of the loss of those tokens."""
     mtp_input: Literal["hidden_first", "embedding_first"] = "hidden_first"
-    """How such a module joins its inputs: as the paper writes it, or as the released weights have it."""
+    """Order in which such a module concatenates its inputs: as in the paper, or as in the released
+    weights."""
 
     norm_eps: float = attrs.field(default=1e-6, validator=Range(1e-30, 1.0))
     """Added to the mean square."""
     tied: bool = False
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.006, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
-    """Of every matrix."""
+    """Standard deviation of the initial values of every matrix."""
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts, those of the modules for further tokens included."""
+        """Number of layers with experts, including those of the modules for further tokens."""
         return max(0, self.layers - self.dense_layers) + self.mtp
 
     @property
     def qk_size(self) -> int:
-        """Numbers K of a query or key head."""
+        """Size K of a query or key head."""
         return self.nope_size + self.rope_size
 
     @property
     def chosen_groups(self) -> int:
-        """Groups that one token's experts come from, at most."""
+        """Maximum number of groups that one token's experts come from."""
         return self.group_limit or self.groups
 
     def canonical(self) -> dict[str, Any]:
-        """Return what its weights compute, in the one form that all recipes of this model share."""
+        """Return the keys that define what the weights compute, in this model's canonical form."""
         unused: set[str] = set()
         if not self.dense_layers:
             unused |= {"ffn"}
@@ -178,7 +181,7 @@ class DeepSeekConfig:
         return {key: value for key, value in table.items() if key not in unused}
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Yield how finely its parts can be split."""
+        """Yield how finely its parts can be sharded."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         yield Divisible(
@@ -200,9 +203,9 @@ class DeepSeekConfig:
             yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts", row=shared)
 
     def cached_token(self) -> CachedToken:
-        """Return the latent and the rotary key of every layer, which all heads share.
+        """Return the latent and the rotary key of every layer, which are shared by all heads.
 
-        Queries and outputs are multiplied by the up-projections in place of keys and values, so that
+        Queries and outputs are multiplied by the up-projections instead of keys and values, so that
         attention is over latents. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2 and table 1.
         """
         sizes = self.kv_rank + self.rope_size, self.kv_rank
@@ -210,7 +213,7 @@ class DeepSeekConfig:
 
 
 def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[Problem]:
-    """Check what one field alone cannot."""
+    """Check constraints between several fields."""
     c = config
     if c.dense_layers > c.layers:
         yield Problem("model.dense_layers", f"{c.dense_layers} exceeds the model's {c.layers} layers")

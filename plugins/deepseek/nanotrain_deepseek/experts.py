@@ -15,7 +15,7 @@ from nanotrain_deepseek.config import DeepSeekConfig
 
 
 class Experts(nn.Module):
-    """SwiGLU experts. ``compute`` is what wrappers call with rows of their own making."""
+    """SwiGLU experts. Wrappers call ``compute`` with rows that they have permuted."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
@@ -28,9 +28,9 @@ class Experts(nn.Module):
         tag(self, Role.EXPERTS, split=split, gemm_weights=tuple(split))
 
     def forward(self, x_BSD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Return each token's weighted sum of its experts [B, S, D], all of which are on this rank."""
+        """Return each token's weighted sum of its experts [B, S, D], with all experts on this rank."""
         return run_locally(self.compute, x_BSD, routing, self.experts, self.ops)
 
     def compute(self, rows_ND: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """Return the experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them each."""
+        """Return the experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them for each."""
         return self.ops.experts(rows_ND, counts_E, self.gate, self.up, self.down)

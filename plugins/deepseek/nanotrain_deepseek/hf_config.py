@@ -1,4 +1,4 @@
-"""What Hugging Face calls the options of DeepSeek-V3 and V2, and of Mistral 4. Never imports torch.
+"""Hugging Face's config options of DeepSeek-V3 and V2, and of Mistral 4. Never imports torch.
 
 Options that its classes ignore, or that only the released code has, are checked too: the same file must
 mean the same model everywhere.
@@ -22,7 +22,7 @@ from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.hf_names import Storage, empty, mappings
 from nanotrain_deepseek.hf_rope import rope_options, rope_table
 
-#: Our sizes and theirs, where both must be given.
+#: Our sizes and the corresponding options, where both are required.
 _SIZES = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -43,13 +43,13 @@ _CLASSES = {
     _V2: "DeepseekV2ForCausalLM",
     _MISTRAL: "Mistral4ForCausalLM",
 }
-#: Defaults of what may be left out, where they differ.
+#: Defaults of optional options, where they differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _V3: {"dense": 3, "shared": 1, "normalised": True, "scale": 2.5, "q_rank": 1536},
     _V2: {"dense": 0, "shared": 2, "normalised": False, "scale": 1.0, "q_rank": 1536},
     _MISTRAL: {"dense": 0, "shared": 1, "normalised": True, "scale": 1.0, "q_rank": 1024},
 }
-#: What the norms of both latents add to the mean square, in every class there, whatever ``rms_norm_eps`` is.
+#: Epsilon of both latents' norms in every class of transformers, whatever ``rms_norm_eps`` is.
 _LATENT_EPS = 1e-6
 
 
@@ -64,7 +64,7 @@ class DeepSeekNames(HFMapping):
     )
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        """Return the ``[model]`` table. What balances experts in training is left at its defaults."""
+        """Return the ``[model]`` table. Options for balancing experts in training keep their defaults."""
         f, kind = hf, hf["model_type"]
         default, v3 = _DEFAULTS[kind], kind == _V3
         _check_fixed(f, kind)
@@ -124,7 +124,7 @@ class DeepSeekNames(HFMapping):
         return mappings(config, Storage(stacked=_kind(config) == _MISTRAL))
 
     def mappings_in(self, config: DeepSeekConfig, hf: Mapping[str, Any]) -> Iterator[ParameterMapping]:
-        """Yield the same for files with the ``config.json`` ``hf``."""
+        """Yield the same for files with this ``config.json``."""
         interleaved = expect_flag(hf, "rope_interleave", default=True)
         return mappings(config, Storage(interleaved, stacked=hf["model_type"] == _MISTRAL))
 
@@ -134,14 +134,14 @@ class DeepSeekNames(HFMapping):
 
 
 def _kind(c: DeepSeekConfig) -> str:
-    """Return whose class computes the same: V2's never divides weights by their sum."""
+    """Return the class that computes the same: V2's never divides weights by their sum."""
     if c.score == "sigmoid":
         return _V3
     return _MISTRAL if c.normalise_weights and c.moe_layers else _V2
 
 
 def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
-    """Refuse options that this model does not have."""
+    """Reject options that this model does not support."""
     expect(f, "hidden_act", "silu")
     expect(f, "attention_bias", False)
     expect(f, "mlp_bias", False)
@@ -154,15 +154,15 @@ def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
     elif kind == _V2:
         expect(f, "topk_method", "greedy", "group_limited_greedy")
         expect(f, "norm_topk_prob", False, None)
-        expect(f, "rope_interleave", True)  # which its class does not read
+        expect(f, "rope_interleave", True)  # ignored by its class
     else:
         expect(
             {"topk_group": 1, **f}, "topk_group", f.get("n_group", 1)
-        )  # of fewer it takes others than this model
+        )  # with fewer it selects others than this model
 
 
 def _check_ours(c: DeepSeekConfig, kind: str) -> None:
-    """Refuse what Hugging Face's classes compute otherwise."""
+    """Reject configs that Hugging Face's classes compute differently."""
     if c.norm_eps != _LATENT_EPS:
         raise HFError(f"its norms of latents always add {_LATENT_EPS}; norm_eps = {c.norm_eps}")
     if kind == _MISTRAL and c.chosen_groups < c.groups:
@@ -177,7 +177,7 @@ def _check_ours(c: DeepSeekConfig, kind: str) -> None:
 
 
 def _written_groups(c: DeepSeekConfig, kind: str) -> dict[str, int]:
-    """Without a limit they choose nothing; V3 and Mistral 4 want groups of at least two experts even so."""
+    """Without a limit groups have no effect; V3 and Mistral 4 still require groups of two or more experts."""
     plain = c.chosen_groups == c.groups and (kind == _MISTRAL or c.experts // c.groups < 2)
     return {"n_group": 1, "topk_group": 1} if plain else {"n_group": c.groups, "topk_group": c.chosen_groups}
 
@@ -198,7 +198,7 @@ def _method(c: DeepSeekConfig) -> str:
 
 
 def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int:
-    """Return how many modules for further tokens there are: files may lack what the config promises."""
+    """Return the number of modules for further tokens: files may lack those in the config."""
     key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in f else "num_mtp_layers"
     promised = min(expect_size(f, key), len(tensors) + 1) if f.get(key) else 0
     there = sum(f"model.layers.{layers + depth}.eh_proj.weight" in tensors for depth in range(promised))

@@ -1,7 +1,7 @@
-"""Where each parameter is in Hugging Face's form of the released weights. Never imports torch.
+"""The location of each parameter in the Hugging Face format of the released weights. Never imports torch.
 
-The released weights turn neighbouring numbers (2i, 2i + 1) of a rotary head, this model (i, i + P/2): an
-order of rows says which of theirs stands where in ours. Experts are a tensor each there and stacked here.
+The released weights rotate neighbouring elements (2i, 2i + 1) of a rotary head, this model (i, i + P/2): a
+permutation of rows maps one to the other. Experts are one tensor each there and stacked here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import attrs
 from nanotrain_core.api import HFTensor, ParameterMapping
 from nanotrain_deepseek.config import DeepSeekConfig
 
-#: Names inside a block, ours to theirs; those with a rotary part and the experts are told apart below.
+#: Names inside a block, ours to theirs; those with a rotary part and the experts are handled below.
 _ATTENTION = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn.kv_a_norm.weight": "self_attn.kv_a_layernorm.weight",
@@ -26,10 +26,10 @@ _PRODUCTS = ("gate", "up", "down")
 
 @attrs.define(frozen=True)
 class Storage:
-    """How tensors are stored, where files differ."""
+    """The storage format of tensors, where files differ."""
 
     interleaved: bool = True
-    """Whether neighbours of a rotary head are turned together, as in the released weights."""
+    """Whether neighbouring elements of a rotary head are rotated together, as in the released weights."""
     stacked: bool = False
     """Whether the experts of a layer are one tensor, [E, gate and up, D], as Mistral 4's are."""
 
@@ -37,7 +37,8 @@ class Storage:
 def mappings(config: DeepSeekConfig, storage: Storage) -> Iterator[ParameterMapping]:
     """Yield every parameter of the whole model, layer by layer.
 
-    Modules for further tokens follow the last layer there. Their copies of embedding and head are left out.
+    Modules for further tokens come after the last layer there. Their copies of embedding and head are
+    omitted.
     """
     yield ParameterMapping("embed.weight", HFTensor("model.embed_tokens.weight"))
     for number in range(config.layers):
@@ -53,7 +54,7 @@ def mappings(config: DeepSeekConfig, storage: Storage) -> Iterator[ParameterMapp
 def _predictor(
     config: DeepSeekConfig, storage: Storage, ours: str, theirs: str
 ) -> Iterator[ParameterMapping]:
-    """The released weights join the embedding first, the paper the hidden state."""
+    """The released weights concatenate the embedding first, the paper the hidden state."""
     width = config.width
     swapped = [*range(width, 2 * width), *range(width)] if config.mtp_input == "hidden_first" else None
     yield ParameterMapping(f"{ours}hidden_norm.weight", HFTensor(f"{theirs}hnorm.weight"))
@@ -109,7 +110,7 @@ def _experts(config: DeepSeekConfig, storage: Storage, ours: str, theirs: str) -
 
 
 def empty(config: DeepSeekConfig) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the tensors of shared experts where there are none: transformers has them, without numbers."""
+    """Yield the tensors of shared experts where there are none: transformers has them, without elements."""
     for layer in range(config.dense_layers, config.layers + config.mtp) if not config.shared_experts else ():
         for name in _PRODUCTS:
             shape = (config.width, 0) if name == "down" else (0, config.width)
@@ -117,7 +118,7 @@ def empty(config: DeepSeekConfig) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _turned(heads: int, plain: int, rotary: int) -> tuple[int, ...]:
-    """Return the order of rows of heads that are ``plain`` numbers, then ``rotary`` ones in pairs."""
+    """Return the row order of heads with ``plain`` elements, then ``rotary`` ones in pairs."""
     size = plain + rotary
     head = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)]
     return tuple(start + row for start in range(0, heads * size, size) for row in head)

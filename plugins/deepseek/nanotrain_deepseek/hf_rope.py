@@ -1,4 +1,4 @@
-"""What Hugging Face calls the options of RoPE in DeepSeek's models and Mistral 4. Never imports torch."""
+"""Hugging Face's RoPE options for DeepSeek's models and Mistral 4. Never imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rope_table(f: Mapping[str, Any], *, mistral: bool) -> dict[str, Any]:
     """Return the keys of ``[model]`` for the contents of a ``config.json``."""
     if mistral:
         theta, kind, options = read_rope(_without_share(f), "yarn", "linear")
-        expect({"rope_type": kind}, "rope_type", "yarn", "linear")  # by default its class turns whole heads
+        expect({"rope_type": kind}, "rope_type", "yarn", "linear")  # by default its class rotates whole heads
         expect(options, "llama_4_scaling_beta", 0.0)
     else:
         theta, kind, options = read_rope(f, "yarn")
@@ -50,8 +50,8 @@ def rope_table(f: Mapping[str, Any], *, mistral: bool) -> dict[str, Any]:
 def _mscales(options: Mapping[str, Any], factor: float) -> tuple[float, float]:
     """Return ``mscale`` and ``mscale_all_dim``.
 
-    Transformers scales what is turned by ``attention_factor`` where there is one. Else, where one of both is
-    0, it takes ``mscale`` for 1 and the other for 0, which the released code does not.
+    Transformers scales the rotated elements by ``attention_factor`` if present. Otherwise, if one of the two
+    is 0, it takes ``mscale`` as 1 and the other as 0, unlike the released code.
     """
     mscale, all_dim = options.get("mscale"), float(options.get("mscale_all_dim") or 0.0)
     if options.get("attention_factor") is None:
@@ -65,7 +65,7 @@ def _mscales(options: Mapping[str, Any], factor: float) -> tuple[float, float]:
 
 
 def _without_share(f: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out which share of a head Mistral 4 turns, if that is ``qk_rope_head_dim``."""
+    """Remove the option for the rotated part of a head in Mistral 4, if that is ``qk_rope_head_dim``."""
     size, result = expect_size(f, "qk_nope_head_dim") + expect_size(f, "qk_rope_head_dim"), dict(f)
     for name in ("rope_parameters", "rope_scaling"):
         table = f.get(name) or {}
@@ -81,14 +81,14 @@ def rope_options(c: DeepSeekConfig, *, mistral: bool) -> dict[str, Any]:
         return write_rope(c.rope_theta, "yarn" if c.yarn else "default", options)
     share = c.rope_size / c.qk_size
     share = share if int(c.qk_size * share) == c.rope_size else math.nextafter(share, 1.0)
-    if not c.yarn:  # of this type, and not of the default one, its class turns a part of a head
+    if not c.yarn:  # with this type, unlike the default one, its class rotates part of a head
         options = {"factor": 1.0, _ORIGINAL: c.max_length or 1}
     options |= {"llama_4_scaling_beta": 0.0, _SHARE: share}
     return write_rope(c.rope_theta, "yarn" if c.yarn else "linear", options)
 
 
 def _yarn_parameters(yarn: YarnConfig) -> dict[str, Any]:
-    """Transformers reads no ``mscale`` unless both are above 0: then their magnitude is written, too."""
+    """Transformers ignores ``mscale`` unless both are above 0: then their magnitude is written, too."""
     found = {
         "factor": yarn.factor,
         _ORIGINAL: yarn.original_length,

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small latent.
+"""Multi-head latent attention: keys and values of all heads are computed from one small latent.
 
 Shapes: B batch, S sequence, T tokens so far, D width, R latent rank, H heads, K size of a query and key head,
-N of its numbers without position and P with, V size of a value head, C = R + P what is kept of a token. A
-wrapper may leave this rank some of the heads, and hand the block a part of the sequence: what COLUMN and
-SHARED return has H and S as attention sees them.
+    N of its elements without position and P with, V size of a value head, C = R + P cached elements per
+    token. A wrapper may leave this rank some of the heads, and pass the block a part of the sequence: the
+    outputs of COLUMN and SHARED have H and S as attention sees them.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19.
 """
@@ -20,7 +20,7 @@ from nanotrain_deepseek.yarn import softmax_scale
 
 
 class LatentAttention(nn.Module):
-    """Causal attention; queries come from a latent of their own where ``q_rank`` says so."""
+    """Causal attention; queries are computed from their own latent if ``q_rank`` is set."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         cache: LayerCache | None = None,
         begins_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        # Both layers that read x are called one after the other: a precision may make its form of x once.
+        # Both layers that read x are called one after the other: a precision may quantize x only once.
         latent_of_q, latent_of_kv = self.q_a(x_BSD) if self.config.q_rank else x_BSD, self.kv_a(x_BSD)
         q_BSHK = self._queries(latent_of_q, cos_sin)
         if cache is not None:
@@ -59,35 +59,35 @@ class LatentAttention(nn.Module):
         return y_BSD
 
     def _queries(self, latent: torch.Tensor, cos_sin: Rotation) -> torch.Tensor:
-        """Of what q_a returned; of x where there is no q_a."""
+        """Compute queries from the output of q_a, or from x without q_a."""
         c = self.config
         q = self.q_b(self.q_a_norm(latent)) if c.q_rank else self.q(latent)
         q_BSHN, q_BSHP = q.unflatten(-1, (-1, c.qk_size)).split((c.nope_size, c.rope_size), dim=-1)
         return torch.cat((q_BSHN, self.ops.rope(q_BSHP, *cos_sin)), dim=-1)
 
     def _keys_and_values(self, latent: torch.Tensor, cos_sin: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what kv_a returned.
+        """Compute keys and values from the output of kv_a.
 
-        The rotary key has one head, which meets the others only after it entered their region.
+        The rotary key has one head, which is joined with the others only after it entered their region.
         """
         c = self.config
         latent_BSR, rotary_BSP = torch.split(latent, [c.kv_rank, c.rope_size], dim=-1)
         kv = self.kv_b(self.kv_a_norm(latent_BSR)).unflatten(-1, (-1, c.nope_size + c.value_size))
         k_BSHN, v_BSHV = kv.split((c.nope_size, c.value_size), dim=-1)
         k_BS1P = self.ops.rope(self.k_shared(rotary_BSP).unsqueeze(2), *cos_sin)
-        # A copy of the values: as a view they would keep the keys beside them alive until the backward pass.
+        # A copy of the values: a view would keep the adjacent keys alive until the backward pass.
         k_BSHK = torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1)
         return k_BSHK, v_BSHV.contiguous()
 
     def _attend_to_latents(
         self, q_BSHK: torch.Tensor, latent: torch.Tensor, cos_sin: Rotation, cache: LayerCache
     ) -> torch.Tensor:
-        """Attend to all tokens so far, of which C = R + P numbers are kept: the latent and the rotary key.
+        """Attend to all tokens so far, of which C = R + P elements are cached: the latent and the rotary key.
 
-        Of a latent c, kv_b makes each head's key W^UK c and value W^UV c. A score is q . W^UK c =
-        (W^UK^T q) . c, so W^UK moves to the queries and W^UV behind the weighted sum: one key (c, rotary key)
-        and one value c serve all heads, as in multi-query attention. Source: DeepSeek-V2, section 2.1.2,
-        where W^UK is absorbed into W^Q and W^UV into W^O.
+        For a latent c, kv_b computes each head's key W^UK c and value W^UV c. A score is q . W^UK c = (W^UK^T
+        q) . c, so W^UK is applied to the queries and W^UV after the weighted sum: one key (c, rotary key) and
+        one value c serve all heads, as in multi-query attention. Source: DeepSeek-V2, section 2.1.2, where
+        W^UK is absorbed into W^Q and W^UV into W^O.
         """
         c = self.config
         latent_BSR, rotary_BSP = torch.split(latent, [c.kv_rank, c.rope_size], dim=-1)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and V2: dimensions, loss terms and the number of operations.
+"""DeepSeek-V3 and V2: dimensions, loss terms and FLOPs.
 
 Sources: DeepSeek-V3, arXiv 2412.19437; DeepSeek-V2, arXiv 2405.04434.
 """
@@ -18,12 +18,12 @@ from nanotrain_deepseek.part import DeepSeekPart
 from nanotrain_deepseek.router import Router
 from nanotrain_deepseek.yarn import softmax_scale
 
-#: Balance losses by the config's key of their weight, which is also their name.
+#: Balance losses, named as the config key of their weight.
 BALANCE = ("seq_balance", "expert_balance", "device_balance", "comm_balance")
 
 
 class DeepSeek:
-    """Dimensions and parts. See :class:`~nanotrain_core.contracts.Model`."""
+    """Dimensions and parts of the model. See :class:`~nanotrain_core.contracts.Model`."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         self.config = config
@@ -34,9 +34,9 @@ class DeepSeek:
         self.loss_weights: Mapping[str, float] = self._loss_weights(config)
 
     def _loss_weights(self, c: DeepSeekConfig) -> dict[str, float]:
-        """Weigh each term's mean.
+        """Return the weight of each term's mean.
 
-        A balance loss is reported as the mean over layers. The papers add up layers, each with the weight
+        A balance loss is reported as the mean over layers. The papers sum over layers, each with the weight
         of the recipe, so here the mean has that weight times the number of layers.
         """
         weights = {"lm": 1.0}
@@ -50,7 +50,7 @@ class DeepSeek:
             return DeepSeekPart(self.config, part, ops)
 
     def change(self, config: DeepSeekConfig, parts: Iterable[nn.Module]) -> None:
-        """Take the MTP loss's weight, the rate of routers' biases, and RoPE's base and YaRN of ``config``."""
+        """Apply ``config``: the MTP loss's weight, the routers' bias update rate, RoPE's base and YaRN."""
         self.config, self.loss_weights = config, self._loss_weights(config)
         parts = tuple(parts)
         for module in (module for part in parts for module in part.modules()):
@@ -75,7 +75,7 @@ class DeepSeek:
         return torch.stack([batch.later(depth).target_tokens() for depth in depths]).sum()
 
     def flops(self, length: int) -> Costs:
-        """Return 3 times the forward pass: 2 FLOPs per weight that a token meets, and causal attention.
+        """Return 3 times the forward pass: 2 FLOPs per weight that a token uses, and causal attention.
 
         The head is a matrix product, the embedding a look-up that costs nothing. Each module for a further
         token is an MoE layer, a projection and a head. A token attends to ``length`` / 2 others on average:

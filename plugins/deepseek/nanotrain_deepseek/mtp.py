@@ -1,7 +1,7 @@
 """Multi-token prediction: in training, each position also predicts tokens beyond the next.
 
-Module k takes what module k - 1 (the model's last layer, for k = 1) made of position i, and the embedding
-of token i + k, and predicts token i + k + 1. It never meets a token that it is to predict.
+Module k takes the output of module k - 1 (the model's last layer, for k = 1) at position i, and the embedding
+of token i + k, and predicts token i + k + 1. Its input never contains a token that it must predict.
 
 Shapes: B batch, S sequence, D width.
 
@@ -20,7 +20,7 @@ from nanotrain_deepseek.config import DeepSeekConfig
 
 
 class Predictor(nn.Module):
-    """One module: join, one more block with experts, a norm before the head, which is the model's."""
+    """One module: concatenation, one more block with experts, and a norm before the model's head."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class DeepSeekPart(nn.Module):
     """Layers numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
 
     The part with the head needs the embedding table too if it is tied, or if further tokens are predicted. It
-    holds its own copy when the first part is elsewhere, under the same name.
+    holds its own copy when the first part is on another rank, under the same name.
     """
 
     def __init__(self, config: DeepSeekConfig, part: Part, ops: Ops) -> None:
@@ -39,9 +39,9 @@ class DeepSeekPart(nn.Module):
             self.mtp = nn.ModuleList(Predictor(config, ops) for _ in range(config.mtp))
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
-        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers.
+        """Run tokens [B, S], or hidden states [B, S, D] of the previous part, through the layers.
 
-        The length is the batch's: a wrapper may have left this rank a part of each sequence.
+        The sequence length is the batch's: a wrapper may have left this rank a part of each sequence.
         """
         losses: dict[str, torch.Tensor] = {}
         x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
@@ -75,7 +75,7 @@ class DeepSeekPart(nn.Module):
         return x_BSD
 
     def _head(self, x_BSD: torch.Tensor, targets_BS: torch.Tensor | None) -> torch.Tensor:
-        # The head is lent the table, not given it: a shared Parameter comes apart in `to_empty`.
+        # The head receives the table as an argument: `to_empty` would untie a shared Parameter.
         out: torch.Tensor = self.head(x_BSD, targets_BS, self.embed.weight if self.config.tied else None)
         return out
 
@@ -97,7 +97,7 @@ class DeepSeekPart(nn.Module):
         return torch.stack(found).sum()
 
     def initializer(self, name: str) -> Initializer:
-        """Return ones for norms, zeros for the routers' bias, one normal for all else.
+        """Return ones for norms, zeros for the routers' bias, one normal for everything else.
 
         Source: DeepSeek-V3, section 4.2: 0.006 for every learnable parameter.
         """

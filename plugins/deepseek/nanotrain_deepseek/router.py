@@ -1,4 +1,4 @@
-"""Chooses experts: V3's sigmoid scores with a bias that balances them, and V2's softmax.
+"""Routers: V3's sigmoid scores with a load-balancing bias, and V2's softmax.
 
 Shapes: B batch, S sequence, D width, E experts, K chosen per token, G groups of consecutive experts.
 
@@ -16,12 +16,12 @@ from nanotrain_core.api.torch import CountingRouter, Routing, count_of, keep_dty
 from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
 
-#: Keeps a sum of sigmoids that all underflowed from dividing by 0.
+#: Prevents division by 0 when all sigmoids underflow.
 TINY = 1e-20
 
 
 class Router(CountingRouter):
-    """Linear scores, the best K of the best groups, and a count of what each expert got."""
+    """Linear scores, the best K of the best groups, and a count of each expert's tokens."""
 
     bias: nn.Parameter | None
 
@@ -50,7 +50,7 @@ class Router(CountingRouter):
         return Routing(experts_BSK, weights_BSK * c.route_scale, losses, load)
 
     def _choose(self, scores_BSE: torch.Tensor) -> torch.Tensor:
-        """Return the best K experts. The bias decides who is chosen and never how much it weighs."""
+        """Return the best K experts. The bias affects which are chosen but never their weights."""
         c = self.config
         if self.bias is not None:
             scores_BSE = scores_BSE + self.bias
@@ -59,9 +59,9 @@ class Router(CountingRouter):
         return scores_BSE.topk(c.top_k, dim=-1).indices
 
     def _within_groups(self, scores_BSE: torch.Tensor) -> torch.Tensor:
-        """Take experts outside of a token's best groups out of the running.
+        """Exclude experts outside a token's best groups.
 
-        A group is as good as its best two experts together, or without a bias, as in V2, its best.
+        A group's score is the sum of its best two experts or, without a bias, as in V2, its best.
         """
         c = self.config
         grouped = torch.unflatten(scores_BSE, -1, (c.groups, -1))
@@ -88,7 +88,7 @@ class Router(CountingRouter):
 
     @torch.no_grad()
     def balance(self, load: torch.Tensor) -> None:
-        """Move the bias down for experts above the mean of the global ``load`` [E], up for those below.
+        """Decrease the bias of experts above the mean of the global ``load`` [E], increase it below the mean.
 
         Source: DeepSeek-V3, section 2.1.2, auxiliary-loss-free load balancing.
         """

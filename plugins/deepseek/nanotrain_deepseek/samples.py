@@ -1,4 +1,4 @@
-"""Tables of two small models, V3's mechanisms and V2's, to test this package and others with."""
+"""Tables of two small models, with V3's mechanisms and V2's, to test this package and others."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""RoPE for some numbers of a head, stretched to longer sequences by YaRN where the recipe says so.
+"""RoPE for part of a head, extended to longer sequences by YaRN if the recipe says so.
 
-Shapes: S sequence, P rotary numbers of a head. Number i is paired with number i + P/2.
+Shapes: S sequence, P rotary elements of a head. Element i is paired with element i + P/2.
 
 Sources: Su et al., arXiv 2104.09864, equation 34; Peng et al. (YaRN), arXiv 2309.00071, sections 3.2 to
 3.4; its ramp over rounded pair numbers and its two scales are those of DeepSeek-V2, arXiv 2405.04434,
@@ -17,14 +17,14 @@ from nanotrain_deepseek.config import DeepSeekConfig
 
 
 def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor, start: int = 0) -> Rotation:
-    """Return what turns ``length`` positions from ``start`` on: cosines and signed sines, each [S, 1, P]."""
+    """Return the rotation of ``length`` positions from ``start``: cosines and signed sines, each [S, 1, P]."""
     magnitude = config.yarn.magnitude if config.yarn else 1.0
     inv_freq_P = frequencies(config, device=like.device)
     return rope_rotation(length, inv_freq_P, like=like, magnitude=magnitude, start=start)
 
 
 def softmax_scale(config: DeepSeekConfig) -> float:
-    """Return what attention scores are multiplied by: 1 / sqrt of the head's size, and YaRN's temperature."""
+    """Return the factor of attention scores: 1 / sqrt of the head's size, and YaRN's temperature."""
     scale: float = config.qk_size**-0.5
     if config.yarn is None:
         return scale

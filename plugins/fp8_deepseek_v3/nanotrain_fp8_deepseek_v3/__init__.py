@@ -1,6 +1,6 @@
-"""FP8 as DeepSeek-V3 was trained: every product of a linear layer in E4M3, scaled in small tiles.
+"""FP8 as in DeepSeek-V3's training: every product of a linear layer in E4M3, scaled in small tiles.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Iterator
@@ -30,25 +30,26 @@ Backend = Literal["auto", "emulated", "torch", "triton", "te"]
 
 @attrs.define(frozen=True, kw_only=True)
 class ModuleFormats:
-    """Which modules are multiplied in which format, and by whom.
+    """The GEMM format of each module, and the backend.
 
-    Patterns are of module names, as in a shell: ``layers.0.*``, ``*.attn.o``. Of several that match a module
-    the widest format holds; what none matches is bf16. A pattern that matches no linear layer is an error.
+    Patterns are shell-style patterns of module names: ``layers.0.*``, ``*.attn.o``. If several match a
+    module, the widest format wins; unmatched modules are bf16. A pattern that matches no linear layer is an
+    error.
     """
 
     fp8: tuple[str, ...] = ("*",)
-    """Linear layers and experts whose three GEMMs are in FP8. Nothing else ever is."""
+    """Linear layers and experts whose three GEMMs are in FP8. Nothing else is."""
     bf16: tuple[str, ...] = ()
     """Those that stay in bfloat16."""
     fp32: tuple[str, ...] = ()
-    """Those whose GEMMs are made in float32, from bfloat16 weights."""
+    """Those with GEMMs in float32, from bfloat16 weights."""
     min_size: int = attrs.field(default=0, validator=Range(0))
-    """Layers that would be FP8 stay in bfloat16 where N x K, outputs times inputs of the weight, is less: of
-    what a rank holds of it, and of one expert. In small GEMMs rounding takes longer than FP8 saves.
+    """FP8 layers stay in bfloat16 if N x K, outputs times inputs of the weight, is less than this, for
+    the shard that a rank holds and for one expert. In small GEMMs rounding takes longer than FP8 saves.
     0: none do."""
     backend: Backend = "auto"
-    """Who makes FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Refused where it cannot run.
-    `te`: Transformer Engine, where it is installed."""
+    """Backend of FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Rejected if it cannot run.
+    `te`: Transformer Engine, if installed."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -57,11 +58,11 @@ class FP8DeepSeekV3Config(ModuleFormats):
 
     power_of_two: tuple[str, ...] = ("*.attn.o",)
     """FP8 layers whose inputs have power-of-two scales: those after attention. Inputs of experts and the
-    gradients of their outputs always have."""
+    gradients of their outputs always do."""
     dispatch: bool = True
     """Send rows to experts on other ranks in FP8. They are rounded there anyway: the result is the same."""
     swiglu: bool = True
-    """Keep the inputs of SwiGLU for the backward pass in FP8, and make its output again."""
+    """Save the inputs of SwiGLU for the backward pass in FP8, and recompute its output."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class FP8HybridConfig(ModuleFormats):
     """``[precision] use = "fp8_hybrid"``."""
 
     backend: Literal["auto", "emulated", "torch"] = "auto"
-    """Who makes FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU of Ada, Hopper or later."""
+    """Backend of FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU of Ada, Hopper or later."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class FP8MonitorConfig:
     """``[[monitor]] use = "fp8"``."""
 
     every: int = attrs.field(default=50, validator=Range(1))
-    """Watch the first step, and each one after as many steps."""
+    """Watch the first step, and then one step in this many."""
 
 
 def _metric(
@@ -110,7 +111,7 @@ METRICS = (
 
 
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
-    """Say which products no graph holds: all of Transformer Engine's, those of experts by ``torch``.
+    """Yield products that no graph can contain: all of Transformer Engine's, those of experts by ``torch``.
 
     With one scale for each tensor, ``auto`` is ``torch`` on a GPU.
     """
@@ -130,7 +131,7 @@ def _may_have_experts(recipe: Recipe) -> bool:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Announce ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
+    """Register ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
     register(
         Component(
             name="fp8_deepseek_v3",
@@ -155,7 +156,7 @@ def nanotrain_register_precision(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``fp8``."""
+    """Register ``fp8``."""
     register(
         Component(
             name="fp8",

@@ -1,4 +1,4 @@
-"""Who makes FP8 GEMMs: one interface, chosen by device or by the recipe, and never changed silently."""
+"""Backends of FP8 GEMMs: one interface, chosen by device or by the recipe, and never changed silently."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nanotrain_fp8_deepseek_v3.gemm import Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
-#: Compute capability whose tensor cores scale blocks in torch's ``scaled_mm``.
+#: Compute capability whose tensor cores support block scales in torch's ``scaled_mm``.
 HOPPER = (9, 0)
-#: The first with FP8 at all.
+#: The first with FP8.
 ADA = (8, 9)
-#: The first Transformer Engine that scales blocks.
+#: The first Transformer Engine with block scales.
 TE_NEEDED = "2.3"
 
 
 @attrs.define(frozen=True)
 class Backend:
-    """One way to make the GEMMs."""
+    """One implementation of the GEMMs."""
 
     name: str
     make: Callable[[Recipe, Scratch], GEMMBackend]
@@ -38,14 +38,14 @@ def _anywhere(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_torch(device: torch.device, recipe: Recipe) -> str:
-    """Return what is missing for torch's scaled GEMMs."""
+    """Return what torch's scaled GEMMs lack."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     return _needs_gpu(device, recipe)
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
-    """Return what is missing for GEMMs of FP8 operands on tensor cores."""
+    """Return what GEMMs of FP8 operands on tensor cores lack."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
@@ -57,24 +57,24 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
-    """Return what is missing for Triton's kernels, and for torch's GEMMs of what they round."""
+    """Return what Triton's kernels, and torch's GEMMs of what they round, lack."""
     if not recipe.tile:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
 
 
 def _disagreement(device: torch.device) -> str:
-    """Return what Triton's kernels do otherwise than elsewhere."""
+    """Return how Triton's kernels differ from the reference on this device."""
     from nanotrain_fp8_deepseek_v3.first_use import disagreement
 
     try:
         return disagreement(device)
-    except Exception as error:  # a compiler raises what it likes
+    except Exception as error:  # compilers raise arbitrary exceptions
         return f"its kernels fail on {device}: {error}"
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
-    """Return what is missing for Transformer Engine's GEMMs."""
+    """Return what Transformer Engine's GEMMs lack."""
     if not recipe.tile:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
     refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
@@ -82,10 +82,10 @@ def _needs_te(device: torch.device, recipe: Recipe) -> str:
 
 
 def _unfit_te() -> str:
-    """Return why the Transformer Engine that is installed cannot be used."""
+    """Return why the installed Transformer Engine cannot be used."""
     try:
         import_module("nanotrain_fp8_deepseek_v3.te")
-    except Exception as error:  # one that was built for another torch raises what it likes
+    except Exception as error:  # one built for another torch raises arbitrary exceptions
         version = getattr(sys.modules.get("transformer_engine"), "__version__", "the one installed")
         return f"it needs Transformer Engine {TE_NEEDED} or later, and {version} cannot be used: {error}"
     return ""
@@ -138,10 +138,10 @@ BACKENDS = {
 
 
 def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
-    """Return the backend that the recipe names, or with ``auto`` the one of the device.
+    """Return the backend that the recipe names, or with ``auto`` the device's default.
 
     Raises:
-        NanotrainError: it cannot run there, and why, and which can.
+        NanotrainError: it cannot run there; the text says why, and which can.
     """
     name = automatic(device, recipe) if wanted == "auto" else wanted
     refusal = BACKENDS[name].refusal(device, recipe)
@@ -162,7 +162,7 @@ def automatic(device: torch.device, recipe: Recipe) -> str:
 
 
 def _others(name: str, device: torch.device, recipe: Recipe) -> str:
-    """Name the backends beside ``name`` and the emulation that can run on a device."""
+    """List the other backends except the emulation that can run on a device."""
     found = [
         f"'{other.name}'"
         for other in BACKENDS.values()

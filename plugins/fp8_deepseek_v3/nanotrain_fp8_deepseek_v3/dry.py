@@ -1,6 +1,6 @@
-"""FP8 GEMMs without numbers, on ``meta``: the tensors that Triton's kernels make and keep, for a dry run.
+"""FP8 GEMMs on ``meta``, without values: the tensors that Triton's kernels allocate and save, for a dry run.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E; k tiles along K.
+Shapes: M rows, K inputs, N outputs; for stacked weights E; k tiles along K.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class DryFP8(FP8GEMM):
-    """Products of one weight, or of stacked ones with equally many rows each."""
+    """Products of one weight, or of stacked ones with equal numbers of rows each."""
 
     def __init__(
         self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None
@@ -25,29 +25,29 @@ class DryFP8(FP8GEMM):
         self.read_weight = self.scratch.once(_both_ways)
 
     def grouped(self, counts_E: Tensor) -> DryFP8:
-        """Return the same for stacked weights."""
+        """Return the same backend for stacked weights."""
         found = DryFP8(self.recipe, self.scratch, counts_E)
         found.read_weight = self.read_weight
         return found
 
     def prepare(self, weight: Tensor) -> Kept:
-        """Return codes of a weight, and of it transposed."""
+        """Return codes of a weight and of its transpose."""
         return self.read_weight(weight)
 
     def _codes(self, weight: Tensor) -> Kept:
         return weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
 
     def keep(self, x_MK: Tensor) -> Kept:
-        """Return codes and scales of x, made once for all layers that read it."""
+        """Return codes and scales of x, computed once for all layers that read it."""
         made: Kept = self.scratch.inputs.get(x_MK, "dry", lambda: _coded(x_MK))
         return made
 
     def quantize(self, made_of_MK: Tensor) -> Kept | None:
-        """Return codes and scales, or None if the recipe does not want it."""
+        """Return codes and scales, or None if the recipe does not request it."""
         return _coded(made_of_MK) if self.recipe.quantize_swiglu else None
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """Return what they mean."""
+        """Return the dequantized values."""
         return kept[0].to(dtype)
 
     def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], Kept]:
@@ -80,5 +80,5 @@ def _both_ways(weight: Tensor) -> Kept:
 
 
 def _times(rows_MK: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [M, K] times [(E,) K, N]: each row meets one of stacked matrices."""
+    """Return rows [M, K] times [(E,) K, N]: each row uses one of the stacked matrices."""
     return torch.mm(rows_MK, right if right.dim() == 2 else right[0]).to(dtype)

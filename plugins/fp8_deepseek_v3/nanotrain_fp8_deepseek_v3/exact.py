@@ -1,14 +1,14 @@
-"""Matrix products that no switch of torch makes coarser: those of the emulation, the reference of all others.
+"""Matrix products that no torch switch makes less precise: used by the emulation, the reference backend.
 
 ``torch.backends.cuda.matmul.allow_tf32``, ``torch.set_float32_matmul_precision`` and autocast let torch round
-the operands of a float32 product to TF32 or bfloat16. A code times its scale has up to 24 bits: it would not
-be what was rounded any more.
+the operands of a float32 product to TF32 or bfloat16. A code times its scale has up to 24 bits: it would be
+rounded a second time.
 
-- On CUDA products are made in float64, where none of these applies. There is no way to ask one call for
-  float32. Each term is exact then, so that the sum is the definition's but for its last bits. On data-center
-  GPUs (A100, H100, H200) it takes as long as float32, elsewhere up to 64 times as long.
-- On a CPU, where float64 takes twice as long, they are in float32, and oneDNN is set for the time of the
-  product to keep it so, where somebody has set it otherwise.
+- On CUDA products are computed in float64, where none of these applies. A single call cannot request
+  float32. Each term is then exact, so that the sum is the definition's except for its last bits. On
+  data-center GPUs (A100, H100, H200) it takes as long as float32, elsewhere up to 64 times as long.
+- On a CPU, where float64 takes twice as long, they are in float32, and oneDNN is set to keep float32 during
+  the product, if it is set otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-#: What oneDNN does with float32 operands unless set otherwise: nothing to them.
+#: oneDNN's default for float32 operands: no rounding.
 EXACT = ("none", "ieee")
 
 
@@ -40,13 +40,13 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = No
 
 @contextmanager
 def _float32_stays() -> Iterator[None]:
-    """Have oneDNN multiply float32 as it is, and leave its settings as they were."""
+    """Make oneDNN multiply in float32 within the block, and restore its settings."""
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "ieee"
     try:
         yield
     finally:
-        setting.fp32_precision = "none"  # it may have been that, and followed one that is more general
+        setting.fp32_precision = "none"  # it may have been that, and followed a more general one
         if setting.fp32_precision != before:
             setting.fp32_precision = before

@@ -1,6 +1,6 @@
-"""Whether Triton's kernels do on a device what they do elsewhere: asked once, before a run relies on them.
+"""Compares Triton's kernels on a device with the emulation, once, before a run relies on them.
 
-A kernel that is compiled for a device nobody has tried it on could round or add up otherwise without a word.
+A kernel compiled for an untested device could silently round or sum differently.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 
-#: Lost of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
+#: Relative error of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
 SUMS = 2.0**-12
-#: Rows of three experts; one has none, and no number fills a tile.
+#: Rows of three experts; one has none, and no count fills a tile.
 COUNTS = (40, 0, 105)
 
 
 @cache
 def disagreement(device: torch.device) -> str:
-    """Return which GEMM of Triton's kernels is not the emulation's on ``device``; empty if all are."""
+    """Return which GEMM of Triton's kernels differs from the emulation on ``device``; empty if none does."""
     for recipe in (Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)):
         for counts in (None, torch.tensor(COUNTS, device=device)):
             operands = _operands(device, experts=0 if counts is None else len(COUNTS))
@@ -43,7 +43,7 @@ def disagreement(device: torch.device) -> str:
 
 
 def _operands(device: torch.device, experts: int) -> list[torch.Tensor]:
-    """Return x [M, K], w [N, K] or [E, N, K] and dy [M, N]: an outlier column, and a row that is tiny."""
+    """Return x [M, K], w [N, K] or [E, N, K] and dy [M, N]: with an outlier column, and a tiny row."""
     M, K, N = sum(COUNTS), 200, 136
     numbers = torch.Generator().manual_seed(0)
     w_shape = (experts, N, K) if experts else (N, K)

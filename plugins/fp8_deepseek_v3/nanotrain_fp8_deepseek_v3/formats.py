@@ -5,10 +5,10 @@ divided by it in float32 and rounded to nearest, ties to even::
 
     scale = max(amax / largest, 2^-126)        code = round(x / scale)        value = code * scale
 
-- A power-of-two scale is the next such number that is not smaller. Then a value has no more significant bits
-  than its code, and being rounded again, in tiles of any shape, leaves the largest of a tile as it is.
-- A tile of zeros has codes and values of zero. Nothing saturates: x / scale is at most the largest number.
-- One element that is infinite or NaN makes all values of its tile NaN: whoever sums over it notices.
+- A power-of-two scale is the next power of two that is not smaller. Then a value has no more significant bits
+  than its code, and rounding it again, in tiles of any shape, leaves the largest of a tile unchanged.
+- A tile of zeros has codes and values of zero. Nothing saturates: x / scale is at most the largest value.
+- One infinite or NaN element makes all values of its tile NaN, so that every sum over it shows it.
 - The last tile of a row may be shorter.
 
 Shapes: R rows, C columns; r, c their tiles.
@@ -26,10 +26,10 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-#: The smallest scale, float32's smallest normal number: below, a quotient by it would lose bits.
+#: The smallest scale, float32's smallest normal number: a division by less would lose bits.
 SMALLEST_SCALE = 2.0**-126
 
-#: Numbers that are rounded at once: they and their units stay in a processor's cache.
+#: Elements rounded at once: they and their temporaries fit in a processor's cache.
 IN_CACHE = 2**17
 
 EXPONENT = 0x7F800000
@@ -46,19 +46,19 @@ class Format:
     smallest: float
     """The smallest normal number."""
     half: float = 1.0
-    """How many times as large a number is as the one of float16 with the same bits in front."""
+    """Ratio of a value to the float16 value with the same leading bits."""
 
     @property
     def largest(self) -> float:
-        """Return the largest finite number."""
+        """Return the largest finite value."""
         return torch.finfo(self.dtype).max
 
     def round_(self, x: torch.Tensor) -> torch.Tensor:
-        """Round float32 ``x`` in place to numbers of this format, none of it being beyond the largest.
+        """Round float32 ``x`` in place to values of this format; all must be within its range.
 
-        Adding and taking away 1.5 * 2^23 units in the last place leaves no bit below them, and the addition
-        rounds to nearest even. Faster on a CPU than to convert to eight bits and back, and the same but for
-        the sign of what becomes zero.
+        Adding and subtracting 1.5 * 2^23 units in the last place clears the bits below them, and the addition
+        rounds to nearest even. Faster on a CPU than converting to eight bits and back, and the same except
+        for the sign of values that become zero.
         """
         for piece in torch.split(x.view(-1), IN_CACHE):
             units = piece.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
@@ -67,9 +67,9 @@ class Format:
         return x
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return ``codes`` as float32, divided by ``half``. NaN of E4M3 reads as a number here.
+        """Return ``codes`` as float32, divided by ``half``. NaN of E4M3 is decoded as a number here.
 
-        On a CPU through float16, whose upper bits they are: torch converts one at a time.
+        On a CPU through float16, whose upper bits they are: torch converts elements one at a time.
         """
         if codes.device.type != "cpu":
             return codes.float().mul_(1 / self.half)
@@ -82,11 +82,11 @@ class Format:
 E4M3 = Format(torch.float8_e4m3fn, mantissa=3, smallest=2.0**-6, half=2.0**8)
 E5M2 = Format(torch.float8_e5m2, mantissa=2, smallest=2.0**-14)
 
-#: Elements along a side of a tile or block.
+#: Elements along one side of a tile or block.
 TILE = 128
 
 
-#: A shorter piece of a tile is slower than to fill the tensor up to whole tiles.
+#: Pieces of tiles shorter than this are slower than padding the tensor to whole tiles.
 SHORTEST = 16
 
 
@@ -94,8 +94,8 @@ SHORTEST = 16
 class Tiled:
     """A tensor [..., R, C] divided by the scales of its tiles, to be rounded.
 
-    Where a last tile is shorter, tiles are made of pieces that the length is a multiple of, or if those were
-    too short, the tensor is filled up with zeros.
+    Where a last tile is shorter, tiles are made of pieces whose length divides the dimension, or if those
+    were too short, the tensor is padded with zeros.
     """
 
     quotients: torch.Tensor
@@ -108,16 +108,16 @@ class Tiled:
     """(R, C)."""
     format: Format
     _codes: torch.Tensor | None = None
-    """Filled up, where there are any."""
+    """Padded, if necessary."""
 
     def codes(self) -> torch.Tensor:
-        """Return the numbers in eight bits [..., R, C]; the first call before that of ``values``."""
+        """Return the codes in eight bits [..., R, C]; call it before ``values``."""
         if self._codes is None:
             self._codes = self.quotients.to(self.format.dtype)
         return _cropped(_joined(self._codes), self.shape).contiguous()
 
     def values(self) -> torch.Tensor:
-        """Return what the codes and scales mean [..., R, C], float32. The last call: it reuses memory."""
+        """Return the values of codes and scales [..., R, C], float32. Call it last: it reuses memory."""
         form, scales = self.format, self.of_pieces
         if self._codes is None:
             grid = form.round_(self.quotients)
@@ -134,13 +134,13 @@ def quantize(
     power_of_two: bool = False,
     consume: bool = False,
 ) -> Tiled:
-    """Scale ``x`` [..., R, C] tile by tile; it is rounded when its codes or values are asked for.
+    """Scale ``x`` [..., R, C] tile by tile; it is rounded when its codes or values are requested.
 
     Args:
         x: of any floating-point dtype.
         tile: rows and columns of a tile; 0: all of them.
-        format_: what to round to.
-        power_of_two: have scales that are powers of two.
+        format_: target format.
+        power_of_two: use scales that are powers of two.
         consume: ``x`` may be overwritten.
     """
     R, C = x.shape[-2:]
@@ -163,13 +163,13 @@ def quantize(
 def quantize_groups(
     x_RC: torch.Tensor, groups: Sequence[int], format_: Format = E4M3, *, power_of_two: bool = False
 ) -> Tiled:
-    """Scale ``x`` [R, C], all rows of a group with one scale; those of the result are of rows, [R, 1, 1, 1].
+    """Scale ``x`` [R, C], one scale per group of rows; the resulting scales are per row, [R, 1, 1, 1].
 
     Args:
         x_RC: of any floating-point dtype.
-        groups: rows of each, R together; a group may have none.
-        format_: what to round to.
-        power_of_two: have scales that are powers of two.
+        groups: number of rows of each, R in total; a group may have none.
+        format_: target format.
+        power_of_two: use scales that are powers of two.
     """
     R, C = x_RC.shape
     rows = x_RC.contiguous().view(R, 1, 1, C)
@@ -182,21 +182,21 @@ def quantize_groups(
 
 
 def _divided(pieces: torch.Tensor, scales: torch.Tensor, *, own: bool) -> torch.Tensor:
-    """Return the quotients in float32; ``own``: nobody else reads ``pieces``."""
+    """Return the quotients in float32; ``own``: ``pieces`` may be overwritten."""
     if own or pieces.dtype != torch.float32:
         return pieces.float().div_(scales)
     return pieces.div(scales)
 
 
 def _cut(length: int, tile: int) -> tuple[int, int]:
-    """Return the length of a tile, and of the pieces that it is made of."""
+    """Return the length of a tile, and of the pieces that it consists of."""
     size = tile if 0 < tile <= length else max(1, length)
     piece = gcd(size, length)
     return size, piece if piece >= min(SHORTEST, size) else size
 
 
 def _merged(amax: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """Return the largest of every ``count`` along a dimension."""
+    """Return the maximum of every ``count`` elements along a dimension."""
     if count == 1:
         return amax
     missing = -amax.shape[dim] % count
@@ -208,7 +208,7 @@ def _merged(amax: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 def largest_of(pieces: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude in each piece, [..., r, 1, c, 1], in float32; NaN where there is one.
 
-    Magnitudes are ordered as their bits are, NaN being above all, and whole numbers are compared faster.
+    Magnitudes are ordered as their bits, with NaN largest, and integers are compared faster.
     """
     if not pieces.numel():
         return pieces.new_zeros(*pieces.shape[:-3], 1, pieces.shape[-2], 1, dtype=torch.float32)
@@ -232,7 +232,7 @@ def scale_of(amax: torch.Tensor, format_: Format, *, power_of_two: bool = False)
     """Return the scales of tiles with these largest magnitudes, in float32.
 
     The divisor is a tensor: on CUDA torch multiplies by the rounded reciprocal of a Python number, which
-    moves the last bit of more than half of all scales.
+    changes the last bit of more than half of all scales.
     """
     largest = amax.new_full((), format_.largest)
     scales = (amax / largest).clamp_min_(SMALLEST_SCALE)
@@ -257,7 +257,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile:
 
 
 def _of_halves(scales: torch.Tensor, format_: Format) -> torch.Tensor:
-    """Return what decoded numbers are multiplied by: NaN for infinity, so that all of its tile is NaN."""
+    """Return the factor of decoded values: NaN for infinity, so that all of its tile is NaN."""
     return (scales + scales * 0.0) * format_.half
 
 

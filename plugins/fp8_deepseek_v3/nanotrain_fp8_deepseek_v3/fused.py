@@ -1,10 +1,10 @@
-"""GEMMs of operands that Triton's kernels round, each in one pass.
+"""GEMMs of operands rounded by Triton kernels, in one pass each.
 
 One weight is multiplied by torch, as in :mod:`~nanotrain_fp8_deepseek_v3.scaled`; torch has no grouped
-product with these scales, so experts are multiplied by a kernel, all in one launch. Imported only where
-Triton is.
+GEMM with these scales, so experts are multiplied by a kernel, all in one launch. Imported only if
+Triton is installed.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E.
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rounded(FP8GEMM):
-    """Rounds operands, and multiplies none. Codes and scales [R, C], [R, c], filled up."""
+    """Rounds operands, without multiplying. Codes and scales [R, C], [R, c], padded."""
 
     recipe: Recipe
     scratch: Scratch
     read_weight: MadeOnce[Blocks]
 
     def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
-        """Return the same for stacked weights. The host does not wait for the counts."""
+        """Return the backend for stacked weights. The host does not wait for the counts."""
         return TritonExperts(self, counts_E)
 
     def prepare(self, weight: torch.Tensor) -> Kept:
-        """Return codes and scales of a weight, and of it transposed."""
+        """Return codes and scales of a weight and of its transpose."""
         blocks = self.read_weight(weight)
         return blocks.codes_ENK, blocks.scales_Enk, blocks.codes_EKN, blocks.scales_Ekn
 
@@ -51,11 +51,11 @@ class Rounded(FP8GEMM):
         return cropped(self._input(x_MK), x_MK)
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Return codes and scales, or None if the recipe does not want it."""
+        """Return codes and scales, or None if the recipe does not request it."""
         return cropped(quantize_rows(made_of_MK), made_of_MK) if self.recipe.quantize_swiglu else None
 
     def _input(self, x_MK: torch.Tensor) -> Pair:
-        """Return x, rounded once for all layers that read it: rows of experts are rounded as others are."""
+        """Return x, rounded once for all layers that read it; rows of experts are rounded like others."""
         power_of_two = self.recipe.input_power_of_two
         how = "rows", power_of_two
         pair: Pair = self.scratch.inputs.get(
@@ -68,7 +68,7 @@ class Rounded(FP8GEMM):
         return quantize_rows(d_y_MN, recipe.gradients, power_of_two=recipe.gradient_power_of_two)
 
     def _transposed(self, d_y_MN: torch.Tensor, kept: Kept, groups: Groups | None) -> tuple[Pair, Pair]:
-        """Return dy and what was kept of x, for the gradient of the weight: tiles now lie along M."""
+        """Return dy and what was saved of x, for the gradient of the weight: tiles are now along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         form, power_of_two = recipe.gradients, recipe.gradient_power_of_two
         how = "columns", recipe.input_power_of_two, groups
@@ -117,11 +117,11 @@ class TritonExperts(Rounded):
         self.recipe, self.scratch, self.read_weight = of_one.recipe, of_one.scratch, of_one.read_weight
         self.counts_E = counts_E
         self._groups: Groups | None = None
-        if torch.compiler.is_compiling():  # its functions may leave nothing behind
+        if torch.compiler.is_compiling():  # its functions must have no side effects
             self._groups = Groups.of(counts_E, counts_E.device)
 
     def groups(self, device: torch.device) -> Groups:
-        """Return whose rows are whose, made once."""
+        """Return the rows of each weight, computed once."""
         if self._groups is None:
             self._groups = Groups.of(self.counts_E, device)
         return self._groups
@@ -147,7 +147,7 @@ class TritonExperts(Rounded):
 
 
 def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:
-    """Return codes and scales without what fills ``x`` up."""
+    """Return codes and scales without the padding of ``x``."""
     codes, scales = pair
     return codes[: x_RC.shape[0], : x_RC.shape[1]], scales[: x_RC.shape[0]]
 
@@ -158,5 +158,5 @@ def tiles(pair: Pair) -> Coded:
 
 
 def block(codes_ERC: torch.Tensor, scales_Erc: torch.Tensor) -> Coded:
-    """Return the only one of stacked weights, for torch's product."""
+    """Return the single one of stacked weights, for torch's product."""
     return Coded(codes_ERC[0], scales_Erc[0].T, "BlockWise128x128")

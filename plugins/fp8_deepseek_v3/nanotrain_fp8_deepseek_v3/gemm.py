@@ -1,18 +1,18 @@
 """The three GEMMs of a linear layer in float32, and their exact emulation in FP8.
 
-``y = x W^T``, ``dx = dy W`` and ``dW = dy^T x``. In FP8 each operand is rounded as it is read, in tiles that
-lie along what is summed over::
+``y = x W^T``, ``dx = dy W`` and ``dW = dy^T x``. In FP8 each operand is rounded as it is read, in tiles
+along the reduction dimension::
 
                  left, in tiles of       right, in tiles of
     y            x       1 x 128         W  128 x 128
     dx           dy      1 x 128         W  128 x 128
     dW           dy    128 x 1           x  128 x 1, from the 1 x 128 that was kept
 
-Each operand is a code times a scale, rounded once to float32, and products are added up in float32, on CUDA
-in float64 (see :mod:`~nanotrain_fp8_deepseek_v3.exact`). Tensor cores add up 128 products in fewer bits, then
+Each operand is a code times a scale, rounded once to float32, and products are summed in float32, on CUDA
+in float64 (see :mod:`~nanotrain_fp8_deepseek_v3.exact`). Tensor cores sum 128 products in fewer bits, then
 promote the sum.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E.
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
 """
@@ -41,12 +41,12 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
     """Rows of each of several stacked weights; None for one weight."""
 
     def __init__(self, scratch: Scratch | None = None) -> None:
-        """``scratch``: of the run; None: outside of one."""
+        """``scratch``: of the run; None: outside a run."""
         self.scratch = scratch or Scratch()
         self.read_weight = self.scratch.once(self.of_weight)
 
     def grouped(self: P, counts_E: torch.Tensor) -> P:
-        """Return the same for stacked weights."""
+        """Return the backend for stacked weights."""
         new = copy.copy(self)
         new.groups = counts_E.tolist()
         return new
@@ -54,15 +54,15 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
     # --- operands: float32, as they are multiplied ------------------------------------------------
 
     def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return what is multiplied for a weight [N, K] or [E, N, K]."""
+        """Return the operand for a weight [N, K] or [E, N, K]."""
         return weight_NK.detach().float()
 
     def prepare(self, weight_NK: torch.Tensor) -> Kept:
-        """Return that."""
+        """Return the operand for the weight."""
         return (self.read_weight(weight_NK),)
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-        """Return x for the product with the weight, and what to keep of it."""
+        """Return x for the product with the weight, and what to save of it."""
         return x_MK.float(), (x_MK,)
 
     def of_kept(self, kept: Kept) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         return kept[0].float()
 
     def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
-        """Return x for the weight's gradient: of each weight, the rows that are its own."""
+        """Return x for the weights' gradients, split into each weight's rows."""
         groups = self.groups or [len(kept[0])]
         return [self.of_kept(own) for own in zip(*(torch.split(k, groups) for k in kept), strict=True)]
 
@@ -83,16 +83,16 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
     def multiply(
         self, a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ``a_MK @ b_KN`` as torch makes it, in TF32 where a person allows that."""
+        """Return ``a_MK @ b_KN`` as torch computes it, in TF32 where the user allows that."""
         return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
 
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
-        """Return x times each transposed weight, and what to keep of x."""
+        """Return x times each transposed weight, and what to save of x."""
         x, kept = self.of_input(x_MK)
         return [self.rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
-        """Return what to keep of x."""
+        """Return what to save of x."""
         return self.of_input(x_MK)[1]
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -104,11 +104,11 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         return self.weight_gradient(d_y_MN, self.kept_by_group(kept))
 
     def input_gradient(self, d_y_MN: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return dy times what is multiplied for the weight."""
+        """Return dy times the weight's operand."""
         return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
 
     def weight_gradient(self, d_y_MN: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the transposed dy times x, of which ``inputs`` are each weight's rows, as multiplied."""
+        """Return the transposed dy times x, given as ``inputs``, each weight's rows."""
         if self.groups is None:
             return self.multiply(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
         shape = len(self.groups), d_y_MN.shape[1], inputs[0].shape[1]
@@ -119,7 +119,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         return total
 
     def rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return the rows times [K, N], or each group of them times its own of [E, K, N]."""
+        """Return the rows times [K, N], or each group of rows times its own matrix of [E, K, N]."""
         if self.groups is None:
             return self.multiply(rows_MK, right)
         out = rows_MK.new_empty(len(rows_MK), right.shape[-1])
@@ -136,35 +136,35 @@ class Recipe:
     """How the operands of one layer are rounded."""
 
     tile: int = TILE
-    """Elements along a tile; 0: one scale for a whole tensor, of experts for the rows of each."""
+    """Elements along a tile; 0: one scale for a whole tensor; for experts, one for the rows of each."""
     gradients: Format = E4M3
-    """Of dy; x and the weight are E4M3."""
+    """Format of dy; x and the weight are E4M3."""
     input_power_of_two: bool = False
     gradient_power_of_two: bool = False
     quantize_swiglu: bool = False
-    """Keep the inputs of a SwiGLU, whose output the layer reads, in eight bits too."""
+    """Save the inputs of a SwiGLU whose output the layer reads in eight bits too."""
 
 
 class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
-    """A backend that rounds as a recipe says, and holds activations as codes and scales of tiles."""
+    """A backend that rounds according to a recipe, and saves activations as codes and scales of tiles."""
 
     recipe: Recipe
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Return codes and scales, or None if the recipe does not want it."""
+        """Return codes and scales, or None if the recipe does not request it."""
         if not self.recipe.quantize_swiglu:
             return None
         tiled = quantize(made_of_MK, (1, TILE))
         return tiled.codes(), tiled.scales.flatten(1)
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
-        """Return what they mean."""
+        """Return the dequantized values."""
         codes_MK, scales = kept
         return dequantize(codes_MK, scales, E4M3).to(dtype)
 
 
 class EmulatedFP8(FP8GEMM, Float32GEMM):
-    """Operands rounded to FP8, multiplied in full: the reference of every other backend."""
+    """Operands rounded to FP8, multiplied in full precision: the reference of every other backend."""
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         super().__init__(scratch)
@@ -175,7 +175,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
     def multiply(
         self, a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return ``a_MK @ b_KN``, whatever torch's switches are."""
+        """Return ``a_MK @ b_KN``, independent of torch's switches."""
         return exact.matmul(a_MK, b_KN, out)
 
     def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         return made
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-        """Return :meth:`of_input`, made anew."""
+        """Return :meth:`of_input`, computed anew."""
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
         alone = not self.recipe.tile and self.groups is None
         scales = tiled.scales.sum().view(1, 1) if alone else tiled.scales.flatten(1)
@@ -197,7 +197,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         return tiled.values(), kept
 
     def _rows(self, rows: torch.Tensor, format_: Format, *, power_of_two: bool) -> Tiled:
-        """Scale rows along themselves, or all that one weight is multiplied with together."""
+        """Scale each row, or everything that is multiplied with one weight together."""
         if self.recipe.tile or self.groups is None:
             return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
         return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
@@ -213,13 +213,13 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         """Return x rounded once more, along its columns."""
         codes_MK, scales = kept
         values = dequantize(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
-        if not self.recipe.tile:  # one scale for all of it: there are no other tiles
+        if not self.recipe.tile:  # one scale for the whole tensor: there are no other tiles
             return values
         power_of_two = self.recipe.input_power_of_two
         return quantize(values, self.along_column, power_of_two=power_of_two, consume=True).values()
 
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
-        """Return dy rounded along what is summed over: its rows, or its columns, which are of one weight."""
+        """Return dy rounded along the reduction dimension: its rows, or the columns of one weight's rows."""
         form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
         if not for_weight:
             return self._rows(d_y_MN, form, power_of_two=power_of_two).values()

@@ -1,10 +1,10 @@
-"""The emulation, and products in float32, as operators of torch's: what a compiled graph has of them.
+"""The emulation, and products in float32, as torch operators for compiled graphs.
 
-Each operator runs the eager code of :mod:`~nanotrain_fp8_deepseek_v3.gemm`: numbers are the same bit by bit,
-whoever compiles, and how many rows an expert has is asked for when it runs. That layers read one input the
-compiler sees, which merges equal calls of one graph; what is made of a weight enters the graph from outside.
+Each operator runs the eager code of :mod:`~nanotrain_fp8_deepseek_v3.gemm`: results are bitwise equal with
+any compiler, and the row count of an expert is read when it runs. The compiler sees that layers read the same
+input, and merges equal calls in a graph; a weight's prepared form is an input of the graph.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E; k tiles along K.
+Shapes: M rows, K inputs, N outputs; for stacked weights E; k tiles along K.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 Tensor = torch.Tensor
 
-#: What an operator is given for a backend that rounds nothing.
+#: An operator's key for a backend that does not round.
 FLOAT32 = "float32"
 
 
 def key_of(recipe: Recipe) -> str:
-    """Return ``recipe`` as an operator is given it, without what does not concern products."""
+    """Return ``recipe`` as an operator's key, without what does not affect products."""
     gradients = "e5m2" if recipe.gradients is E5M2 else "e4m3"
     return f"{recipe.tile} {gradients} {int(recipe.input_power_of_two)} {int(recipe.gradient_power_of_two)}"
 
 
 def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
-    """Return the eager backend of a key, for so many rows of each weight."""
+    """Return the eager backend of a key, for the given row count of each weight."""
     if key == FLOAT32:
         found = Float32GEMM()
     else:
@@ -44,7 +44,7 @@ def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
 
 @torch.library.custom_op("nanotrain_fp8::emulated_input", mutates_args=())
 def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as it is multiplied, float32 [M, K], and its codes [M, K] and scales [M, k], to keep."""
+    """Return x as it is multiplied, float32 [M, K], and its codes [M, K] and scales [M, k], to save."""
     backend = _eager(key, counts)
     assert isinstance(backend, EmulatedFP8)
     values, (codes, scales) = backend.round_input(x)
@@ -53,7 +53,7 @@ def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, 
 
 @torch.library.custom_op("nanotrain_fp8::emulated_kept", mutates_args=())
 def emulated_kept(codes: Tensor, scales: Tensor, counts: Tensor | None, key: str) -> Tensor:
-    """Return what was kept of x, as it is multiplied for the gradient of a weight, float32 [M, K]."""
+    """Return the saved x, as it is multiplied for the gradient of a weight, float32 [M, K]."""
     return torch.cat(_eager(key, counts).kept_by_group((codes, scales)))
 
 
@@ -150,24 +150,24 @@ class Products(QuantizedActivations, GEMMBackend):
         return Products(self.key, self.of_one, counts_E)
 
     def quantize(self, made_of_MK: Tensor) -> Kept | None:
-        """Return what the backend does."""
+        """Return the result of the backend."""
         return None if self.of_one is None else self.of_one.quantize(made_of_MK)
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """Return what the backend does."""
+        """Return the result of the backend."""
         assert self.of_one is not None
         return self.of_one.dequantize(kept, dtype)
 
 
 def _form(weight: Tensor) -> Tensor:
-    """Return what is multiplied for a weight: a graph is given it."""
+    """Return a weight's prepared form, which is an input of the graph."""
     assert isinstance(weight, Prepared)
     (form,) = weight.forms
     return form
 
 
 class _Graphed(Float32GEMM):
-    """Runs as it is outside of graphs, and in graphs as operators."""
+    """Runs unchanged outside graphs, and in graphs as operators."""
 
     in_graph: Products
 

@@ -1,7 +1,7 @@
-"""Tells what eight bits do to the operands of each module: sizes, and what is lost to zero.
+"""Reports how rounding to eight bits affects the operands of each module: magnitudes and underflow.
 
-On a watched step every rank rounds its operands once more, to count them, and publishes the counts, which are
-published with the next logged step; other steps cost nothing. Numbers of the run are never touched.
+On a watched step every rank rounds its operands once more, to count them, and publishes the counts
+with the next logged step; other steps cost nothing. The run's own values are never modified.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, figures, publish
 from nanotrain_fp8_deepseek_v3.watched import SENT, Watch, Watched, WatchedCodec, label, operands_of
 
-#: In the run folder: a line for each watched step. A resumed run appends: the later line of a step counts.
+#: In the run folder: a line for each watched step. A resumed run appends: the last line of a step counts.
 FILE = "fp8.jsonl"
 
 
@@ -48,10 +48,10 @@ class FP8Monitor(Monitor):
         self.watched = 0
         """The last watched step."""
         self.passes: list[Passes] = []
-        """Of the runs that are watched: on watched steps compiled layers run eager."""
+        """Of the watched runs: on watched steps compiled layers run eagerly."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Put counters before the backends, and learn which operands there are on all ranks. Collective."""
+        """Wrap the backends with counters, and gather the operands of all ranks. Collective."""
         self.run = run
         if self.own is None:
             self.own = [key for part in run.parts for key in self._attach(part)]
@@ -66,13 +66,13 @@ class FP8Monitor(Monitor):
         self._begin(after=update.step)
 
     def on_metrics(self, report: MetricsReport) -> None:
-        """Tell what all ranks counted in the watched steps since the last logged one."""
+        """Report what all ranks counted in the watched steps since the last logged one."""
         found = figures(report.values, self.rows)
         if self.run.rank == 0 and found:
             self._tell(self.watched, found)
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Go on from an earlier step."""
+        """Continue from an earlier step."""
         self._begin(after=report.restored)
 
     def _begin(self, *, after: int) -> None:
@@ -81,7 +81,7 @@ class FP8Monitor(Monitor):
             passes.eager = self.watch.on
 
     def _attach(self, part: nn.Module) -> Iterator[Key]:
-        """Put counters before what rounds, and yield what they count."""
+        """Wrap rounding backends with counters, and yield what they count."""
         for name, module in part.named_modules():
             codec, gemms = dispatch_codec(module), gemms_of(module)
             if isinstance(codec, Codec):
@@ -97,7 +97,7 @@ class FP8Monitor(Monitor):
                     yield from ((each.name, operand) for operand in operands_of(each.recipe))
 
     def _watched(self, name: str, module: nn.Module, found: Mapping[str, FP8GEMM]) -> dict[str, Watched]:
-        """Return counting backends; what was shared between parameters stays so."""
+        """Return counting backends; those shared between parameters stay shared."""
         own = {
             backend: Watched(backend, self.watch, label(name, key, found), module)
             for key, backend in found.items()
@@ -105,7 +105,7 @@ class FP8Monitor(Monitor):
         return {key: own[backend] for key, backend in found.items()}
 
     def _tell(self, step: int, found: Mapping[Key, Figures]) -> None:
-        """Print the worst, and write all."""
+        """Print the worst operands, and write all."""
         print(f"step={step} fp8: {'; '.join(worst(found))}", flush=True)
         modules: dict[str, dict[str, object]] = defaultdict(dict)
         for (module, operand), each in found.items():
@@ -121,7 +121,7 @@ def fp8_of(backends: Mapping[str, GEMMBackend]) -> dict[str, FP8GEMM]:
 
 
 def worst(found: Mapping[Key, Figures]) -> Sequence[str]:
-    """Return where most is lost to zero, where numbers are largest, and where most is no number any more."""
+    """Return the operands with the most underflow, the largest magnitudes, and the most non-finite values."""
     lost = max(found, key=lambda key: found[key].underflow)
     largest = max(found, key=lambda key: (isnan(found[key].amax), found[key].amax))
     broken = max(found, key=lambda key: found[key].overflow)

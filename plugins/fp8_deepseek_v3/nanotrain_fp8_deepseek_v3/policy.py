@@ -1,4 +1,4 @@
-"""Which module of a model is multiplied in which format: the recipe's patterns, and the table they make."""
+"""Selects the GEMM format of each module from the recipe's patterns, and formats the table of modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
 from nanotrain_core.api.torch import gemm_parameters
 from nanotrain_fp8_deepseek_v3 import ModuleFormats
 
-#: From the widest: the first whose pattern matches a module holds.
+#: From the widest: the first whose pattern matches a module is used.
 FORMATS = ("fp32", "bf16", "fp8")
 
 
@@ -27,9 +27,9 @@ class Row:
     role: str
     format: str
     why: str = ""
-    """Of a module that is not in FP8, whatever the patterns say."""
+    """Reason for a module that is not in FP8, whatever the patterns say."""
     linear: bool = False
-    """Whether patterns are about it."""
+    """Whether patterns apply to it."""
 
 
 def format_of(name: str, config: ModuleFormats) -> str:
@@ -41,7 +41,7 @@ def format_of(name: str, config: ModuleFormats) -> str:
 
 
 def format_and_why(name: str, module: nn.Module, config: ModuleFormats) -> tuple[str, str]:
-    """Return the format that a linear layer, or experts, get, and why it is not that of the patterns."""
+    """Return the format that a linear layer, or experts, get, and why it differs from the patterns'."""
     format_ = format_of(name, config)
     weights = [module.get_parameter(parameter) for parameter in gemm_parameters(module)]
     N, K = min((tuple(weight.shape[-2:]) for weight in weights), key=prod)
@@ -56,7 +56,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
-    """Yield what each module of ``part`` that has parameters gets."""
+    """Yield the format of each module of ``part`` that has parameters."""
     for name, module, tag in tagged(part):
         role = tag.role.name.lower()
         if gemm_parameters(module):
@@ -68,14 +68,14 @@ def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
 
 
 def check_patterns(rows: Iterable[Row], patterns: Mapping[str, Sequence[str]]) -> None:
-    """Refuse patterns that match no linear layer of the whole model.
+    """Reject patterns that match no linear layer of the whole model.
 
     Args:
         rows: of every stage.
-        patterns: by key of ``[precision]``, those that a person wrote.
+        patterns: by key of ``[precision]``, those that the user wrote.
 
     Raises:
-        NanotrainError: names the key, the pattern, and the nearest name.
+        NanotrainError: the text names the key, the pattern, and the nearest name.
     """
     names = sorted({row.name for row in rows if row.linear})
     for key, wanted in patterns.items():
@@ -88,12 +88,12 @@ def check_patterns(rows: Iterable[Row], patterns: Mapping[str, Sequence[str]]) -
 
 
 def abbreviated(names: Sequence[str]) -> str:
-    """Return names, those that differ in numbers only as one."""
+    """Return names, merging those that differ only in numbers."""
     return ", ".join(sorted({re.sub(r"\d+", "N", name) for name in names}))
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """Return lines that say what each module got; modules that differ in numbers only share one."""
+    """Return lines with each module's format; modules that differ only in numbers share one."""
     lines = [(re.sub(r"\d+", "*", row.name), row.role, row.format, row.why) for row in rows]
     counted = [(line, len(list(same))) for line, same in groupby(sorted(lines))]
     width = max((len(line[0]) for line, _ in counted), default=0)

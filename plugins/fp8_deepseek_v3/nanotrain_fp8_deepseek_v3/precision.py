@@ -28,14 +28,14 @@ from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
-#: Makes a backend of a run.
+#: Creates a backend of a run.
 Make = Callable[[Recipe, Scratch], GEMMBackend]
 
 
 class ByModule(Uniform):
-    """bfloat16, but for the GEMMs of linear layers: those are as the recipe's patterns say.
+    """bfloat16, except the GEMMs of linear layers, whose formats follow the recipe's patterns.
 
-    There is no loss scale: scales of tiles do its work.
+    There is no loss scale: scales of tiles replace it.
     """
 
     def __init__(self, config: ModuleFormats) -> None:
@@ -45,11 +45,11 @@ class ByModule(Uniform):
         self.lines: list[str] = []
 
     def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
-        """Have what is made of weights hold as long as the run's passes say."""
+        """Bind the lifetime of weights' prepared forms to the run's passes."""
         self.passes, self.scratch = passes, Scratch(passes)
 
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
-        """Return how the operands around one parameter are rounded."""
+        """Return the rounding of the operands around one parameter."""
         raise NotImplementedError
 
     def patterns(self) -> dict[str, Sequence[str]]:
@@ -77,7 +77,7 @@ class ByModule(Uniform):
         self.lines = table(attrs.evolve(row, format=self._label(row, backend.name)) for row in rows)
 
     def _backends(self, name: str, module: nn.Module, tag: Tag, make: Make) -> dict[str, GEMMBackend]:
-        """Return the backends of a module's parameters; those rounded alike share one object."""
+        """Return the backends of a module's parameters; those with the same rounding share one object."""
         wanted = gemm_parameters(module)
         format_, _ = format_and_why(name, module, self.config) if wanted else ("bf16", "")
         if format_ == "fp32":
@@ -92,7 +92,7 @@ class ByModule(Uniform):
         return f"fp8 {backend}" if row.format == "fp8" else row.format
 
     def describe(self) -> list[str]:
-        """Return what every module of the whole model got."""
+        """Return the format of every module of the whole model."""
         return ["products of each module:", *self.lines]
 
 
@@ -102,7 +102,7 @@ class FP8DeepSeekV3(ByModule):
     config: FP8DeepSeekV3Config
 
     def convert(self, part: nn.Module) -> nn.Module:
-        """Cast, and have the rows of experts in FP8 travel so."""
+        """Cast, and make the rows of FP8 experts be sent in FP8."""
         part = super().convert(part)
         for name, module, tag in tagged(part) if self.config.dispatch else ():
             if tag.role is Role.EXPERTS and gemm_parameters(module):
@@ -112,9 +112,9 @@ class FP8DeepSeekV3(ByModule):
         return part
 
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
-        """Return power-of-two scales for what DeepSeek-V3 has them for, float32 scales for all else.
+        """Return power-of-two scales where DeepSeek-V3 uses them, float32 scales elsewhere.
 
-        The input of experts was dispatched, and so were the gradients of their outputs.
+        The input of experts was dispatched in them, and so were the gradients of their outputs.
         """
         recipe = Recipe(quantize_swiglu=self.config.swiglu)
         if tag.role is not Role.EXPERTS:
@@ -130,23 +130,23 @@ class FP8DeepSeekV3(ByModule):
 
 
 class FP8Hybrid(ByModule):
-    """One scale for a whole tensor: E4M3 for inputs and weights, E5M2, of wider range, for gradients.
+    """One scale per tensor: E4M3 for inputs and weights, E5M2, with a larger range, for gradients.
 
-    Scales are of the tensor itself: none of a step before, which a spike would overflow. Each expert has its
-    own, of its weight and of its rows, and each rank those of the part that it holds.
+    Scales are computed from the tensor itself, not from an earlier step, which a spike would overflow. Each
+    expert has its own, for its weight and its rows, and each rank those of its shard.
 
     Source: Micikevicius et al., arXiv 2209.05433, section 3.
     """
 
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
-        """Return the same for every layer."""
+        """Return the same rounding for every layer."""
         return Recipe(tile=0, gradients=E5M2)
 
 
 class Codec:
-    """Rows on their way to experts: a byte for each number, and two for the exponent of each tile of a row.
+    """Rows in flight to experts: one byte per element, and two for the exponent of each tile of a row.
 
-    What arrives, rounded in the same tiles with power-of-two scales by the experts, stays as it is.
+    The experts round it in the same tiles with power-of-two scales, which leaves it unchanged.
     See :class:`~nanotrain_core.moe.routing.DispatchCodec`.
     """
 

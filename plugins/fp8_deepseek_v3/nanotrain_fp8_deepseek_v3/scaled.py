@@ -1,12 +1,12 @@
 """GEMMs on tensor cores, through ``torch.nn.functional.scaled_mm``.
 
-What it asks of operands was read off torch's own checks, which the tests run without a device: the left
-one [M, K] lies by rows and the right one [K, N] by columns, so that both are stored along what is summed
-over. K is filled up with zeros to whole tiles. Scales of tiles lie by columns, [M, K / 128] and [N, K / 128];
-those of blocks too, [K / 128, N / 128], the former filled up to a multiple of 4. On Hopper the library
-promotes sums to float32 as it goes, unless asked for the fast way.
+Its requirements were determined from torch's own checks, which the tests run without a device: the left
+operand [M, K] is row-major and the right one [K, N] column-major, so that both are contiguous along the
+reduction dimension. K is padded with zeros to whole tiles. Scales of tiles are column-major, [M, K / 128] and
+[N, K / 128]; those of blocks too, [K / 128, N / 128], the former padded to a multiple of 4. On Hopper the
+library promotes sums to float32 as it goes, unless fast accumulation is requested.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E; R rows and C columns of anything.
+Shapes: M rows, K inputs, N outputs; for stacked weights E; R rows and C columns of anything.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 """
@@ -25,18 +25,19 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, qu
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
-#: What rows are filled up to: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
+#: Rows are padded to this: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
 ALIGNED = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """An operand [R, C], C being summed over, both filled up."""
+    """An operand [R, C], with C the reduction dimension, both padded."""
 
     codes: torch.Tensor
-    """[R, C], C a multiple of 128, by rows."""
+    """[R, C], C a multiple of 128, row-major."""
     scales: torch.Tensor
-    """Of tiles [R, C / 128], of blocks [C / 128, R / 128]: both by columns; of a whole tensor a number."""
+    """For tiles [R, C / 128], for blocks [C / 128, R / 128]: both column-major; for a whole tensor a
+    scalar."""
     recipe: str
     """The name of its ``torch.nn.functional.ScalingType``."""
 
@@ -59,7 +60,7 @@ class ScaledFP8(FP8GEMM):
         self.read_weight = self.scratch.once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
-        """Return the same for stacked weights. The host waits for the counts."""
+        """Return the backend for stacked weights. The host waits for the counts."""
         new = copy.copy(self)
         new.groups = counts_E.tolist()
         return new
@@ -81,7 +82,7 @@ class ScaledFP8(FP8GEMM):
         return self._along_rows(x_RC, power_of_two=self.recipe.input_power_of_two)
 
     def _of_inputs(self, x_MK: torch.Tensor) -> list[Coded]:
-        """Return x, group by group; of one weight once for all layers that read it."""
+        """Return x, group by group; for one weight once for all layers that read it."""
         if self.groups is not None:
             return [self._of_input(x) for x in self._split(x_MK)]
         return [self.scratch.inputs.get(x_MK, self.recipe, lambda: self._of_input(x_MK))]
@@ -98,7 +99,7 @@ class ScaledFP8(FP8GEMM):
         )
 
     def _operands(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
-        """Return :meth:`_of_weight`, as it was made for this step."""
+        """Return :meth:`_of_weight`, as prepared for this step."""
         if not isinstance(weight, Prepared):
             return self.read_weight(weight)
         kind, forms = "BlockWise128x128" if self.recipe.tile else "TensorWise", weight.forms
@@ -144,7 +145,7 @@ class ScaledFP8(FP8GEMM):
     def _weight_gradient(
         self, d_y_MN: torch.Tensor, codes_MK: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Transpose both operands: tiles now lie along M."""
+        """Transpose both operands: tiles are now along M."""
         N, K = d_y_MN.shape[1], codes_MK.shape[1]
         if not len(codes_MK):
             return d_y_MN.new_zeros(N, K, dtype=torch.float32)
@@ -167,7 +168,7 @@ class ScaledFP8(FP8GEMM):
 
 
 def kept_of(parts: Sequence[Coded], groups: Sequence[torch.Tensor]) -> Kept:
-    """Return codes and scales of each group's rows and columns, without what filled them up."""
+    """Return codes and scales of each group's rows and columns, without padding."""
     kept: list[torch.Tensor] = []
     for part, x in zip(parts, groups, strict=True):
         scales = part.scales[: len(x)] if part.scales.dim() else part.scales
@@ -195,13 +196,13 @@ def multiply_scaled(
     right_recipe: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return codes left [M, K] times right [N, K], transposed, with their scales, of such ``ScalingType``."""
+    """Return codes left [M, K] times right [N, K], transposed, with their scales of these ``ScalingType``."""
     for_left, for_right = (getattr(F.ScalingType, recipe) for recipe in (left_recipe, right_recipe))
     y: torch.Tensor = F.scaled_mm(left, right.T, of_left, for_left, of_right, for_right, output_dtype=dtype)
     return y
 
 
-#: :func:`multiply_scaled` in a graph, whose tracer does not read torch's enumerations.
+#: :func:`multiply_scaled` in a graph, whose tracer does not support torch's enumerations.
 scaled_mm = torch.library.custom_op("nanotrain_fp8::scaled_mm", multiply_scaled, mutates_args=())
 
 
@@ -219,18 +220,18 @@ def _(
 
 
 def _filled(x_RC: torch.Tensor) -> torch.Tensor:
-    """Fill columns up with zeros to whole tiles, and have them lie by rows."""
+    """Pad columns with zeros to whole tiles, in row-major order."""
     return _zeros_around(x_RC, 0, -x_RC.shape[1] % TILE)
 
 
 def _aligned(x_RC: torch.Tensor) -> torch.Tensor:
-    """Fill rows up with zeros to a multiple of :data:`ALIGNED`."""
+    """Pad rows with zeros to a multiple of :data:`ALIGNED`."""
     missing = -len(x_RC) % ALIGNED
     return _zeros_around(x_RC, missing, 0) if missing else x_RC
 
 
 def _zeros_around(x_RC: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return a copy with more rows and columns; ``F.pad`` knows no eight-bit floats."""
+    """Return a copy with more rows and columns; ``F.pad`` does not support eight-bit floats."""
     if not rows and not columns:
         return x_RC.contiguous()
     wide = x_RC.new_zeros(x_RC.shape[0] + rows, x_RC.shape[1] + columns)

@@ -1,7 +1,8 @@
-"""What is made of a tensor once and used several times: of weights in a step, of inputs by several layers.
+"""Cache of results derived from a tensor: of weights within a step, of an input read by several layers.
 
-It belongs to one run, whose passes say how long what was made of a weight holds. No address is compared: a
-weight is its parameter, an input its storage, neither of which another can be taken for while it is known.
+It belongs to one run, whose passes determine how long a weight's result is valid. No addresses are compared:
+a weight is identified by its parameter, an input by its storage, neither of which can be reused while it is
+known.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ T = TypeVar("T")
 
 
 class Scratch:
-    """What the backends of one run share."""
+    """The cache shared by the backends of one run."""
 
     def __init__(self, passes: Passes | None = None) -> None:
-        """``passes``: of the run; None: outside of one, where whatever is asked for is made anew."""
+        """``passes``: of the run; None: outside a run, where everything is recomputed."""
         self.passes = passes or Passes()
         self.inputs: Last[Any] = Last(self.passes)
-        """The last input, as it is multiplied, and what was kept of it."""
+        """The last input, as it is multiplied, and what was saved of it."""
         self.transposed: Last[Any] = Last(self.passes)
-        """The last input that was kept, as it is multiplied for the gradients of weights."""
+        """The last saved input, as it is multiplied for the gradients of weights."""
 
     def once(self, make: Callable[[torch.Tensor], T]) -> MadeOnce[T]:
-        """Return what makes something of each weight once in a step."""
+        """Return a cache that computes a result for each weight once per step."""
         return MadeOnce(make, self.passes)
 
 
 class MadeOnce(Generic[T]):
-    """Makes something of each parameter once while weights stand still, and anew at any other time.
+    """Computes a result for each parameter once while weights are unchanged, and anew at any other time.
 
-    Of a tensor that is no parameter it is made anew each time: its object may be a passing view.
+    For a tensor that is not a parameter it is recomputed each time: its object may be a temporary view.
     """
 
     def __init__(self, make: Callable[[torch.Tensor], T], passes: Passes) -> None:
         self.make, self.passes = make, passes
         self._since: int | None = None
         self._made: dict[int, tuple[torch.Tensor, int, T]] = {}
-        """By the object's number, which is no other's while the object is held here."""
+        """By the object's id, which is unique while the object is held here."""
 
     def __call__(self, weight: torch.Tensor) -> T:
-        """Return what was made of ``weight``."""
+        """Return the result for ``weight``."""
         now = self.passes.weights_version
         if now is None or not isinstance(weight, nn.Parameter):
             return self.make(weight)
@@ -62,10 +63,10 @@ class MadeOnce(Generic[T]):
 
 
 class Last(Generic[T]):
-    """Remembers what was made of the last tensor: queries, keys and values read one input, as gates do.
+    """Caches the result for the last tensor: queries, keys and values read the same input, and so do gates.
 
-    It keeps no tensor alive but what was made. Tensors are told apart by their storage and where in it they
-    lie; a reference, which does not keep its memory, keeps the storage from becoming that of another tensor.
+    It keeps only the result alive, not the tensor. Tensors are identified by their storage and offset;
+    a weak reference keeps the storage from being mistaken for that of another tensor.
     """
 
     def __init__(self, passes: Passes) -> None:
@@ -75,13 +76,13 @@ class Last(Generic[T]):
         self._made: T | None = None
 
     def get(self, x: torch.Tensor, how: Any, make: Callable[[], T]) -> T:
-        """Return what was made of ``x``, unchanged since, in the way ``how``; else make it."""
+        """Return the result for ``x``, if unchanged since and computed with ``how``; otherwise compute it."""
         if torch.compiler.is_compiling():
             return make()
         storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
         place = x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
         key = (storage.cdata, *place, self.passes.weights_version, how)
         if self._made is None or key != self._key:
-            self._made = None  # free it before there is another
+            self._made = None  # free it before allocating another
             self._made, self._storage, self._key = make(), storage, key
         return self._made

@@ -1,4 +1,4 @@
-"""What rounding to eight bits does to the elements of operands: counted on a rank, summed over all ranks."""
+"""Counts the effect of rounding to eight bits on operands: on a rank, then summed over all ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ COUNTED = ("underflow", "overflow", "at_largest")
 
 @attrs.define(frozen=True)
 class Figures:
-    """What happened to one operand's elements; shares are of all of them."""
+    """Statistics of one operand's elements; fractions are of all of them."""
 
     elements: int
     amax: float
     """The largest magnitude; infinite or NaN if an element is."""
     underflow: float
-    """Share that is not zero, and is once rounded."""
+    """Fraction that is nonzero, and zero once rounded."""
     overflow: float
-    """Share that is no finite number once rounded: all of a tile in which an element is infinite or NaN.
+    """Fraction that is not finite once rounded: all of a tile with an infinite or NaN element.
     Nothing is ever clipped, since scales follow the largest element."""
     at_largest: float
-    """Share whose code is the format's largest number, with either sign: about one element in a tile, fewer
-    with power-of-two scales, all of a tile whose elements are of one size."""
+    """Fraction whose code is the format's largest value, with either sign: about one element in a tile, fewer
+    with power-of-two scales, all of a tile whose elements have equal magnitude."""
 
 
 @attrs.define(eq=False)
 class Tally:
-    """Counts over one operand. They stay on its device: nothing waits for them while a step lasts."""
+    """Counts over one operand. They stay on its device: nothing waits for them during a step."""
 
     elements: int
     counts: torch.Tensor
@@ -45,7 +45,7 @@ class Tally:
 
     @classmethod
     def on(cls, device: torch.device) -> Tally:
-        """Return one that has counted nothing."""
+        """Return an empty tally."""
         return cls(
             0, torch.zeros(len(COUNTED), dtype=torch.int64, device=device), torch.zeros((), device=device)
         )
@@ -63,7 +63,7 @@ class Tally:
 
 
 def publish(tallies: Mapping[Key, Tally], metrics: Metrics) -> None:
-    """Publish what was counted on this rank: the core adds it up over ranks, and nothing waits."""
+    """Publish this rank's counts: the core sums them over ranks, without a wait."""
     for key, tally in tallies.items():
         metrics.scalar(name_of("elements", key), tally.elements)
         metrics.scalar(name_of("amax", key), tally.amax)
@@ -72,12 +72,12 @@ def publish(tallies: Mapping[Key, Tally], metrics: Metrics) -> None:
 
 
 def name_of(figure: str, key: Key) -> str:
-    """Return a metric's name, which has neither spaces nor signs: ``fp8/amax/layers.0.ffn.up/x-of-dW``."""
+    """Return a metric's name, without spaces or signs: ``fp8/amax/layers.0.ffn.up/x-of-dW``."""
     return "/".join(["fp8", figure, *(word.replace(" ", "-").replace("+", "-") for word in key)])
 
 
 def figures(values: Mapping[str, float], rows: Iterable[Key]) -> dict[Key, Figures]:
-    """Return the figures of each of ``rows`` that a report's values have."""
+    """Return the figures of each of ``rows`` that are in a report's values."""
     return {
         row: Figures(
             elements=int(values[name_of("elements", row)]),

@@ -1,16 +1,16 @@
-"""GEMMs by Transformer Engine, of operands that it rounds itself. **Not yet run on a GPU.**
+"""GEMMs by Transformer Engine, with operands that it rounds itself. **Not yet run on a GPU.**
 
-Imported only where it is installed and a recipe asks for it. Its GEMMs take the weight first. Each
-operand is stored by rows, in tiles of 1 x 128, by columns, in tiles of 128 x 1, or both::
+Imported only if it is installed and a recipe requests it. Its GEMMs take the weight first. Each
+operand is stored row-wise, in tiles of 1 x 128, column-wise, in tiles of 128 x 1, or both::
 
     layout    A              B              returns
     TN        W  by rows     x   by rows    y  = B A^T
     NN        W  by columns  dy  by rows    dx = B A
     NT        x  by columns  dy  by columns dW = B^T A
 
-Unlike DeepSeek-V3 it rounds x by columns from x itself, not from the rows that were kept: once, not twice.
+Unlike DeepSeek-V3 it rounds x column-wise from x itself, not from the saved rows: once, not twice.
 
-Shapes: M rows, K inputs, N outputs; of stacked weights E.
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
 
 Source: Transformer Engine 2.3 and later, ``Float8BlockQuantizer`` and ``general_gemm``.
 """
@@ -45,7 +45,7 @@ class TransformerEngineFP8(FP8GEMM):
         self.read_weight = (scratch or Scratch()).once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> TransformerEngineFP8:
-        """Return the same for stacked weights. The host waits for the counts."""
+        """Return the backend for stacked weights. The host waits for the counts."""
         new = copy.copy(self)
         new.groups = counts_E.tolist()
         return new
@@ -105,7 +105,7 @@ class TransformerEngineFP8(FP8GEMM):
 
 
 def quantizer_of(*, power_of_two: bool, rows: bool, columns: bool, dim: int) -> Any:
-    """Return what rounds to E4M3 in tiles (``dim`` 1) or blocks (2) of 128."""
+    """Return a quantizer to E4M3 in tiles (``dim`` 1) or blocks (2) of 128."""
     return Float8BlockQuantizer(
         TE_DType[E4M3.dtype],
         rowwise=rows,
@@ -136,10 +136,10 @@ def product(a: Any, b: Any, layout: str, like: torch.Tensor, shape: tuple[int, i
 
 
 def aligned(x_RC: torch.Tensor) -> torch.Tensor:
-    """Fill rows up with zeros to what a tensor core multiplies.
+    """Pad rows with zeros to a multiple that tensor cores support.
 
     Raises:
-        NanotrainError: the columns, which are a model's, are no such multiple.
+        NanotrainError: the columns, which the model determines, are not such a multiple.
     """
     R, C = x_RC.shape
     if C % ALIGNED:

@@ -1,7 +1,7 @@
-"""GEMMs whose operands are counted on watched steps, in the tiles that each GEMM has them in.
+"""GEMMs whose operands are counted on watched steps, in the tiles that each GEMM uses.
 
-Counting rounds an operand once more than the product does, with torch's own operations on any device. What
-the product is given, and what it returns, stays as it is.
+Counting rounds an operand once more than the product does, with torch's own operations on any device. The
+product's inputs and results are unchanged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
 
-#: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if tiles make them others there.
+#: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if its tiles differ.
 X, W, DY, X_OF_DW, DY_OF_DW = "x", "W", "dy", "x of dW", "dy of dW"
-#: Rows on their way to experts on other ranks, and gradients of outputs.
+#: Rows in flight to experts on other ranks, and gradients of outputs.
 SENT = "sent"
 
 
 def operands_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the operands that are rounded, each in one way."""
+    """Return the rounded operands, one for each rounding."""
     return (X, W, DY, X_OF_DW, DY_OF_DW) if recipe.tile else (X, W, DY)
 
 
@@ -43,16 +43,16 @@ class Watch:
         self.seen: set[tuple[str, int]] = set()
         """Weights that were counted in this step, by module and address."""
         self.recomputed: set[str] = set()
-        """Modules whose input is recomputed for the gradient of the weight: it is counted there."""
+        """Modules whose input is recomputed for the gradient of the weight: it is counted then."""
 
     def begin(self, *, on: bool) -> None:
-        """Forget what was counted, and count what comes if it is ``on``."""
+        """Reset the counts, and count from now on if ``on``."""
         self.on = on
         self.tallies.clear()
         self.seen.clear()
 
     def counts_forward(self, module: nn.Module) -> bool:
-        """Return whether to count a forward pass: of training, for the first time."""
+        """Return whether to count a forward pass: one of training, and not a recomputation."""
         return self.on and module.training and not in_backward(module)
 
     def of(self, key: Key, x: torch.Tensor) -> Tally:
@@ -83,15 +83,15 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         return new
 
     def prepare(self, weight: torch.Tensor) -> Kept:
-        """Pass it on."""
+        """Delegate."""
         return self.behind.prepare(weight)
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Pass it on: what is made of it is counted."""
+        """Delegate: what is computed from it is counted."""
         return self.behind.quantize(made_of_MK)
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
-        """Pass it on."""
+        """Delegate."""
         return self.behind.dequantize(kept, dtype)
 
     # --- GEMMs ------------------------------------------------------------------------------------
@@ -128,15 +128,15 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         return self.watch.of((self.name, operand), x)
 
     def _groups(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of each weight: no tile has rows of two."""
+        """Return the rows of each weight: no tile spans two."""
         counts_E = self.counts_E
         groups = [rows] if counts_E is None else torch.split(rows, counts_E.tolist())
         return [group.detach() for group in groups if group.numel()]
 
     def _count_input(self, x_MK: torch.Tensor, *, recomputed: bool) -> None:
-        """Count x along its rows, unless it is recomputed, and along its columns, if it is kept for them.
+        """Count x along its rows, unless it is recomputed, and along its columns, if it is saved for them.
 
-        The latter is rounded twice; what either rounding loses is lost.
+        The latter is rounded twice; the losses of both roundings count.
         """
         of_dw, power_of_two = self.watch.recomputed, self.recipe.input_power_of_two
         if recomputed and self.name not in of_dw:
@@ -150,7 +150,7 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
                 self._tally(X_OF_DW, x).add(x, twice)
 
     def _count_weight(self, weight: torch.Tensor) -> None:
-        """Count a weight, or several that are stacked, once in a step."""
+        """Count a weight, or several stacked ones, once per step."""
         if (self.name, weight.data_ptr()) in self.watch.seen:
             return
         self.watch.seen.add((self.name, weight.data_ptr()))
@@ -177,12 +177,12 @@ class WatchedCodec:
         return self.behind.encode(rows)
 
     def decode(self, coded: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Pass it on."""
+        """Delegate."""
         return self.behind.decode(coded, width, dtype)
 
 
 def in_backward(module: nn.Module) -> bool:
-    """Return whether a backward pass of the run that ``module`` belongs to is under way."""
+    """Return whether a backward pass of the run that ``module`` belongs to is running."""
     gemms = gemms_of(module)
     return gemms is not None and gemms.passes.in_backward
 

@@ -1,4 +1,4 @@
-"""What all kernels do with the numbers of a tile: its scale, and the quotients by it."""
+"""The arithmetic of all kernels on a tile: its scale, and the quotients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def magnitudes(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def largest_of_four(a, b, c, d):  # type: ignore[no-untyped-def]
-    """Return the bits of the largest magnitude of four, number by number."""
+    """Return the bits of the largest magnitude of four, elementwise."""
     return tl.maximum(tl.maximum(magnitudes(a), magnitudes(b)), tl.maximum(magnitudes(c), magnitudes(d)))
 
 
@@ -22,8 +22,8 @@ def largest_of_four(a, b, c, d):  # type: ignore[no-untyped-def]
 def scale_of(largest_bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scales of tiles whose largest magnitudes have these bits.
 
-    By a constant: each thread makes those of all its tiles, and a division is twelve instructions. What is
-    below the smallest scale, where remainders are not exact, does not matter.
+    It divides by a constant: each thread computes those of all its tiles, and a division is twelve
+    instructions. Values below the smallest scale, where remainders are not exact, do not matter.
     """
     amax = largest_bits.to(tl.float32, bitcast=True)
     scale = amax * (1.0 / LARGEST)
@@ -43,13 +43,13 @@ def divided(x, scale):  # type: ignore[no-untyped-def]
 
     A product with the reciprocal is at most 1.5 units off. A correction by the exact remainder makes it
     faithful, a second one correctly rounded (Markstein, IBM J. Res. Dev. 34(1), 1990). With a
-    division of each number the compiled kernel of rows is two fifths longer, where it should only wait for
+    division per element the compiled kernel of rows is two fifths longer, where it should be limited only by
     memory.
 
-    Small scales and their numbers are made 2^64 times as large, or the remainder would be subnormal.
+    Small scales and their elements are multiplied by 2^64, or the remainder would be subnormal.
     """
     up = tl.where(scale < 2.168404344971009e-19, 1.8446744073709552e19, 1.0)
-    less = x * -up  # -x: so that no number is negated one by one, and -0 stays what it is
+    less = x * -up  # -x: so that elements are not negated one by one, and -0 is preserved
     scale = scale * up
     reciprocal = tl.div_rn(-1.0, scale)
     finite = tl.where(scale < float("inf"), scale, 0.0)  # by infinity: zeros, NaN for infinity
@@ -61,7 +61,7 @@ def divided(x, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def packed(a, b, c, d, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return four numbers rounded to eight bits as one of 32, the first in front in memory."""
+    """Return four values rounded to eight bits as one of 32 bits, the first at the lowest address."""
     a = a.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
     b = b.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
     c = c.to(DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)

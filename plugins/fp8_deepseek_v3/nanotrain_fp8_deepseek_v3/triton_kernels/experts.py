@@ -1,13 +1,13 @@
 """Grouped GEMMs of experts: all of them in one launch, whose programs find their rows on the device.
 
-Sums of 128 products are made by tensor cores, then multiplied by the scales and added up in float32, as
-DeepSeek-V3 promotes them (arXiv 2412.19437, section 3.3.2). There are as many programs as the rows could
-need at most; those without rows end at once.
+Sums of 128 products are computed by tensor cores, then multiplied by the scales and accumulated in float32,
+as DeepSeek-V3 promotes them (arXiv 2412.19437, section 3.3.2). There are as many programs as the rows could
+need at most; those without rows exit immediately.
 
-What limits them is how much they read of the cache: with tiles of 128 x 128, four bytes for each 128
-multiplications. So a program makes 128 rows by 256 columns where there are enough of these, as two products
-with the same left operand, one after the other: the sums of a product that are not yet scaled take as many
-registers as those that are, and 128 x 256 of both would be all that a multiprocessor has.
+They are limited by cache reads: with tiles of 128 x 128, four bytes per 128
+multiplications. So a program computes 128 rows by 256 columns if there are enough of these, as two products
+with the same left operand, one after the other: the unscaled sums of a product take as many
+registers as the scaled ones, and 128 x 256 of both would take all registers of a multiprocessor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import triton.language as tl
 from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups, group_of, rows_of
 
-#: As many programs as an H100 or H200 runs twice, one on each of 132 multiprocessors: fewer are made narrow.
+#: As many programs as an H100 or H200 runs in two waves on 132 multiprocessors: with fewer, blocks are
+#: narrow.
 ENOUGH = 264
 
 
@@ -59,7 +60,7 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
     if TWICE:
         block *= 2
     begin, local = tl.min(r, 0), tl.arange(0, TILE)
-    # Beyond the end of the group there are rows of another, which are read and not stored.
+    # Beyond the end of the group there are rows of another, which are read but not stored.
     rows = tl.minimum(local, (M - 1 - begin).to(tl.int32))
     a_at, b_at = rows[:, None] * a_row + local[None, :], local[:, None] * b_row + local[None, :]
     a_ptr += begin * a_row
@@ -67,7 +68,7 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
     of_a_at = rows * of_a_row
     b_ptr += e.to(tl.int64) * b_group + block.to(tl.int64) * TILE * b_row
     of_b_ptr += e.to(tl.int64) * of_b_group + block * of_b_row
-    # The second of two blocks may not be there; then the first is multiplied once more, and not stored.
+    # The second of two blocks may not exist; then the first is multiplied again, but not stored.
     other = tl.where(block + 1 < blocks, 1, 0)
     c_ptr, of_c_ptr = b_ptr + other * TILE * b_row, of_b_ptr + other * of_b_row
     first, second = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
@@ -85,7 +86,7 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
         b_ptrs += TILE
         of_b_ptr += 1
         of_c_ptr += 1
-    r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)  # anew: no register keeps them through the loop
+    r, end = rows_of(tile, e, tiles_ptr, rows_ptr, TILE)  # recomputed: no registers hold them during the loop
     n = block * TILE + local
     inside = (r < end)[:, None]
     y_ptrs = y_ptr + r[:, None] * y_row + n[None, :]
@@ -171,12 +172,12 @@ def columns_times_columns(  # type: ignore[no-untyped-def]
     of_b_tile,
     TILE: tl.constexpr,
 ):
-    """Multiply 128 x 128 numbers of one weight's gradient, over the tiles of its group."""
+    """Multiply a 128 x 128 block of one weight's gradient, over the tiles of its group."""
     across, down = tl.cdiv(K, TILE), tl.cdiv(N, TILE)
     e, local = (tl.program_id(0) // (across * down)).to(tl.int64), tl.arange(0, TILE)
     n, k = tl.program_id(0) // across % down * TILE + local, tl.program_id(0) % across * TILE + local
     begin, end = tl.load(tiles_ptr + e), tl.load(tiles_ptr + e + 1)
-    # Rows of operands that are not there are read in place of others, and not stored.
+    # Missing rows of operands are replaced by others, and not stored.
     from_a, from_b = tl.minimum(n, N - 1), tl.minimum(k, K - 1)
     a_ptrs = a_ptr + begin * TILE + from_a[:, None].to(tl.int64) * a_row + local[None, :]
     b_ptrs = b_ptr + begin * TILE + from_b[:, None].to(tl.int64) * b_row + local[None, :]
@@ -201,7 +202,7 @@ def multiply_columns(
     groups: Groups,
     shape: tuple[int, int],
 ) -> torch.Tensor:
-    """Return dW [E, N, K] in float32: of each group, the sum over its rows; zeros where it has none.
+    """Return dW [E, N, K] in float32: for each group, the sum over its rows; zeros if it has none.
 
     Args:
         left: codes [N', P] by rows, scales [N', P / 128] of dy, transposed.
@@ -252,6 +253,6 @@ def _(
 
 
 def programs_of(down: int, across: int) -> tuple[int, bool]:
-    """Return how many programs make so many blocks of 128 x 128, and whether each makes two neighbours."""
+    """Return the number of programs for blocks of 128 x 128, and whether each computes two neighbours."""
     wide = down * ((across + 1) // 2)
     return (wide, True) if across > 1 and wide >= ENOUGH else (down * across, False)

@@ -1,4 +1,4 @@
-"""Where rows lie: what they are filled up to, and which belong to which of several stacked weights."""
+"""Memory layout of rows: their padding, and which rows belong to which of several stacked weights."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
 
 
 def filled(rows: int) -> int:
-    """Return how many rows an operand has in memory: rows, and columns of scales, begin at 16 bytes."""
+    """Return the padded row count of an operand: rows, and columns of scales, begin at 16 bytes."""
     return -(-rows // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which rows each of E stacked weights has. It is on the device: the host never waits for it.
+    """The rows of each of E stacked weights. It is on the device: the host never waits for it.
 
-    Tiles of 128 rows begin anew in each group, so that none is of two.
+    Tiles of 128 rows begin anew in each group, so that no tile spans two.
     """
 
     rows: torch.Tensor
-    """[E + 1], int64: where each group begins, and the end."""
+    """[E + 1], int64: the offset of each group, and the end."""
     tiles: torch.Tensor
-    """[E + 1], int64: the number of its first tile, and of all."""
+    """[E + 1], int64: the index of its first tile, and the number of tiles."""
 
     @classmethod
     def of(cls, counts_E: torch.Tensor, device: torch.device) -> Groups:
-        """Return the groups with so many rows each."""
+        """Return groups with the given row counts."""
         counts_2E = torch.stack((counts_E, (counts_E + (TILE - 1)) // TILE)).to(device, torch.int64)
         ends = torch.nn.functional.pad(counts_2E.cumsum(1), (1, 0))
         return cls(ends[0], ends[1])
@@ -40,12 +40,12 @@ class Groups:
         return len(self.rows) - 1
 
     def most_tiles(self, rows: int) -> int:
-        """Return how many tiles so many rows have at most, however they are split up."""
+        """Return the maximum number of tiles of this many rows, however they are split into groups."""
         return (rows + (TILE - 1) * min(len(self), rows)) // TILE
 
     @property
     def searched(self) -> int:
-        """Return E, filled up to a power of two."""
+        """Return E, rounded up to a power of two."""
         return int(triton.next_power_of_2(len(self)))
 
 

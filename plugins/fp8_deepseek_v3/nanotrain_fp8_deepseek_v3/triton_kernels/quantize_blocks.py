@@ -14,16 +14,16 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, largest
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Codes and scales of weights [E, N, K]; rows and columns are filled up to whole blocks."""
+    """Codes and scales of weights [E, N, K]; rows and columns are padded to whole blocks."""
 
     codes_ENK: torch.Tensor
-    """[E, N', K'], by rows."""
+    """[E, N', K'], row-major."""
     scales_Enk: torch.Tensor
-    """[E, N' / 128, K' / 128], the last filled up to a multiple of 4, as ``scaled_mm`` asks."""
+    """[E, N' / 128, K' / 128], the last padded to a multiple of 4, as ``scaled_mm`` requires."""
     codes_EKN: torch.Tensor
-    """[E, K', N'], by rows: the same codes."""
+    """[E, K', N'], row-major: the same codes."""
     scales_Ekn: torch.Tensor
-    """[E, K' / 128, N' / 128], the last filled up to a multiple of 4."""
+    """[E, K' / 128, N' / 128], the last padded to a multiple of 4."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,8 +62,8 @@ def round_blocks(  # type: ignore[no-untyped-def]
     tl.store(at + row, w1.to(codes_ptr.dtype.element_ty))
     tl.store(at + 2 * row, w2.to(codes_ptr.dtype.element_ty))
     tl.store(at + 3 * row, w3.to(codes_ptr.dtype.element_ty))
-    # Four rows' codes as one number: bytes would be exchanged between threads one by one. They are rounded
-    # once more, of numbers that the compiler does not know to be the same: ptxas of CUDA 12.8 crashes on both
+    # Four rows' codes as one integer: bytes would be exchanged between threads one by one. They are rounded
+    # again, from values that the compiler does not know to be the same: ptxas of CUDA 12.8 crashes on two
     # uses of one conversion.
     one = tl.where(N > 0, 1.0, 2.0)
     codes = packed(w0 * one, w1 * one, w2 * one, w3 * one, codes_ptr.dtype.element_ty)
@@ -82,7 +82,7 @@ def numbers(k_ptr, n, N, inside, w_row):  # type: ignore[no-untyped-def]
 
 
 def quantize_blocks(weight: torch.Tensor) -> Blocks:
-    """Round a weight [N, K], or stacked ones [E, N, K], lying in any way."""
+    """Round a weight [N, K], or stacked ones [E, N, K], with any strides."""
     w_ENK = weight.detach() if weight.dim() == 3 else weight.detach()[None]
     E, N, K = w_ENK.shape
     n, k = triton.cdiv(N, TILE), triton.cdiv(K, TILE)

@@ -10,7 +10,7 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format
 from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, magnitudes, scale_of
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import filled
 
-#: Rows that one program rounds: 8 KB of bfloat16, 64 bytes for each of its threads.
+#: Rows per program: 8 KB of bfloat16, 64 bytes for each of its threads.
 ROWS = 32
 
 
@@ -47,9 +47,9 @@ def round_rows(  # type: ignore[no-untyped-def]
 def quantize_rows(
     x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [R', C'] by rows and scales [R', C' / 128] by columns.
+    """Return codes [R', C'] row-major and scales [R', C' / 128] column-major.
 
-    Rows are filled up to a multiple of 16, columns to whole tiles. ``x`` may lie in any way.
+    Rows are padded to a multiple of 16, columns to whole tiles. ``x`` may have any strides.
     """
     rounded = _in_graph if torch.compiler.is_compiling() else _launch
     codes, scales = rounded(x_RC, format_.dtype, power_of_two)
@@ -57,7 +57,7 @@ def quantize_rows(
 
 
 def _launch(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [R', C'] and scales [C' / 128, R'], both by rows."""
+    """Return codes [R', C'] and scales [C' / 128, R'], both row-major."""
     codes, scales = _empty(x_RC, dtype)
     (R, C), (tiles, rows) = x_RC.shape, scales.shape
     if codes.numel():

@@ -1,4 +1,4 @@
-"""Tiles of 128 x 1, stored with rows and columns exchanged: both operands of dW, in one pass over memory."""
+"""Tiles of 128 x 1, stored transposed: both operands of dW, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format
 from nanotrain_fp8_deepseek_v3.triton_kernels.arithmetic import divided, largest_of_four, packed, scale_of
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups, filled, group_of, rows_of
 
-#: Columns that one program rounds: 128 bytes of bfloat16 in each of 128 rows.
+#: Columns per program: 128 bytes of bfloat16 in each of 128 rows.
 COLUMNS = 64
 
-#: Threads and registers: the compiler's count of instructions for each number is what sets them. A load of
-#: 16 bytes is 8 numbers but 16 codes, whose columns' scales each thread makes: fewer threads, more rows each.
+#: Threads and registers, set by the compiler's instruction count per element. A load of 16 bytes is 8
+#: elements but 16 codes, whose columns' scales each thread computes: fewer threads, more rows each.
 OF_NUMBERS = {"num_warps": 4, "maxnreg": 128}
 OF_CODES = {"num_warps": 2}
 
-#: What Triton calls the formats.
+#: Triton's names of the formats.
 NAMES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -47,9 +47,9 @@ def round_columns(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round 128 rows by ``COLUMNS`` of numbers, or of codes with their scales, and store them transposed.
+    """Round 128 rows by ``COLUMNS`` of elements, or of codes with their scales, and store them transposed.
 
-    Four rows' codes become one number of 32 bits before they are exchanged between threads: bytes would be
+    Four rows' codes become one 32-bit integer before they are exchanged between threads: bytes would be
     exchanged one by one.
 
     ``SEARCHED`` 0: all rows are one group.
@@ -103,10 +103,10 @@ def quantize_transposed(
     *,
     power_of_two: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [C', P] by rows and scales [C', P / 128] by columns: P rows, filled up to whole tiles.
+    """Return codes [C', P] row-major and scales [C', P / 128] column-major: P rows, padded to whole tiles.
 
-    Columns are filled up to a multiple of 16. With groups, tiles begin anew in each, and of P,
-    which is as much as there may be, only the tiles that there are have been written.
+    Columns are padded to a multiple of 16. With groups, tiles begin anew in each, and of P,
+    which is an upper bound, only the tiles that exist have been written.
     """
     return _transposed(x_RC, None, groups, format_, power_of_two=power_of_two)
 
@@ -114,7 +114,7 @@ def quantize_transposed(
 def requantize_transposed(
     codes_RC: torch.Tensor, scales: torch.Tensor, groups: Groups | None = None, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same of codes and scales [R, c] of tiles of 1 x 128: they are rounded once more."""
+    """Return the same for codes and scales [R, c] of tiles of 1 x 128, rounding them again."""
     return _transposed(codes_RC, scales, groups, E4M3, power_of_two=power_of_two)
 
 
@@ -140,7 +140,7 @@ def _launch(
     dtype: torch.dtype,
     power_of_two: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [C', P] and scales [P / 128, C'], both by rows; ``rows`` and ``tiles`` are of groups."""
+    """Return codes [C', P] and scales [P / 128, C'], both row-major; ``rows`` and ``tiles`` are of groups."""
     codes, scales = _empty(x_RC, rows, tiles, dtype)
     (R, C), (many, columns) = x_RC.shape, scales.shape
     groups = None if rows is None or tiles is None else Groups(rows, tiles)
