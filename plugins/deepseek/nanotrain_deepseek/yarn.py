@@ -17,7 +17,7 @@ from nanotrain_deepseek.config import DeepSeekConfig
 
 
 def rotation(length: int, config: DeepSeekConfig, *, like: torch.Tensor, start: int = 0) -> Rotation:
-    """Return the rotation of ``length`` positions from ``start``: cosines and signed sines, each [S, 1, P]."""
+    """Return the rotation of ``length`` positions from ``start``: cosines, signed sines, each [S, 1, P]."""
     magnitude = config.yarn.magnitude if config.yarn else 1.0
     inv_freq_P = frequencies(config, device=like.device)
     return rope_rotation(length, inv_freq_P, like=like, magnitude=magnitude, start=start)

@@ -1,6 +1,6 @@
-"""State of a run in host memory, kept at every step and in two places: a restart needs no checkpoint.
+"""Snapshots of a run's state in host memory, at every step and in two places: a restart needs no checkpoint.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 
 Source of the idea: Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
 Checkpoints", SOSP 2023.
@@ -27,17 +27,18 @@ __version__ = "0.1.0"
 
 @attrs.define(frozen=True, kw_only=True)
 class MemorySnapshotsConfig:
-    """``[[monitor]] use = "memory_snapshots"``. Takes effect where `run.max_restarts` is above 0."""
+    """``[[monitor]] use = "memory_snapshots"``. Takes effect if `run.max_restarts` is above 0."""
 
     every: int = attrs.field(default=1, validator=Range(1))
-    """Steps between two snapshots: as many may be lost when ranks are started again."""
+    """Steps between two snapshots: at most this many steps are lost when ranks are restarted."""
     keep: int = attrs.field(default=2, validator=Range(2, 16))
-    """Newest snapshots that each rank keeps. There is room for one more, which is being written."""
+    """Number of newest snapshots that each rank keeps. There is memory for one more, which is being
+    written."""
     neighbour: bool = True
-    """Also keep each rank's snapshots at another rank, on another host where there are several: without it,
-    what a host had is lost with it. Twice the memory."""
+    """Also keep each rank's snapshots at another rank, on another host if there are several: without it,
+    the snapshots of a lost host are lost. Twice the memory."""
     folder: str = "/dev/shm"
-    """Where snapshots are kept, on every host: a file system in memory, whose files outlive processes."""
+    """Folder of the snapshots on every host: in an in-memory file system, whose files outlive processes."""
 
 
 METRICS = (
@@ -73,7 +74,7 @@ METRICS = (
 
 
 def check_snapshots(recipe: Recipe, config: MemorySnapshotsConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse what is no folder, and two of these."""
+    """Reject a value that is not a folder, and a second monitor of this kind."""
     others = [n for n, each in enumerate(recipe.monitor) if each.use == "memory_snapshots"]
     if not Path(config.folder).is_absolute() or "\0" in config.folder:
         shown = repr(config.folder[:200])
@@ -84,7 +85,7 @@ def check_snapshots(recipe: Recipe, config: MemorySnapshotsConfig, layout: Layou
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``memory_snapshots``."""
+    """Register ``memory_snapshots``."""
     register(
         Component(
             name="memory_snapshots",

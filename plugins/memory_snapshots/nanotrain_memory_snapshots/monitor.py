@@ -1,4 +1,4 @@
-"""The monitor ``memory_snapshots``: keeps each step's state, and gives it back after a restart."""
+"""The monitor ``memory_snapshots``: keeps each step's state, and restores it after a restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nanotrain_memory_snapshots.slot import HEAD, OTHER, OWN, Slot
 from nanotrain_memory_snapshots.space import missing
 from nanotrain_memory_snapshots.writing import Places, Writing
 
-#: What to do where there is not enough memory.
+#: Advice if there is not enough memory.
 ADVICE = (
     "give hosts a larger one, name another in `folder`, set `neighbour = false`, or leave the monitor out"
 )
@@ -38,7 +38,7 @@ log = structlog.get_logger("nanotrain.memory_snapshots")
 
 
 class MemorySnapshots(Monitor):
-    """See the README. Nothing happens in a run that no launcher would start again."""
+    """See the README. Does nothing in a run that no launcher would restart."""
 
     reads_weights = False
 
@@ -52,13 +52,13 @@ class MemorySnapshots(Monitor):
         self.blocked, self.rollbacks = 0.0, 0
         self.seconds: float | None = None
         self.problems: list[str] = []
-        """Not told yet."""
+        """Not reported yet."""
         self._told: set[str] = set()
 
-    # --- before a checkpoint is looked for ------------------------------------------------------
+    # --- before the search for a checkpoint -----------------------------------------------------
 
     def on_before_restore(self, restore: Restore) -> None:
-        """Know whose snapshots are this run's; delete those of earlier starts."""
+        """Find this run's snapshots; delete those of earlier starts."""
         self.restore = self.found = None
         mesh, run_folder = restore.mesh, restore.folder.parent
         if not (restore.may_restart or restore.again):
@@ -85,7 +85,7 @@ class MemorySnapshots(Monitor):
             self.group = ring.make_group(mesh.timeout)
 
     def on_recover(self, restore: Restore, at_least: int) -> TrainState | None:
-        """Fill the run's state with the newest snapshot that every rank's is whole of."""
+        """Fill the run's state from the newest snapshot that is intact on every rank."""
         if self.restore is None or not self.is_old:
             return None
         self.found, damaged = go_back(self.seen, restore.state(), restore.mesh, at_least, self.group)
@@ -103,7 +103,7 @@ class MemorySnapshots(Monitor):
     # --- the run ----------------------------------------------------------------------------------
 
     def on_start(self, run: RunInfo) -> None:
-        """Have room for snapshots, or refuse the run."""
+        """Reserve memory for snapshots, or fail the run."""
         self.run, self.seconds = run, None
         if self.restore is None:
             return
@@ -124,7 +124,7 @@ class MemorySnapshots(Monitor):
         self.life: str = mesh.gather(uuid.uuid4().hex)[0]
         if further and hosts[to] == hosts[mesh.rank] and len(set(hosts)) > 1:
             log.warning("the neighbour with this rank's memory snapshots is on the same host", neighbour=to)
-        # Last: from here on each rank waits for what its neighbour sends.
+        # Last: from here on each rank waits for its neighbour's messages.
         self.places = Places(mesh.rank, own, others, self.group if further else None, to, source)
         self.rollbacks = self.found.moment.rollbacks if self.found is not None else 0
         if self.found is not None and run.rank == 0:
@@ -132,7 +132,7 @@ class MemorySnapshots(Monitor):
             run.metrics.scalar("recovery/from_neighbours", float(self.found.from_copies))
 
     def _delete_others(self, machines: list[str]) -> None:
-        """Keep of what is on this host what was gone back to: nothing else may be taken for it later."""
+        """Keep only the restored snapshots on this host: later nothing else may be mistaken for them."""
         assert self.restore is not None
         mine = [rank for rank, machine in enumerate(machines) if machine == socket.gethostname()]
         if self.run.rank == mine[0]:
@@ -146,10 +146,10 @@ class MemorySnapshots(Monitor):
                 slot.clear()
 
     def _make_room(self, rooms: list[tuple[Slot, int]], wanted: list[tuple[str, int]]) -> None:
-        """Reserve memory for so many bytes in each slot, if the host has what all its ranks want.
+        """Reserve memory for this many bytes in each slot, if the host has enough for all its ranks.
 
         Raises:
-            NanotrainError: it has not.
+            NanotrainError: it does not.
         """
         machine = socket.gethostname()
         total = sum(more for where, more in wanted if where == machine)
@@ -173,11 +173,11 @@ class MemorySnapshots(Monitor):
         self.writing = Writing(self.places, end.state(), Moment(end.rollbacks, end.step, self.life))
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Have the snapshot complete before anything of it changes."""
+        """Wait until the snapshot is complete before the update modifies the weights."""
         self._finish()
 
     def on_after_update(self, update: UpdateReport) -> None:
-        """Note that the step is done: what is gone back to tells how many were lost."""
+        """Record that the step is done: a rollback to a snapshot reports how many steps were lost."""
         if self.places is not None:
             self.places.own[0].note_reached(self.rollbacks, update.step)
 
@@ -191,7 +191,7 @@ class MemorySnapshots(Monitor):
             self.restore.recoverable(writing.moment.step)
 
     def _tell(self) -> None:
-        """Say once what went wrong, a step later: if ranks are gone, the run ends for that by then."""
+        """Report a problem once, a step later: if ranks are gone, the run ends for that reason by then."""
         for problem in self.problems:
             if problem not in self._told:
                 self._told.add(problem)
@@ -199,13 +199,13 @@ class MemorySnapshots(Monitor):
         self.problems.clear()
 
     def on_step(self, report: StepReport) -> None:
-        """Tell what it costs."""
+        """Publish the cost."""
         if self.seconds is not None:
             self.run.metrics.scalar("snapshots/seconds", self.seconds)
             self.run.metrics.scalar("snapshots/blocked", self.blocked)
 
     def on_end(self, report: EndReport) -> None:
-        """Delete what nobody will go back to; after a failure the ranks may be started again."""
+        """Delete snapshots that no restart will need; after a failure the ranks may be restarted."""
         if self.restore is None or self.places is None:
             return
         if self.writing is not None and report.reason != "failed":
@@ -221,10 +221,10 @@ def _changes(old: places.Identity | None, now: Mapping[str, str]) -> list[str]:
 
 
 def _agree(mesh: Mesh, act: Callable[[], object]) -> None:
-    """Do ``act`` on every rank; raise on all what the first with a problem says.
+    """Call ``act`` on every rank; raise on all ranks the error of the first rank with a problem.
 
     Raises:
-        NanotrainError: naming it.
+        NanotrainError: naming the rank.
     """
     said = ""
     try:

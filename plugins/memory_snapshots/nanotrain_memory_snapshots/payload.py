@@ -1,4 +1,4 @@
-"""A run's state as bytes, and back: blocks one after another, then this rank's random-number streams."""
+"""Converts a run's state to bytes and back: the blocks, then this rank's random-number streams."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 
 from nanotrain_core.api.torch import TrainState
 
-#: Every tensor begins at a multiple of so many bytes.
+#: Alignment of every tensor in bytes.
 ALIGNED = 64
 
 
 @attrs.define(frozen=True)
 class Form:
-    """Which tensors a state has, and where each is in its bytes."""
+    """The tensors of a state, and their positions in its bytes."""
 
     tensors: Sequence[torch.Tensor]
     begins: Sequence[int]
     nbytes: int
     checksum: int
-    """Of names, shapes and dtypes."""
+    """Checksum of names, shapes and dtypes."""
 
     @classmethod
     def of(cls, state: TrainState) -> Form:
-        """Lay a state out."""
+        """Compute the layout of a state."""
         tensors = [block.tensor.detach() for block in state.blocks] + [*state.rank_tensors.values()]
         names = [(block.name, tuple(block.offset)) for block in state.blocks] + [*state.rank_tensors]
         begins, end = [], 0
@@ -40,14 +40,14 @@ class Form:
         return cls(tensors, begins, end, zlib.crc32(repr((names, shapes)).encode()))
 
     def places(self, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each tensor that has elements, and its place in ``payload`` as a tensor like it."""
+        """Yield each tensor that has elements, and its place in ``payload`` as a tensor of the same form."""
         for tensor, begin in zip(self.tensors, self.begins, strict=True):
             size = tensor.numel() * tensor.element_size()
             if size:
                 yield tensor, payload[begin : begin + size].view(tensor.dtype).view(tensor.shape)
 
     def write(self, payload: torch.Tensor, after: Any) -> None:
-        """Copy the tensors into ``payload``; those of a GPU as they are at ``after``, of :func:`computed`."""
+        """Copy the tensors into ``payload``; those on a GPU as of ``after``, returned by :func:`computed`."""
         with _stream_of_its_own(after):
             for tensor, place in self.places(payload):
                 if tensor.is_cpu and tensor.is_contiguous():  # NumPy is faster than torch on one thread
@@ -66,7 +66,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def computed(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return when ``tensors`` of a GPU are there, as far as this thread has asked for them; None: now."""
+    """Return an event after which GPU ``tensors`` are computed, as queued by this thread; None: now."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None
@@ -77,7 +77,7 @@ def computed(tensors: Sequence[torch.Tensor]) -> Any:
 
 @contextmanager
 def _stream_of_its_own(after: Any) -> Iterator[None]:
-    """Have a GPU copy from ``after`` on, beside what else it does; in the end the copies are complete."""
+    """Make a GPU copy on a separate stream after ``after``; at the end the copies are complete."""
     if after is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""Where a run's snapshots are: a folder for each rank, named after the run's identity. Torch-free.
+"""The location of a run's snapshots: a folder for each rank, named after the run's identity. Torch-free.
 
-The identity is a random name in the run folder, beside what has to be the same for a snapshot to be of use.
-It is a new one whenever a run is started by a person, and stays when a launcher starts the ranks again.
+The identity is a random name in the run folder, with what must be unchanged for a snapshot to be usable.
+It is new whenever a user starts a run, and unchanged when a launcher restarts the ranks.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ PREFIX = "nanotrain-snapshots-"
 
 @attrs.define(frozen=True)
 class Identity:
-    """What the snapshots of a run have in common."""
+    """The common properties of a run's snapshots."""
 
     name: str
     of: Mapping[str, str]
-    """As ``Restore.identity`` says it."""
+    """From ``Restore.identity``."""
 
     def differences(self, now: Mapping[str, str]) -> list[str]:
-        """Return what is another one now, in words."""
+        """Return what has changed, in words."""
         return sorted(key for key in {*self.of, *now} if self.of.get(key) != now.get(key))
 
 
 def new_identity(of: Mapping[str, str]) -> Identity:
-    """Return one that no run had before."""
+    """Return an identity that no run had before."""
     return Identity(uuid.uuid4().hex, of)
 
 
 def read_identity(run_folder: Path) -> Identity | None:
-    """Return that of the run's last start; None if there is none that can be read."""
+    """Return the identity of the run's last start; None if there is none that can be read."""
     try:
         found = json.loads((run_folder / FILE).read_text(encoding="utf-8"))
         name, of = found["name"], found["of"]
@@ -54,7 +54,7 @@ def read_identity(run_folder: Path) -> Identity | None:
 
 
 def write_identity(run_folder: Path, identity: Identity) -> None:
-    """Leave it in the run folder."""
+    """Write it to the run folder."""
     run_folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(run_folder / FILE, json.dumps(attrs.asdict(identity), indent=1))
 
@@ -65,10 +65,10 @@ def folder_of(rank: int, identity: Identity, within: str) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Have the folder of a rank, which nobody else may read.
+    """Create the folder of a rank, readable by no other user.
 
     Raises:
-        NanotrainError: it cannot be made, or somebody else has it.
+        NanotrainError: it cannot be created, or belongs to another user.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -81,7 +81,7 @@ def make_folder(path: Path) -> None:
 
 
 def folders_here(identity: Identity, within: str) -> Iterator[tuple[int, Path]]:
-    """Yield the ranks whose folders this host has, and those."""
+    """Yield the ranks whose folders are on this host, and the folders."""
     for path in sorted(Path(within).glob(f"{PREFIX}{identity.name}-*")):
         number = path.name.rpartition("-")[2]
         if number.isdecimal() and not path.is_symlink() and path.lstat().st_uid == os.getuid():

@@ -1,7 +1,7 @@
-"""Ranks that were started again agree on the newest moment that all of them can go back to, and go there.
+"""Restarted ranks agree on the newest moment that all of them can restore, and restore it.
 
-A moment is of use if every rank's snapshot of it is whole somewhere: in its own folder, at its neighbour, or
-left on a host by ranks that had other numbers there.
+A moment is usable if every rank's snapshot of it is intact somewhere: in its own folder, at its neighbour, or
+left on a host by ranks with other numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Held:
     machine: str
     folder: Path
     name: str
-    """Of its slot."""
+    """Name of its slot."""
     form: int
     nbytes: int
 
@@ -48,13 +48,13 @@ class Held:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The same for all ranks that see it."""
+        """The location, the same for all ranks that see it."""
         return self.machine, str(self.folder / self.name)
 
 
 @attrs.define(frozen=True)
 class Seen:
-    """What one rank sees on its host."""
+    """The snapshots that one rank sees on its host."""
 
     held: Sequence[Held] = ()
     reached: tuple[int, int] = (0, 0)
@@ -62,7 +62,7 @@ class Seen:
 
 
 def look(identity: Identity, within: str) -> Seen:
-    """Return all that this host has."""
+    """Return all snapshots on this host."""
     held, reached = [], [(0, 0)]
     for _, folder in folders_here(identity, within):
         for path in sorted(folder.glob("*.bin")):
@@ -77,20 +77,20 @@ def look(identity: Identity, within: str) -> Seen:
 
 @attrs.define(frozen=True)
 class Plan:
-    """Who reads which snapshot for whom."""
+    """The reader of each rank's snapshot."""
 
     moment: Moment
     sources: Sequence[tuple[int, Held]]
-    """For each rank: who reads it, and which."""
+    """For each rank: the rank that reads its snapshot, and which."""
 
 
 def plans(seen: Sequence[Sequence[Held]], at_least: int, bad: set[tuple[str, str]]) -> Iterator[Plan]:
-    """Yield what may be gone back to, newest first, as long as ``bad`` leaves something of it.
+    """Yield the moments that can be restored, newest first, unless ``bad`` makes them incomplete.
 
     Args:
         seen: by each rank.
-        at_least: older steps are of no use.
-        bad: places that were found to be damaged; may grow meanwhile.
+        at_least: older steps are not usable.
+        bad: locations found to be damaged; may grow during iteration.
     """
     moments = {held.moment for each in seen for held in each if held.moment.step >= at_least}
     for moment in sorted(moments, reverse=True):
@@ -105,8 +105,8 @@ def plans(seen: Sequence[Sequence[Held]], at_least: int, bad: set[tuple[str, str
 def _source(
     rank: int, seen: Sequence[Sequence[Held]], moment: Moment, bad: set[tuple[str, str]]
 ) -> tuple[int, Held] | None:
-    """Return who reads the snapshot of ``rank``: itself where it can, its own before a copy; else the first
-    that sees one."""
+    """Return who reads the snapshot of ``rank``: itself if it can, its own before a copy; else the first that
+    sees one."""
     for reader in [rank, *(other for other in range(len(seen)) if other != rank)]:
         here = [held for held in seen[reader] if (held.of, held.moment) == (rank, moment)]
         whole = [held for held in here if held.place not in bad]
@@ -117,21 +117,21 @@ def _source(
 
 @attrs.define(frozen=True)
 class Found:
-    """What ranks go back to."""
+    """The restored state of all ranks."""
 
     state: TrainState
     moment: Moment
     steps_lost: int
     from_copies: int
-    """Ranks whose own snapshot was not there, and their neighbour's was."""
+    """Ranks whose own snapshot was missing, and that used their neighbour's copy."""
 
 
 def go_back(
     seen: Seen, state: TrainState, mesh: Mesh, at_least: int, group: Any
 ) -> tuple[Found | None, list[str]]:
-    """Fill ``state``; return what became of it, or None, and what was found to be damaged. Collective.
+    """Fill ``state``; return the result, or None, and what was found to be damaged. Collective.
 
-    Nothing is filled before every rank's snapshot was read and compared with its seal.
+    Nothing is filled before every rank's snapshot was read and verified against its seal.
     """
     everyone: list[Seen] = mesh.gather(seen)
     form, bad, damaged = Form.of(state), set[tuple[str, str]](), list[str]()
@@ -161,7 +161,7 @@ def _problem(held: Held, form: tuple[int, int]) -> str:
 
 
 def _fetch(plan: Plan, mesh: Mesh, group: Any) -> tuple[Mapping[str, Any], torch.Tensor]:
-    """Have this rank's snapshot, and send those that others lack."""
+    """Obtain this rank's snapshot, and send those that other ranks lack."""
     works = []
     for of, (reader, held) in enumerate(plan.sources):
         if reader == mesh.rank and of != reader:
@@ -179,7 +179,7 @@ def _fetch(plan: Plan, mesh: Mesh, group: Any) -> tuple[Mapping[str, Any], torch
 
 
 def _meta(plan: Plan, rank: int) -> Mapping[str, Any]:
-    """Return what the snapshot says beside its bytes, which is the same on all ranks."""
+    """Return the snapshot's metadata, which is the same on all ranks."""
     reader, held = plan.sources[rank]
     seal = held.slot.seal() if reader == rank else None
     return {} if seal is None else seal.meta

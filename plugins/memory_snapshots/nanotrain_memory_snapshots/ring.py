@@ -1,4 +1,4 @@
-"""Each rank sends its snapshot to one rank and receives one, beside training, through the hosts' network."""
+"""Sends each rank's snapshot to one rank, overlapped with training, over the hosts' network."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from nanotrain_memory_snapshots.seal import Moment
 from nanotrain_memory_snapshots.slot import Slot
 
-#: Tags of what one rank sends another: sizes, seal, bytes.
+#: Tags of messages between ranks: sizes, seal, bytes.
 SIZES, SEAL, BYTES = range(3)
 
 
 def host() -> str:
-    """Return what ranks of one host have in common: launchers on one machine count as several hosts."""
+    """Return what identifies this rank's host: launchers on one machine count as several hosts."""
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
     return f"{socket.gethostname()}/{node}"
 
 
 def distance(hosts: Sequence[str]) -> int:
-    """Return how many ranks further a rank's neighbour is: the least with which all have one on another host.
+    """Return the smallest ring distance at which every rank's neighbour is on another host.
 
-    Where that cannot be, it is the next rank.
+    If there is none, the neighbour is the next rank.
 
     Args:
         hosts: of each rank.
@@ -40,9 +40,9 @@ def distance(hosts: Sequence[str]) -> int:
 
 
 def make_group(timeout: timedelta) -> Any:
-    """Make the group in which snapshots travel: of gloo, since they lie in the hosts' memory. Collective."""
+    """Create the group for snapshots: a gloo group, since they are in the hosts' memory. Collective."""
     level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.OFF)  # in detail, torch would wait for all ranks in each call
+    dist.set_debug_level(dist.DebugLevel.OFF)  # at level DETAIL, torch would wait for all ranks in each call
     try:
         return dist.new_group(backend="gloo", timeout=timeout, group_desc="memory_snapshots")
     finally:
@@ -50,10 +50,10 @@ def make_group(timeout: timedelta) -> Any:
 
 
 def send(group: Any, to: int, text: bytes, payload: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
-    """Begin to send a sealed snapshot, or with an empty ``text`` that there is none.
+    """Begin to send a sealed snapshot, or with an empty ``text`` a message that there is none.
 
     Returns:
-        What to wait for, each with its memory.
+        The pending sends, each with its memory.
     """
     sizes = torch.tensor([len(text), len(payload) if text else 0])
     parts = [(SIZES, sizes)]
@@ -68,8 +68,8 @@ def receive(group: Any, source: int, slot: Slot, moment: Moment) -> bool:
     Args:
         group: of :func:`make_group`.
         source: the rank that sends.
-        slot: where to.
-        moment: of what is expected.
+        slot: destination.
+        moment: the expected moment.
     """
     sizes = torch.zeros(2, dtype=torch.int64)
     dist.recv(sizes, source, group=group, tag=SIZES)
@@ -84,6 +84,6 @@ def receive(group: Any, source: int, slot: Slot, moment: Moment) -> bool:
 
 
 def wait(works: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Wait until everything is sent."""
+    """Wait until everything has been sent."""
     for work, _ in works:
         work.wait()

@@ -1,7 +1,7 @@
-"""What makes a snapshot one: the text beside its bytes, written when they are complete. Torch-free.
+"""The seal of a snapshot: text next to its bytes, written when they are complete. Torch-free.
 
-Bytes that have no seal are being written, or were when a process was killed. The text ends with a checksum of
-itself and has one of the bytes: memory of hosts is not always as good as their processors believe.
+Bytes without a seal are being written, or were when a process was killed. The text ends with a checksum of
+itself and contains one of the bytes, because host memory may be corrupted.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ class Moment:
     """A point of a run; later ones are larger."""
 
     rollbacks: int
-    """Of the run until then: what comes after one is later, whatever its step."""
+    """Rollbacks of the run until then: a moment after more of them is later, whatever its step."""
     step: int
     life: str
-    """Of the processes that came there: others may have come to the same step otherwise."""
+    """Identifies the processes that reached it: others may have reached the same step with another state."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class Seal:
-    """Of one rank's snapshot."""
+    """The seal of one rank's snapshot."""
 
     rank: int
-    """Whose state it is."""
+    """The rank whose state it is."""
     moment: Moment
     form: int
-    """Checksum of names, shapes and dtypes of what the bytes are."""
+    """Checksum of names, shapes and dtypes in the bytes."""
     nbytes: int
     checksum: int
     """CRC-32 of the bytes."""
     meta: Mapping[str, Any]
-    """As a checkpoint's."""
+    """As in a checkpoint."""
 
     def text(self) -> bytes:
-        """Return it as what :func:`parse` reads."""
+        """Return it in the form that :func:`parse` reads."""
         body = json.dumps(attrs.asdict(self)).encode()
         return body + b"\n%d\n" % zlib.crc32(body)
 

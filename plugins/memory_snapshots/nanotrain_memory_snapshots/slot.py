@@ -1,7 +1,7 @@
-"""A place for one snapshot: a file of bytes that is used again and again, and its seal beside it.
+"""A slot for one snapshot: a reused file of bytes, and its seal next to it.
 
-To be written, a slot loses its seal first and gets the new one last, under its own name at once: a process
-may be killed at any point. Nothing is flushed: files in memory outlive a process as they are, and no host.
+To be written, a slot loses its seal first and gets the new one last, atomically under its own name: a process
+may be killed at any point. Nothing is flushed: files in memory outlive a process unchanged, but not a host.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from nanotrain_core.api import CheckpointError
 from nanotrain_memory_snapshots.seal import LARGEST, Moment, Seal, parse
 
-#: Bytes before those of the snapshot: how far the run has come, as rollbacks and steps.
+#: Bytes before those of the snapshot: the run's progress, as rollbacks and steps.
 HEAD = 64
-#: How slots are called that hold a rank's own snapshots, and its neighbour's.
+#: Names of the slots of a rank's own snapshots, and of its neighbour's.
 OWN, OTHER = "own", "other"
 _REACHED = struct.Struct("<qq")
 
@@ -34,10 +34,10 @@ class Slot:
         self._mapped: torch.Tensor | None = None
         seal = self.seal()
         self.moment = None if seal is None else seal.moment
-        """Of the snapshot that is sealed here."""
+        """The moment of the snapshot that is sealed here."""
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory for so many bytes.
+        """Reserve memory for this many bytes.
 
         Raises:
             OSError: there is not enough.
@@ -54,7 +54,7 @@ class Slot:
             os.close(file)
 
     def payload(self, nbytes: int) -> torch.Tensor:
-        """Return the bytes, which are the file's: uint8 [nbytes].
+        """Return the bytes, memory-mapped from the file: uint8 [nbytes].
 
         Raises:
             OSError: there is not enough memory.
@@ -66,20 +66,20 @@ class Slot:
         return self._mapped[HEAD:]
 
     def begin(self, nbytes: int) -> torch.Tensor:
-        """Break the seal, and return :meth:`payload` to be filled with another snapshot."""
+        """Remove the seal, and return :meth:`payload` to be filled with another snapshot."""
         self.moment = None
         self.sealed.unlink(missing_ok=True)
         return self.payload(nbytes)
 
     def nbytes(self) -> int:
-        """Return how many bytes of a snapshot there is room for."""
+        """Return the capacity in bytes of a snapshot."""
         try:
             return max(0, self.bytes.stat().st_size - HEAD)
         except OSError:
             return 0
 
     def reached(self) -> tuple[int, int]:
-        """Return what was last noted here, and zeros if nothing was."""
+        """Return the progress last recorded here, and zeros if none was."""
         with contextlib.suppress(OSError, struct.error), self.bytes.open("rb") as file:
             rollbacks, step = _REACHED.unpack(file.read(_REACHED.size))
             return rollbacks, step
@@ -93,12 +93,12 @@ class Slot:
         self.moment = moment
 
     def clear(self) -> None:
-        """Forget the snapshot, and how far the run had come."""
+        """Discard the snapshot and the recorded progress."""
         self.begin(self.nbytes())
         self.note_reached(0, 0)
 
     def note_reached(self, rollbacks: int, step: int) -> None:
-        """Note, whatever becomes of this process, how far the run has come."""
+        """Record the run's progress so that it outlives this process."""
         self.payload(self.nbytes())
         assert self._mapped is not None
         words = bytearray(_REACHED.pack(rollbacks, step))
@@ -112,7 +112,7 @@ class Slot:
         return None
 
     def damage(self) -> str:
-        """Read the snapshot, and return what is wrong with it: empty if it is as it was sealed."""
+        """Read the snapshot, and return what is wrong with it: empty if it matches its seal."""
         seal = self.seal()
         if seal is None:
             return f"{self.sealed} is no seal"
@@ -133,6 +133,6 @@ def checksum(payload: torch.Tensor) -> int:
 
 
 def to_write(slots: Sequence[Slot]) -> Slot:
-    """Return the slot to write next: one without a snapshot, else the oldest snapshot's."""
+    """Return the slot to write next: one without a snapshot, otherwise the one with the oldest."""
     empty = [slot for slot in slots if slot.moment is None]
     return empty[0] if empty else min(slots, key=lambda slot: slot.moment or Moment(0, 0, ""))

@@ -1,4 +1,4 @@
-"""Whether a host has the memory that snapshots want, asked before any is taken. Torch-free."""
+"""Checks whether a host has enough memory for snapshots, before any is allocated. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-#: File systems whose files are in memory.
+#: In-memory file systems.
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
-#: Share of the host's memory that is left to everybody else.
+#: Fraction of the host's memory that is left to other processes.
 LEFT = 0.05
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def missing(folder: Path, nbytes: int) -> str:
-    """Return why ``nbytes`` more must not be taken in ``folder``; empty if they may be."""
+    """Return why ``nbytes`` more must not be allocated in ``folder``; empty if they may be."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if nbytes > free:
@@ -28,7 +28,7 @@ def missing(folder: Path, nbytes: int) -> str:
 
 
 def file_system(folder: Path) -> str:
-    """Return the kind of file system that a folder is on, empty if the system does not say."""
+    """Return the file-system type of a folder, empty if the system does not report it."""
     try:
         lines = (PROC / "self" / "mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def file_system(folder: Path) -> str:
 
 
 def _available() -> Iterator[float]:
-    """Yield how many bytes of memory may be taken: of the host, and of this control group, where known."""
+    """Yield the available bytes of memory: of the host, and of this control group, where known."""
     try:
         rows = (line.split() for line in (PROC / "meminfo").read_text(encoding="utf-8").splitlines())
         sizes = {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows if len(row) > 1}

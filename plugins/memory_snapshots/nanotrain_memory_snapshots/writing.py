@@ -1,7 +1,7 @@
-"""One snapshot on its way: a thread copies, seals and exchanges it while the next step is computed.
+"""One snapshot in progress: a thread copies, seals and sends it while the next step is computed.
 
-Only an update changes what is copied, so forward and backward need not wait, and the update waits for all of
-it: from then on the step before is in two places, whatever happens.
+Only an update modifies what is copied, so forward and backward need not wait, and the update waits for all of
+it: from then on the previous step is stored twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanotrain_memory_snapshots.slot import Slot, checksum, to_write
 
 @attrs.define(frozen=True, eq=False)
 class Places:
-    """Where a rank's snapshots go."""
+    """The destinations of a rank's snapshots."""
 
     rank: int
     own: list[Slot]
@@ -34,23 +34,23 @@ class Places:
 
 
 class Writing:
-    """The snapshot that was begun last."""
+    """The most recent snapshot."""
 
     def __init__(self, places: Places, state: TrainState, moment: Moment) -> None:
         self.places, self.state, self.moment = places, state, moment
         self.seconds = 0.0
-        """That it took."""
+        """Its duration."""
         self.problem = ""
         """Why this rank has no snapshot of this step."""
         self.broken = ""
-        """Why nothing was exchanged: ranks are gone, most likely."""
+        """Why the send/recv failed: most likely ranks are gone."""
         self._began, self._form = time.monotonic(), Form.of(state)
         self._after = computed(self._form.tensors)
         self._thread = threading.Thread(target=self._work, name="memory-snapshots", daemon=True)
         self._thread.start()
 
     def join(self) -> float:
-        """Wait until it is done, and return for how many seconds."""
+        """Wait until it is done, and return the seconds waited."""
         began = time.monotonic()
         self._thread.join()
         return time.monotonic() - began

@@ -1,6 +1,6 @@
-"""Checkpoints that every rank writes a share of, and any layout reads: safetensors, JSON and SHA-256.
+"""Checkpoints to which every rank writes a shard and which any layout reads: safetensors, JSON and SHA-256.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from typing import Literal
@@ -17,21 +17,21 @@ class ShardedConfig:
     """``[checkpoint] use = "sharded_v2"``."""
 
     every: int = attrs.field(default=0, validator=Range(0))
-    """Steps between checkpoints; 0 leaves the moment to `every_minutes` and the end of the run."""
+    """Steps between checkpoints; 0 leaves it to `every_minutes` and the end of the run."""
     every_minutes: float = attrs.field(default=0.0, validator=Range(0.0, 1e6))
     """Minutes between checkpoints, by rank 0's clock; 0 leaves it to `every`."""
     keep: int = attrs.field(default=2, validator=Range(1))
-    """Newest checkpoints to keep. The newest verified one, the newest of those before the last finite
-    validation loss, and those the run was restored from stay, too."""
+    """Number of newest checkpoints to keep. In addition, the newest verified one, the newest of those before
+    the last finite validation loss, and those the run was restored from are kept."""
     asynchronous: bool = True
-    """Train on while files are written, at the price of a copy of this rank's share in host memory."""
+    """Write files while training continues, at the cost of a copy of this rank's shard in host memory."""
     verify: Literal["full", "size", "none"] = "full"
-    """Before a load: compare every file's SHA-256, or sizes alone, or nothing."""
+    """Before a load: compare every file's SHA-256, only sizes, or nothing."""
 
 
 @hookimpl
 def nanotrain_register_checkpoint(register: Register) -> None:
-    """Announce ``sharded_v2``."""
+    """Register ``sharded_v2``."""
     register(
         Component(
             name="sharded_v2",

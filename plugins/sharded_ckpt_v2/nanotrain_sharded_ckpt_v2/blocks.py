@@ -1,4 +1,4 @@
-"""Live tensors as what is written: holdings for the plan, bytes for a shard, copies that do not change."""
+"""Converts live tensors for a save: holdings for the plan, bytes for a shard, stable copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES = {getattr(torch, name): code for code, name in DTYPE_NAMES.items()}
 
 
 def holding(block: Block) -> Holding:
-    """Describe a block without its numbers.
+    """Describe a block without its values.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
@@ -33,7 +33,7 @@ def holding(block: Block) -> Holding:
 
 
 def code(name: str, tensor: torch.Tensor) -> str:
-    """Return what safetensors calls a tensor's dtype."""
+    """Return the safetensors code of a tensor's dtype."""
     found = CODES.get(tensor.dtype)
     if found is None:
         raise CheckpointError(
@@ -43,27 +43,27 @@ def code(name: str, tensor: torch.Tensor) -> str:
 
 
 def chosen(blocks: Sequence[Block], positions: Iterable[int]) -> Tensors:
-    """Return the blocks that this rank writes, by their key in the shard."""
+    """Return the blocks that this rank writes, by their keys in the shard."""
     mine = (blocks[position] for position in positions)
     return {key(block.name, tuple(block.offset)): block.tensor.detach() for block in mine}
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
-    """Write tensors to a new file, wide dtypes first, and flush it to the disk."""
+    """Write tensors to a new file, largest dtypes first, and flush it to disk."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     forms = {name: Form(code(name, tensor), tuple(tensor.shape)) for name, tensor in ordered}
     return shard.write(path, forms, parts(tensor for _, tensor in ordered))
 
 
 def parts(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors, one on the host at a time."""
+    """Yield the bytes of tensors, with one at a time on the host."""
     for tensor in tensors:
         if tensor.numel():
             yield memoryview(_bytes(tensor.cpu().contiguous()))
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """Return a contiguous tensor of the host as an array of bytes that shares its memory."""
+    """Return a contiguous host tensor as an array of bytes that shares its memory."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
@@ -77,14 +77,14 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
 
 @attrs.define(frozen=True)
 class Computed:
-    """The point at which a GPU has computed what it was asked for so far."""
+    """The point at which a GPU has completed the work queued so far."""
 
     device: torch.device
     event: torch.cuda.Event
 
 
 def computed(tensors: Mapping[str, torch.Tensor]) -> Computed | None:
-    """Return when ``tensors`` are there, as far as this thread has asked a GPU for them; None: now."""
+    """Return an event after which ``tensors`` are computed, as queued by this thread; None: now."""
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is None:
         return None
@@ -95,7 +95,7 @@ def computed(tensors: Mapping[str, torch.Tensor]) -> Computed | None:
 
 @contextmanager
 def _stream_of_its_own(after: Computed | None) -> Iterator[None]:
-    """Have a GPU copy from ``after`` on, beside what else it does; in the end the copies are complete."""
+    """Make a GPU copy on a separate stream after ``after``; at the end the copies are complete."""
     if after is None:
         yield
         return
@@ -107,23 +107,23 @@ def _stream_of_its_own(after: Computed | None) -> Iterator[None]:
 
 
 class Copies:
-    """Room on the host for a copy of what this rank writes, kept from save to save.
+    """Host memory for a copy of what this rank writes, reused from save to save.
 
-    Memory that was never touched costs more to copy into than to copy: only the first save pays it.
+    Copying into fresh memory costs more than the copy itself: only the first save pays for it.
     """
 
     def __init__(self) -> None:
         self._kept: Tensors = {}
 
     def take(self, tensors: Mapping[str, torch.Tensor], after: Computed | None) -> Tensors:
-        """Return copies of ``tensors``, which may change as soon as this returns. Earlier copies are gone.
+        """Return copies of ``tensors``, which may change as soon as this returns. Earlier copies are invalid.
 
         Args:
             tensors: by name.
             after: what :func:`computed` returned for them.
         """
         if not self._fit(tensors):
-            self._kept = {}  # before the new ones are made
+            self._kept = {}  # before the new ones are allocated
             self._kept = {name: _room(tensor) for name, tensor in tensors.items()}
         with _stream_of_its_own(after):
             for name, tensor in tensors.items():
@@ -131,7 +131,7 @@ class Copies:
         return self._kept
 
     def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether the room there is has the names, shapes and dtypes of ``tensors``."""
+        """Return whether the existing memory has the names, shapes and dtypes of ``tensors``."""
         return self._kept.keys() == tensors.keys() and all(
             (kept.shape, kept.dtype) == (tensors[name].shape, tensors[name].dtype)
             for name, kept in self._kept.items()

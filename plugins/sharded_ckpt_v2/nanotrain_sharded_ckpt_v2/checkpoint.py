@@ -1,17 +1,17 @@
-"""The ``sharded_v2`` checkpoint: how ranks save and load together.
+"""The ``sharded_v2`` checkpoint: coordination of ranks in a save and a load.
 
-A save, in the order it happens:
+A save, in order of execution:
 
-1. All ranks agree who writes which box: once, as long as blocks stay the same.
-2. Rank 0 makes ``.tmp-<step>-<id>`` and says so.
-3. Each rank copies its share, writes the copy there, hashes it on the way and flushes it to the disk: in a
-   thread, while training goes on; the next update waits for the copy.
-4. At a step boundary, once all are done, each tells its files' sizes and hashes, or what went wrong: then
+1. All ranks agree which rank writes which box: once, as long as blocks stay the same.
+2. Rank 0 creates ``.tmp-<step>-<id>`` and announces it.
+3. Each rank copies its shard, writes the copy there, hashes it while writing and flushes it to disk: in a
+   thread, while training continues; the next update waits for the copy.
+4. At a step boundary, once all are done, each reports its files' sizes and hashes, or its error: in that case
    the folder is removed and the save has failed on every rank.
-5. Rank 0 writes the manifest and renames the folder: from then on there is a checkpoint.
+5. Rank 0 writes the manifest and renames the folder: from then on the checkpoint exists.
 
-A load verifies first, files striped over ranks, plans what to read, and looks into every file it will
-read. Only when all ranks found everything in order is the first live number replaced.
+A load verifies first, with files striped over ranks, plans what to read, and checks every file it will
+read. Only when all ranks have succeeded is the first live value overwritten.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, 
 
 @attrs.define(frozen=True)
 class Agreed:
-    """Who writes what, for blocks that look like these."""
+    """Which rank writes what, for blocks with these names and shapes."""
 
     holdings: Sequence[Holding]
     mine: Sequence[int]
     tensors: dict[str, Tensor]
-    """Of all ranks; on rank 0 alone."""
+    """Of all ranks; on rank 0 only."""
 
 
 @attrs.define(frozen=True, eq=False)
@@ -58,11 +58,11 @@ class Found:
     path: Path
     manifest: Manifest
     reading: Reading
-    """Of this rank's blocks."""
+    """Reads of this rank's blocks."""
     streams: Mapping[str, torch.Tensor]
-    """This rank's."""
+    """This rank's random-number streams."""
     left_over: str
-    """On rank 0: of what the run has no place for."""
+    """On rank 0: a saved tensor that the run does not use."""
 
 
 class ShardedCheckpoint:
@@ -76,7 +76,7 @@ class ShardedCheckpoint:
         self._copies = blocks.Copies()
 
     def open(self, folder: Path, mesh: Mesh) -> None:
-        """Use ``folder``, made on the first save; clear away what a killed save left."""
+        """Use ``folder``, created on the first save; remove what a killed save left."""
         self.folder, self.mesh = folder, mesh
         self._last_save = time.monotonic()
         self._verified: dict[int, Mapping[str, File]] = {}
@@ -88,7 +88,7 @@ class ShardedCheckpoint:
                 self.log.warning("this is no checkpoint, and left out", entry=str(entry))
 
     def due(self, step: int) -> bool:
-        """Save every ``every`` steps, and when ``every_minutes`` have gone by on rank 0."""
+        """Save every ``every`` steps, and when ``every_minutes`` have elapsed on rank 0."""
         if self.config.every and step % self.config.every == 0:
             return True
         if not self.config.every_minutes:
@@ -97,7 +97,7 @@ class ShardedCheckpoint:
         return self._any(late and self.mesh.rank == 0)
 
     def _any(self, mine: bool) -> bool:
-        """All-reduce: return whether it is so on any rank."""
+        """All-reduce: return whether the condition holds on any rank."""
         flag = torch.tensor([float(mine)], device=self.mesh.device)
         self.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -113,7 +113,7 @@ class ShardedCheckpoint:
     # --- save ---------------------------------------------------------------------------------
 
     def save(self, step: int, state: TrainState) -> None:
-        """Agree on the shares and begin to write this rank's."""
+        """Agree on the shards and begin to write this rank's."""
         assert self._flight is None, "a save is on its way: advance(wait=True) first"
         began = self._last_save = time.monotonic()
         agreed = self._agree(state.blocks)
@@ -129,7 +129,7 @@ class ShardedCheckpoint:
         self._flight = flight
 
     def _agree(self, wanted: Sequence[Block]) -> Agreed:
-        """Gather and scatter: share the boxes out, unless all ranks hold what they held the last time."""
+        """Gather and scatter: assign the boxes, unless all ranks hold the same as the last time."""
         problem, holdings = "", []
         try:
             holdings = [blocks.holding(block) for block in wanted]
@@ -153,7 +153,7 @@ class ShardedCheckpoint:
         return self._agreed
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
-        """Broadcast: change the folder on rank 0 and return the outcome everywhere, or fail everywhere."""
+        """Broadcast: modify the folder on rank 0 and return the result everywhere, or fail everywhere."""
         problem, outcome = "", None
         if self.mesh.rank == 0:
             try:
@@ -164,12 +164,12 @@ class ShardedCheckpoint:
         return from_first(outcome, self.mesh)
 
     def settle(self) -> None:
-        """Wait until this rank's share is copied."""
+        """Wait until this rank's shard is copied."""
         if self._flight is not None:
             self._flight.settle()
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
-        """Publish the save on its way, if every rank has written its share."""
+        """Publish the save in progress, if every rank has written its shard."""
         flight = self._flight
         if flight is None:
             return ()
@@ -187,7 +187,7 @@ class ShardedCheckpoint:
         return [CheckpointReport(flight.step, path, now - flight.began, blocked, written)]
 
     def _publish(self, flight: Flight) -> Path:
-        """Put the checkpoint in place, or remove what there is of it."""
+        """Move the checkpoint into place, or remove its files."""
         everyone = to_first(flight.files, self.mesh)
         try:
             agree(flight.error, self.mesh)
@@ -228,7 +228,7 @@ class ShardedCheckpoint:
         )
 
     def _retire_old(self, meta: Mapping[str, Any]) -> list[Path]:
-        """Rename, on rank 0, what retention does not keep, for the thread to delete. One may well stay."""
+        """On rank 0, rename what retention does not keep, for the thread to delete. It may fail."""
         gone: list[Path] = []
         if self.mesh.rank:
             return gone
@@ -244,12 +244,12 @@ class ShardedCheckpoint:
 
     @working("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
-        """Verify, plan, look, then fill the blocks."""
+        """Verify, plan, check, then fill the blocks."""
         found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})
         if found is None:
             return None
         saved = found.manifest
-        state.accept(saved.meta)  # first, since another model tells more
+        state.accept(saved.meta)  # first, since a different model has the clearest error
         agree(f"{found.path} does not fit this run: {found.left_over}" if found.left_over else "", self.mesh)
         self._quarantine(damaged)
         self._fill(found.reading)
@@ -276,7 +276,7 @@ class ShardedCheckpoint:
     def _streams(
         self, path: Path, saved: Manifest, wanted: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return this rank's streams if the layout is the same: elsewhere they mean nothing."""
+        """Return this rank's streams if the layout is the same: otherwise they are meaningless."""
         name = streams_name(self.mesh.rank)
         if above_one(saved.layout) != self.mesh.layout.degrees or name not in saved.files:
             return {}
@@ -292,7 +292,7 @@ class ShardedCheckpoint:
         return found
 
     def _named(self, which: str, state: TrainState) -> Found:
-        """Return exactly the checkpoint asked for."""
+        """Return exactly the requested checkpoint."""
         path = folders.step_folder(self.folder, int(which)) if which.isdecimal() else Path(which)
         problem = ""
         if self.mesh.rank == 0 and not (path / manifest.NAME).is_file():
@@ -313,22 +313,22 @@ class ShardedCheckpoint:
             if found is not None:
                 return found, damaged
             damaged[step] = "; ".join(problems)
-        if damaged:  # all stay where they are: else the next launch would find none, and begin anew
+        if damaged:  # all stay in place: otherwise the next launch would find none
             raise CheckpointError(f"no checkpoint in {self.folder} is whole: {damaged[there[-1]]}")
         return None, damaged
 
     def _quarantine(self, damaged: Mapping[int, str]) -> None:
-        """Rename damaged checkpoints, once there is another one to go on from."""
+        """Rename damaged checkpoints, once there is another one to resume from."""
         for step, problem in damaged.items():
             now = self._on_first(partial(folders.quarantine, self.folder, step))
             if self.mesh.rank == 0:
                 self.log.warning("a damaged checkpoint was set aside", problem=problem, now=str(now))
 
     def _open(self, path: Path, state: TrainState) -> tuple[Found | None, Sequence[str]]:
-        """Return what is to be read, if every rank can read its part, else what is wrong: on all ranks alike.
+        """Return what to read, if every rank can read its part, otherwise what is wrong: on all ranks alike.
 
         Raises:
-            CheckpointError: it is whole, and does not fit ``state``.
+            CheckpointError: it is intact, but does not fit ``state``.
         """
         saved, problems = self._examine(path)
         if saved is None:
@@ -349,9 +349,9 @@ class ShardedCheckpoint:
         return (None if problems else found), problems
 
     def _examine(self, path: Path) -> tuple[Manifest | None, Sequence[str]]:
-        """Return the manifest if all is well, else None and what is not: the same on every rank.
+        """Return the manifest if all is well, otherwise None and what is wrong: the same on every rank.
 
-        Rank 0 reads the manifest for all; each rank looks at its share of the files.
+        Rank 0 reads the manifest for all; each rank verifies its share of the files.
         """
         text, problem, other_format, saved = "", "", "", None
         if self.mesh.rank == 0:
@@ -359,7 +359,7 @@ class ShardedCheckpoint:
                 text = manifest.read_text(path)
                 saved = manifest.parse(text, path)
                 folders.check_folder(path, saved)
-            except manifest.OtherFormat as error:  # nothing is wrong with it, it is only not ours to read
+            except manifest.OtherFormat as error:  # it is not damaged, but of another format version
                 other_format = str(error)
             except (CheckpointError, OSError) as error:
                 problem = str(error)

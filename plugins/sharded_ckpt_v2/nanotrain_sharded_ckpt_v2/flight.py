@@ -1,10 +1,10 @@
-"""A save on its way: a thread copies this rank's share, then writes it, while training goes on.
+"""A save in progress: a thread copies this rank's shard, then writes it, while training continues.
 
-Nothing changes weights or optimizer state before the next update, so forward and backward of the next step
-need not wait for the copy: only that update does, for what is left of it.
+Nothing modifies weights or optimizer state before the next update, so forward and backward of the next step
+need not wait for the copy: only that update waits, for the rest of it.
 
 Source of the idea: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021 (snapshots
-beside the next iteration, up to its update).
+overlapped with the next iteration, up to its update).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from nanotrain_sharded_ckpt_v2.manifest import File, shard_name, streams_name
 
 @attrs.define(eq=False)
 class Flight:
-    """A save that was begun."""
+    """A save that has begun."""
 
     step: int
     rank: int
     scratch: Path
     state: TrainState
-    """Kept: what is copied of it must stay in memory, and the rest is written."""
+    """Kept: the tensors being copied must stay in memory, and the rest is written."""
     began: float
     old: Sequence[Path] = ()
     """Folders to delete first."""
     blocked: float = 0.0
-    """Seconds in which training waited."""
+    """Seconds for which training was blocked."""
     files: dict[str, File] = attrs.field(factory=dict)
     """What this rank has written."""
     error: str = ""
@@ -49,7 +49,7 @@ class Flight:
         def work() -> None:
             try:
                 held = copies.take(tensors, computed)
-            except Exception as error:  # no memory, for example
+            except Exception as error:  # out of memory, for example
                 self._failed(f"the share of rank {self.rank}", error)
                 return
             finally:
@@ -60,9 +60,9 @@ class Flight:
         self._thread.start()
 
     def write(self, tensors: blocks.Tensors) -> None:
-        """Write this rank's files. Must not talk to other ranks: it may run in the thread."""
+        """Write this rank's files. Must not communicate: it may run in the thread."""
         for folder in self.old:
-            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, the next run removes
+            shutil.rmtree(folder, ignore_errors=True)  # the next run removes what is left
         shares = {shard_name(self.rank): tensors, streams_name(self.rank): self.state.rank_tensors}
         name = ""
         try:

@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: what is in it, what may go, what is moved out of the way. Torch-free.
+"""The folder of a run's checkpoints: its entries, retention, and moving checkpoints aside. Torch-free.
 
-``step-00001200/`` is a checkpoint, ``.tmp-...`` one that is being written, ``.corrupt-...`` a damaged one,
-``superseded-.../`` holds those of a branch that was left, ``latest`` names the newest, for people and
+``step-00001200/`` is a checkpoint, ``.tmp-...`` one being written, ``.corrupt-...`` a damaged one,
+``superseded-.../`` holds those of an abandoned branch, ``latest`` names the newest, for people and
 scripts: nothing here reads it.
 """
 
@@ -32,12 +32,12 @@ LATEST = "latest"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` is."""
+    """Return the path of the checkpoint of ``step``."""
     return folder / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint's folder, None if it is not called like one."""
+    """Return the step of a checkpoint's folder, None if its name has another form."""
     found = _STEP.fullmatch(path.name)
     return int(found[1]) if found else None
 
@@ -48,13 +48,13 @@ def steps(folder: Path) -> list[int]:
 
 
 def once_saved(folder: Path) -> list[int]:
-    """Return the steps that have a folder, oldest first: one that has lost its manifest since is damaged."""
+    """Return the steps that have a folder, oldest first: one without a manifest is damaged."""
     found = ((path, step_of(path)) for path in folder.glob("step-*"))
     return sorted(step for path, step in found if step is not None and _is_folder(path))
 
 
 def strange_entries(folder: Path) -> list[Path]:
-    """Return what looks like a checkpoint and is none: a copy, a plain file, a link."""
+    """Return entries that only resemble a checkpoint: a copy, a plain file, a link."""
     return sorted(path for path in folder.glob("step-*") if step_of(path) is None or not _is_folder(path))
 
 
@@ -66,7 +66,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what saves that were killed left. Nobody may be saving."""
+    """Delete the remains of killed saves. No save may be in progress."""
     if not folder.is_dir():
         return
     for pattern in (".tmp-*", ".old-*"):
@@ -76,22 +76,22 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def make_scratch(folder: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written in."""
+    """Create the folder that a checkpoint is written to."""
     scratch = folder / f".tmp-{step:08d}-{uuid4().hex}"
     scratch.mkdir(parents=True)
     return scratch
 
 
 def publish(scratch: Path, text: str, step: int) -> Path:
-    """Complete a checkpoint with its manifest, and put it in place by one rename.
+    """Complete a checkpoint with its manifest, and move it into place by one rename.
 
-    Files, manifest, folder and parent are flushed to the disk in this order: after a power cut there is
-    the whole checkpoint or none.
+    Files, manifest, folder and parent are flushed to disk in this order: after a power failure there is
+    either the whole checkpoint or none.
     """
     write_text_atomically(scratch / manifest.NAME, text)
     folder = scratch.parent
     target = step_folder(folder, step)
-    if os.path.lexists(target):  # of a branch that was left, or no checkpoint at all
+    if os.path.lexists(target):  # of an abandoned branch, or no checkpoint at all
         set_aside(folder, [step])
     scratch.rename(target)
     flush(folder)
@@ -100,7 +100,7 @@ def publish(scratch: Path, text: str, step: int) -> Path:
 
 
 def name_latest(folder: Path) -> None:
-    """Have ``latest`` name the newest checkpoint, as far as that can be had: nothing here reads it."""
+    """Make ``latest`` name the newest checkpoint, if possible: nothing here reads it."""
     with suppress(OSError):
         there = steps(folder)
         if there:
@@ -120,7 +120,7 @@ def quarantine(folder: Path, step: int) -> Path:
 
 
 def set_aside(folder: Path, unwanted: Collection[int]) -> Path | None:
-    """Move checkpoints of a branch that the run leaves into ``superseded-<time>/``; return that, if any."""
+    """Move checkpoints of an abandoned branch into ``superseded-<time>/``; return that folder, if any."""
     aside = set_checkpoints_aside(folder, [step_folder(folder, step) for step in unwanted])
     if aside is not None:
         name_latest(folder)
@@ -130,10 +130,10 @@ def set_aside(folder: Path, unwanted: Collection[int]) -> Path | None:
 def expendable(
     folder: Path, keep: int, protected: Collection[int], verified: Mapping[int, Mapping[str, manifest.File]]
 ) -> list[int]:
-    """Return the steps that retention may delete: all but ``keep`` newest sound ones.
+    """Return the steps that retention may delete: all except the ``keep`` newest sound ones.
 
-    Kept for certain are those ``protected`` and the newest ``verified`` one that is sound. While there is
-    none, nothing goes. Sound is what has a good manifest and files of the right size; the manifest of a
+    Always kept are those ``protected`` and the newest sound ``verified`` one. While there is none, nothing is
+    deleted. A checkpoint is sound if it has a valid manifest and files of the right size; the manifest of a
     verified one is not read again.
     """
     there = steps(folder)
@@ -153,7 +153,7 @@ def _damaged(path: Path, known: Mapping[str, manifest.File] | None) -> bool:
 
 
 def retire(folder: Path, step: int) -> Path:
-    """Rename a checkpoint that is to be deleted: half of one is not taken for one. Return its new path."""
+    """Rename a checkpoint before deletion: a partial one must not be mistaken for one. Return its path."""
     gone = folder / f".old-{step:08d}-{uuid4().hex}"
     step_folder(folder, step).rename(gone)
     return gone
@@ -163,7 +163,7 @@ def retire(folder: Path, step: int) -> Path:
 
 
 def damage(path: Path, *, full: bool) -> list[str]:
-    """Return what is wrong with a checkpoint: empty if it is whole."""
+    """Return what is wrong with a checkpoint: empty if it is intact."""
     try:
         found = open_manifest(path)
     except CheckpointError as problem:
@@ -175,7 +175,7 @@ def damage(path: Path, *, full: bool) -> list[str]:
 
 
 def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
-    """Yield which weights have a NaN or an infinity. State of the optimizer has a slash in its name."""
+    """Yield the weights with a NaN or an infinity. Names of optimizer state contain a slash."""
     for name, forms in forms_of(found).items():
         weights = [key for key in forms if "/" not in manifest.name_of(key)]
         for key in shard.not_finite(path / name, weights):
@@ -183,7 +183,7 @@ def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
 
 
 def _no_streams(path: Path, found: manifest.Manifest) -> Iterator[str]:
-    """Yield which files of a run have random-number streams that nothing can go back to."""
+    """Yield the files of a run whose random-number streams cannot be restored."""
     if not is_of_a_run(found.meta):
         return
     for name in found.files.keys() - forms_of(found).keys():
@@ -192,10 +192,10 @@ def _no_streams(path: Path, found: manifest.Manifest) -> Iterator[str]:
 
 
 def open_manifest(path: Path) -> manifest.Manifest:
-    """Return the checked manifest of a checkpoint whose folder has its name and nothing else in it.
+    """Return the verified manifest of a checkpoint whose folder matches it exactly.
 
     Raises:
-        CheckpointError: it is damaged, or the folder is not what it says.
+        CheckpointError: it is damaged, or the folder does not match it.
     """
     found = manifest.read(path)
     check_folder(path, found)
@@ -203,7 +203,7 @@ def open_manifest(path: Path) -> manifest.Manifest:
 
 
 def check_folder(path: Path, found: manifest.Manifest) -> None:
-    """Compare a folder's name and entries with its manifest.
+    """Check a folder's name and entries against its manifest.
 
     Raises:
         CheckpointError: they differ.
@@ -223,12 +223,12 @@ def _misfits(path: Path, found: manifest.Manifest) -> Iterator[str]:
     for name in found.files:
         if name in forms:
             yield shard.misfit(path / name, forms[name])
-        else:  # random-number streams: what a device's look like is known when they are loaded
+        else:  # random-number streams: those of devices are checked when loaded
             yield shard.unreadable(path / name)
 
 
 def forms_of(found: manifest.Manifest) -> dict[str, dict[str, shard.Form]]:
-    """Return, for every shard, the tensors that the manifest says it has."""
+    """Return, for every shard, the tensors that the manifest lists for it."""
     forms: dict[str, dict[str, shard.Form]] = {}
     for name, tensor in found.tensors.items():
         for number, offset, shape in tensor.chunks:

@@ -35,7 +35,7 @@ def _saved(path: Path, step: int) -> CheckpointInfo:
 
 
 def _describe(path: Path) -> Mapping[str, Any]:
-    """Return the manifest as it is written, after its checks."""
+    """Return the manifest as written, after verification."""
     text = manifest.read_text(path)
     manifest.parse(text, path)
     found: dict[str, Any] = json.loads(text)

@@ -1,8 +1,8 @@
-"""``MANIFEST.json``: all that a checkpoint says of itself, and the proof of every file. Torch-free.
+"""``MANIFEST.json``: the description of a checkpoint, with a hash of every file. Torch-free.
 
-Its last line is the SHA-256 of what stands before it, the other files' are in ``files``. There is no time
-and no host in it: the same state gives the same bytes. Everything read is checked before it is used, as if
-a stranger had written it: names stay inside the folder, numbers are numbers, tensors are complete.
+Its last line is the SHA-256 of everything before it, the other files' hashes are in ``files``. It contains no
+time or host name: the same state gives the same bytes. Everything read is validated before use as untrusted
+input: names stay inside the folder, numbers are numbers, tensors are complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 NAME = "MANIFEST.json"
 FORMAT, VERSION = "nanotrain-sharded", 2
-#: Largest manifest that is read. DeepSeek-V3 on 2048 ranks takes 11 MB.
+#: Maximum size of a manifest that is read. DeepSeek-V3 on 2048 ranks takes 11 MB.
 LARGEST = 512 * 2**20
 
 _SEAL, _END = ',\n"sha256": "', '"\n}\n'
@@ -32,11 +32,11 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class OtherFormat(CheckpointError):
-    """A checkpoint of another version: nothing says that it is damaged."""
+    """A checkpoint of another format version, which need not be damaged."""
 
 
 def shard_name(number: int) -> str:
-    """Return the file of one rank's share of the tensors."""
+    """Return the file of one rank's shard of the tensors."""
     return f"shard-{number:05d}.safetensors"
 
 
@@ -46,7 +46,7 @@ def streams_name(rank: int) -> str:
 
 
 def key(name: str, offset: Shape) -> str:
-    """Return what a box is called in its shard: ``layers.0.attn.q.weight@0,128``."""
+    """Return the key of a box in its shard: ``layers.0.attn.q.weight@0,128``."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
@@ -57,7 +57,7 @@ def name_of(key: str) -> str:
 
 @attrs.define(frozen=True)
 class File:
-    """One file beside the manifest."""
+    """One file other than the manifest."""
 
     bytes: int
     sha256: str
@@ -65,16 +65,16 @@ class File:
 
 @attrs.define(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     step: int
     versions: Mapping[str, str]
-    """Of the core, torch and this plugin, that wrote it."""
+    """Versions of the core, torch and this plugin that wrote it."""
     world_size: int
     layout: Mapping[str, Mapping[str, int]]
     """View -> dimension -> size."""
     previous: str | None
-    """SHA-256 of the checkpoint before it in the folder: what it follows."""
+    """SHA-256 of the previous checkpoint in the folder."""
     meta: Mapping[str, Any]
     """The run's own JSON."""
     tensors: Mapping[str, Tensor]
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def write(manifest: Manifest) -> str:
-    """Return the manifest as text, one line for each tensor and file, sealed."""
+    """Return the manifest as text, one line for each tensor and file, with its hash."""
     items = {"format": FORMAT, "version": VERSION} | {
         name: getattr(manifest, name)
         for name in ("step", "versions", "world_size", "layout", "previous", "meta")
@@ -114,7 +114,7 @@ def seal_of(text: str) -> str:
     """Return the SHA-256 in the last line.
 
     Raises:
-        ValueError: there is none, or it is not that of the rest.
+        ValueError: there is none, or it does not match the rest.
     """
     body, found, tail = text.rpartition(_SEAL)
     if not found or not _HASH.fullmatch(tail[:64]) or tail[64:] != _END:
@@ -128,7 +128,7 @@ def read_text(folder: Path) -> str:
     """Return the text of the manifest in ``folder``.
 
     Raises:
-        CheckpointError: it is no plain file, or too large.
+        CheckpointError: it is not a plain file, or too large.
     """
     path = folder / NAME
     try:
@@ -142,10 +142,11 @@ def read_text(folder: Path) -> str:
 
 
 def apart(folder: Path, text: str) -> str:
-    """Return how the manifest in ``folder`` differs from ``text``, which rank 0 has read there: empty if not.
+    """Return how the manifest in ``folder`` differs from ``text``, as rank 0 has read it: empty if equal.
 
-    A rank may see a disk of its own, or be led to a folder on a shared one that was set aside since: shards
-    of the same sizes, which only some ranks compare with their SHA-256. Only the seal is read, by every rank.
+    A rank may see its own disk, or on a shared one be led to a folder that has since been set aside: with
+    shards of the same sizes, which only some ranks verify against their SHA-256. Every rank reads only the
+    last line's hash.
     """
     end = text[-len(_SEAL) - 64 - len(_END) :].encode()
     try:
@@ -158,11 +159,11 @@ def apart(folder: Path, text: str) -> str:
 
 
 def parse(text: str, folder: Path) -> Manifest:
-    """Return the manifest of ``folder``, every part of it checked.
+    """Return the manifest of ``folder``, completely validated.
 
     Raises:
-        OtherFormat: it is of another version.
-        CheckpointError: it is damaged, or says something impossible.
+        OtherFormat: it has another format version.
+        CheckpointError: it is damaged, or contains something impossible.
     """
     try:
         seal_of(text)
@@ -173,7 +174,7 @@ def parse(text: str, folder: Path) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """Read and check the manifest of ``folder``."""
+    """Read and validate the manifest of ``folder``."""
     return parse(read_text(folder), folder)
 
 
@@ -203,7 +204,7 @@ def _parse(table: Any, folder: Path) -> Manifest:
 
 
 def _disagreements(found: Manifest) -> Iterator[str]:
-    """Yield which parts cannot be true together."""
+    """Yield contradictions between its parts."""
     yield from state_problems(found.meta, found.step)
     for view, sizes in found.layout.items():
         if prod(sizes.values()) != found.world_size:

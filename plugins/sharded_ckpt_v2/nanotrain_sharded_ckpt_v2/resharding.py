@@ -1,8 +1,8 @@
-"""Resharding when a checkpoint is loaded: blocks of this layout, read from shards that another layout saved.
+"""Resharding on load: this layout's blocks, read from shards that another layout saved.
 
-Which part of which shard goes where is found by the planner of torch's distributed checkpoints (DCP). Each
-wanted tensor is shown to ``DefaultLoadPlanner`` as :class:`Wanted`, its boxes on this rank. Nothing of
-torch's storage or metadata files is used: they are pickles.
+The planner of torch's distributed checkpoints (DCP) finds which part of which shard goes where. Each
+wanted tensor is passed to ``DefaultLoadPlanner`` as :class:`Wanted`, with its boxes on this rank. torch's
+storage and metadata files are not used: they are pickles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 
 class Wanted:
-    """One tensor's blocks on this rank, as a planner asks for them."""
+    """One tensor's blocks on this rank, in the interface of a planner."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
@@ -57,14 +57,14 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
 
 
 def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
-    """Return why what was saved does not fill ``blocks``: a name, shape or dtype."""
+    """Return why the saved tensors do not fill ``blocks``: a name, shape or dtype."""
     return [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
 
 
 def left_over(manifest: Manifest, wanted: Collection[str]) -> str:
-    """Return what was saved and none of those ``wanted`` by all ranks together is: empty if there is nothing.
+    """Return a saved tensor that is not ``wanted`` by any rank: empty if there is none.
 
-    It would be lost with the next save: the moments of a parameter that is no longer trained, for example.
+    It would be lost with the next save: such as the moments of a parameter that is no longer trained.
     """
     rest = sorted(manifest.tensors.keys() - {*wanted})
     more = f" ({len(rest)} in all)" if len(rest) > 1 else ""
@@ -81,13 +81,13 @@ def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:
 
 
 class Reading:
-    """What one rank is to read: planned and looked up in the files before anything live is touched."""
+    """The reads of one rank: planned and verified in the files before any live state is modified."""
 
     def __init__(self, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:
         """Plan the reads.
 
         Raises:
-            CheckpointError: a file that would be read is not what the manifest says.
+            CheckpointError: a file that would be read differs from the manifest.
         """
         self.folder, self.manifest = folder, manifest
         self.wanted: dict[str, Wanted] = {}
@@ -97,7 +97,7 @@ class Reading:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata = Metadata({name: _metadata(manifest.tensors[name]) for name in self.wanted})
         planner.set_up_planner({}, metadata)
-        planner.state_dict = dict(self.wanted)  # set_up_planner replaces what is no tensor by None
+        planner.state_dict = dict(self.wanted)  # set_up_planner replaces values that are not tensors by None
         self.items: dict[str, list[ReadItem]] = {}
         for item in planner.create_local_plan().items:
             number = manifest.tensors[item.storage_index.fqn].chunks[_index(item)][0]
@@ -107,7 +107,7 @@ class Reading:
     def _look(self) -> None:
         forms = forms_of(self.manifest)
         for name in self.items:
-            known = self.manifest.files[name]  # as this rank sees it: another one has read and compared it
+            known = self.manifest.files[name]  # as this rank sees it: another one has read and verified it
             problem = shard.damage(self.folder, name, known, full=False)
             problem = problem or shard.misfit(self.folder / name, forms[name])
             if problem:
@@ -118,7 +118,7 @@ class Reading:
         """Copy from the files into the live tensors, one file after the other.
 
         Raises:
-            CheckpointError: a file went away meanwhile.
+            CheckpointError: a file has been removed meanwhile.
         """
         for name, items in sorted(self.items.items()):
             try:
@@ -140,7 +140,7 @@ class Reading:
 
 
 def _index(item: ReadItem) -> int:
-    """Return which of its tensor's boxes an item reads from."""
+    """Return the index of the box of its tensor that an item reads from."""
     assert item.storage_index.index is not None
     return item.storage_index.index
 

@@ -1,9 +1,9 @@
-"""Who writes what: each box once, by the least loaded of the ranks that hold it. Torch-free.
+"""Assigns each box to one writer: the least loaded of the ranks that hold it. Torch-free.
 
-torch's ``DefaultSavePlanner`` divides alike, but its plans are the work of a large run: 820,000 boxes of 2048
-ranks took 19 s to unpickle and 11 s to plan where 690,000 as plain tuples take 1.5 s and 9 s, the check that
-every tensor is complete included. Its own check leaves that out where there is one rank, and never asks
-whether ranks agree on a dtype. Reading, where boxes meet other boxes, is torch's planner's: see
+torch's ``DefaultSavePlanner`` assigns them similarly, but its plans are expensive in a large run: 820,000
+boxes of 2048 ranks took 19 s to unpickle and 11 s to plan, where 690,000 as plain tuples take 1.5 s and 9 s,
+including the check that every tensor is complete. torch's own check omits that for a single rank, and never
+checks whether ranks agree on a dtype. Reading, where boxes intersect other boxes, uses torch's planner: see
 :mod:`~nanotrain_sharded_ckpt_v2.resharding`.
 """
 
@@ -16,36 +16,36 @@ import attrs
 
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
 
-#: Name, dtype code, shape of the whole tensor, offset, shape: a block without its numbers.
+#: Name, dtype code, shape of the global tensor, offset, shape: a block without its values.
 Holding = tuple[str, str, Shape, Shape, Shape]
 
 
 @attrs.define(frozen=True)
 class Tensor:
-    """One tensor of the run, and where its boxes are."""
+    """One tensor of the run, and the location of its boxes."""
 
     dtype: str
-    """As safetensors calls it."""
+    """Its safetensors code."""
     shape: Shape
     chunks: Sequence[tuple[int, Shape, Shape]]
-    """Number of the shard, offset, shape; in this order."""
+    """Shard number, offset, shape; in this order."""
 
 
 @attrs.define(frozen=True)
 class Plan:
-    """Which boxes each rank writes."""
+    """The boxes that each rank writes."""
 
     mine: Sequence[Sequence[int]]
-    """For each rank the positions in its list of holdings that it writes."""
+    """For each rank the indices in its list of holdings that it writes."""
     tensors: Mapping[str, Tensor]
     """By name, sorted."""
 
 
 def make_plan(holdings: Sequence[Sequence[Holding]]) -> Plan:
-    """Share the boxes of all ranks out among those that hold them.
+    """Assign the boxes of all ranks to writers among those that hold them.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or its boxes leave a hole or overlap.
+        CheckpointError: ranks disagree about a tensor, or its boxes leave a gap or overlap.
     """
     holders: dict[tuple[str, Shape, Shape], list[tuple[int, int]]] = {}
     forms: dict[str, tuple[str, Shape, int]] = {}
@@ -69,7 +69,7 @@ def _share_out(
     forms: Mapping[str, tuple[str, Shape, int]],
     ranks: int,
 ) -> list[_Share]:
-    """Give boxes that one rank holds to it, then the others, largest first, to who has least so far."""
+    """Assign boxes held by one rank to it, then the others, largest first, to the least loaded holder."""
     load = [0] * ranks
     shares: list[_Share] = [([], []) for _ in range(ranks)]
     sizes = {box: DTYPE_BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}

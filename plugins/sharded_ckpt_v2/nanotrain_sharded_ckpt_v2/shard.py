@@ -1,7 +1,7 @@
-"""Safetensors files: hashed as they are written, looked at before they are trusted. Torch-free.
+"""Safetensors files: hashed while they are written, verified before they are trusted. Torch-free.
 
-A file is written to its end and flushed to the disk before it counts. The hash is computed in a second
-thread, beside the writing: each takes about as long.
+A file is written completely and flushed to disk before it counts. The hash is computed in a second
+thread, in parallel with writing: each takes about as long.
 
 Source of the format: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -24,17 +24,17 @@ import numpy as np
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, load_json
 from nanotrain_sharded_ckpt_v2.manifest import File
 
-#: Bytes written and hashed at once, and the size below which parts are put together first.
+#: Bytes written and hashed at once, and the size below which parts are joined first.
 PIECE, SMALL = 16 * 2**20, 2**20
-#: Pieces that hashing may lag behind: it goes on while the disk is flushed.
+#: Number of pieces that hashing may lag behind: it continues while the disk is flushed.
 AHEAD = 64
-#: Largest header that is read, as in safetensors itself.
+#: Maximum size of a header that is read, as in safetensors itself.
 LARGEST_HEADER = 100 * 2**20
 
 
 @attrs.define(frozen=True)
 class Form:
-    """What a header says of one tensor."""
+    """A header's entry for one tensor."""
 
     dtype: str
     shape: Shape
@@ -45,11 +45,11 @@ class Form:
 
 
 def write(path: Path, forms: Mapping[str, Form], parts: Iterable[memoryview]) -> File:
-    """Write a new file and flush it to the disk.
+    """Write a new file and flush it to disk.
 
     Args:
         path: must not exist.
-        forms: of all tensors, in the order of the file: wide dtypes first, so that each is aligned.
+        forms: of all tensors, in file order: largest dtypes first, so that each is aligned.
         parts: their bytes, in the same order, in pieces of any length.
     """
     size, digest, waiting = 0, sha256(), deque[Future[None]]()
@@ -71,7 +71,7 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 def header(forms: Mapping[str, Form]) -> bytes:
-    """Return eight bytes that say how long the header is, and the header as JSON."""
+    """Return eight bytes for the header's length, and the header as JSON."""
     table: dict[str, Any] = {}
     end = 0
     for name, form in forms.items():
@@ -102,15 +102,15 @@ def _pieces(first: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 def plain(path: Path) -> bool:
-    """Return whether there is a file, and no link to one."""
+    """Return whether the file exists and is not a link."""
     return path.is_file() and not path.is_symlink()
 
 
 def read_header(path: Path) -> dict[str, Form]:
-    """Return what the header of a file says.
+    """Return the contents of a file's header.
 
     Raises:
-        CheckpointError: it is no safetensors file, or a link to one.
+        CheckpointError: it is not a safetensors file, or a link to one.
     """
     if not plain(path):
         raise CheckpointError(f"{path} is missing, or is no plain file")
@@ -129,10 +129,10 @@ def read_header(path: Path) -> dict[str, Form]:
 
 
 def _expect_gapless(forms: Mapping[str, Form], table: Mapping[str, Any], size: int) -> None:
-    """Check that tensors follow one another to the end of the file, as safetensors demands.
+    """Check that tensors follow one another up to the end of the file, as safetensors requires.
 
     Raises:
-        ValueError: they do not, or one has another size than its shape.
+        ValueError: they do not, or the size of one does not match its shape.
     """
     end = 0
     for name, form in sorted(forms.items(), key=lambda item: table[item[0]]["data_offsets"]):
@@ -147,13 +147,13 @@ def _expect_gapless(forms: Mapping[str, Form], table: Mapping[str, Any], size: i
 
 
 def damage(folder: Path, name: str, file: File, *, full: bool) -> str:
-    """Return what is wrong with a file that a manifest lists: empty if nothing is.
+    """Return what is wrong with a file in a manifest: empty if it is intact.
 
     Args:
         folder: of the checkpoint.
         name: of the file.
-        file: what the manifest says of it.
-        full: compare its SHA-256, which reads it all; otherwise its size.
+        file: its entry in the manifest.
+        full: compare its SHA-256, which reads all of it; otherwise only its size.
     """
     path = folder / name
     try:
@@ -180,7 +180,7 @@ def unreadable(path: Path) -> str:
 
 
 def misfit(path: Path, expected: Mapping[str, Form]) -> str:
-    """Return how the header of a shard differs from what the manifest says: empty if it does not."""
+    """Return how the header of a shard differs from the manifest: empty if it does not."""
     try:
         found = read_header(path)
     except CheckpointError as problem:
@@ -192,7 +192,7 @@ def misfit(path: Path, expected: Mapping[str, Form]) -> str:
     return f"{path} holds {extra[0]}, which is not in the manifest" if extra else ""
 
 
-#: Of a float's bits, those of its exponent: all of them are 1 in a NaN and an infinity.
+#: The exponent bits of a float: all of them are 1 in a NaN and an infinity.
 EXPONENTS = {
     "F64": ("<u8", 0x7FF0000000000000),
     "F32": ("<u4", 0x7F800000),
@@ -202,7 +202,7 @@ EXPONENTS = {
 
 
 def not_finite(path: Path, names: Collection[str]) -> Iterator[str]:
-    """Yield which of these tensors of a shard, whose header is right, have a NaN or an infinity."""
+    """Yield which of these tensors of a shard with a valid header have a NaN or an infinity."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         table = json.loads(file.read(length))
@@ -214,12 +214,12 @@ def not_finite(path: Path, names: Collection[str]) -> Iterator[str]:
             yield name
 
 
-#: What NumPy calls the numbers of random-number streams.
+#: NumPy dtypes of random-number streams.
 NUMPY = {"I64": "<i8", "F64": "<f8", "U8": "|u1"}
 
 
 def arrays(path: Path) -> dict[str, Any]:
-    """Return the tensors of a small file whose header is right; those of other dtypes as bytes."""
+    """Return the tensors of a small file with a valid header; those of other dtypes as bytes."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     found = {}

@@ -1,4 +1,4 @@
-"""What ranks say to one another about a checkpoint: small Python objects, never tensors."""
+"""Communication between ranks about a checkpoint: small Python objects, never tensors."""
 
 from __future__ import annotations
 

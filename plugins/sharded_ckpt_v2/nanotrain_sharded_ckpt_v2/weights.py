@@ -16,7 +16,7 @@ from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 
 
 def open_weights(path: Path) -> SavedWeights | None:
-    """Open a checkpoint, or the newest of a run folder, for its weights; None if it is of another format."""
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format."""
     for folder in (path, path / "checkpoints"):
         steps = folders.steps(folder) if folder.is_dir() else []
         path = folders.step_folder(folder, steps[-1]) if steps else path
@@ -41,7 +41,7 @@ class ShardedWeights:
         }
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Put one block together from the boxes that reach into it."""
+        """Assemble one block from the boxes that intersect it."""
         begin = tuple(part.start for part in index)
         shape = tuple(part.stop - part.start for part in index)
         block = torch.empty(shape, dtype=self.dtypes[name])
